@@ -1,0 +1,1 @@
+"""Tasks, data, metrics, comparison of the stages, and the reports."""

@@ -1,0 +1,1 @@
+"""From a recipe to a strongly typed ONNX graph and an engine that is proven to run INT8."""

@@ -1,0 +1,29 @@
+"""The one exception tree of qdqbench; the command line turns each into its exit status.
+
+QdqError            exit 1   (base; never raised itself)
+├── UserError       exit 1   bad input: one sentence that says what, where and what to do
+├── CheckFailed     exit 2   everything ran, but a check or the gate does not hold
+└── MissingDevice   exit 3   a needed device or library is not there
+"""
+
+
+class QdqError(Exception):
+    """Base of all errors that a user can cause or must hear about."""
+
+    exit_code = 1
+
+
+class UserError(QdqError):
+    """Bad input or a failed step; the message is one sentence with the fix."""
+
+
+class CheckFailed(QdqError):
+    """The work finished, but a check or the recipe's gate does not hold."""
+
+    exit_code = 2
+
+
+class MissingDevice(QdqError):
+    """A device or library that the command needs is not there."""
+
+    exit_code = 3

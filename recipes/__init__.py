@@ -1,0 +1,1 @@
+"""Recipes shipped with qdqbench: one YAML file each, by model family."""
