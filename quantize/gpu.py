@@ -1,0 +1,40 @@
+"""The GPU that CUDA shows to this process, asked without torch."""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and the driver that runs it."""
+
+    name: str
+    compute_capability: str  # "8.9"
+    driver: str | None  # version of the kernel module; None where the system does not say
+
+
+def find_gpu() -> Gpu | None:
+    """First GPU that CUDA shows to this process, or None.
+
+    Asks the driver library itself, as TensorRT does: torch may be a CPU build, and nvidia-smi does not heed
+    CUDA_VISIBLE_DEVICES.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    failed = cuda.cuDeviceGetName(name, len(name), 0)
+    failed |= cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, 0)
+    failed |= cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, 0)
+    if failed:
+        return None
+    driver = _DRIVER.read_text().strip() if _DRIVER.is_file() else None
+    return Gpu(name.value.decode(), f"{major.value}.{minor.value}", driver)

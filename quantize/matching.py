@@ -1,0 +1,130 @@
+"""Resolve a recipe's rules against the modules of a model: which linear becomes what."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.recipe import Recipe, Rule
+
+INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
+MAX_NAMED = 12  # offenders named in one sentence before "and N more"
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """What matching needs to know of one module."""
+
+    kind: str  # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention) or other
+    head_size: int | None = None  # of an Attention
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe resolved for one model. Names are full module paths, in model order."""
+
+    int8: dict[str, str] = field(default_factory=dict)  # linear -> "channel" or "tensor" weight scales
+    high: tuple[str, ...] = ()  # linears that stay in FP16 or FP32
+    attention: tuple[str, ...] = ()  # attention modules in INT8
+    fp32: tuple[str, ...] = ()  # modules (linears, LayerNorms, softmax, ...) that compute in FP32
+
+
+def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "") -> Plan:
+    """Apply the recipe's rules in order, the later wins.
+
+    Args:
+        recipe: the recipe.
+        modules: every module by full name, in model order.
+        prefix: name of the base model inside the model (`bert` in `bert.encoder.layer.0`); patterns
+            match names with or without it.
+
+    Raises:
+        UserError: rules that match nothing (all of them, with near names), an attention that cannot
+            be fused in INT8, or an INT8 attention whose output linear is not INT8.
+    """
+    _refuse_unmatched(recipe.rules, modules, prefix)
+    formats: dict[str, str] = {}
+    for rule in recipe.rules:
+        formats.update(dict.fromkeys(matched(rule, modules, prefix), _target(rule)))
+    linears = [name for name, info in modules.items() if info.kind == "Linear"]
+    int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
+    plan = Plan(
+        int8=int8,
+        high=tuple(name for name in linears if name not in int8),
+        attention=_int8_attention(recipe, modules),
+        fp32=tuple(name for name in modules if formats.get(name) == "fp32"),
+    )
+    _require_quantized_outputs(plan)
+    return plan
+
+
+def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
+    """Names that a rule applies to: pattern and type both hold."""
+    kind = rule.type or ("Linear" if rule.weights else None)
+    return [
+        name
+        for name, info in modules.items()
+        if (kind is None or info.kind == kind)
+        and any(fnmatch.fnmatchcase(form, rule.match) for form in (name, _short(name, prefix)))
+    ]
+
+
+def name_list(names: Iterable[str]) -> str:
+    """Names for one sentence: the first few, then how many more."""
+    names = list(names)
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _short(name: str, prefix: str) -> str:
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def _target(rule: Rule) -> str:
+    return rule.precision or str(rule.weights).removeprefix("int8/")
+
+
+def _refuse_unmatched(rules: Iterable[Rule], modules: Mapping[str, ModuleInfo], prefix: str) -> None:
+    lost = [rule for rule in rules if not matched(rule, modules, prefix)]
+    if lost:
+        raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in lost))
+
+
+def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> str:
+    kind = rule.type or ("Linear" if rule.weights else None)
+    what = f"rule {rule.match!r} matches no {kind or 'module'}"
+    # numbers are folded so that twelve layers give one near name
+    shapes = {re.sub(r"\.\d+\.", ".*.", _short(name, prefix)): None for name, info in modules.items()
+              if name and (kind is None or info.kind == kind)}
+    near = difflib.get_close_matches(rule.match, shapes, n=3, cutoff=0.3) or list(shapes)[:3]
+    return f"{what} of this model; near names: {', '.join(near)}" if near else f"{what}: it has none"
+
+
+def _int8_attention(recipe: Recipe, modules: Mapping[str, ModuleInfo]) -> tuple[str, ...]:
+    if recipe.attention != "int8":
+        return ()
+    found = {name: info for name, info in modules.items() if info.kind == "Attention"}
+    if not found:
+        raise UserError("attention: int8 is asked for, but the model has no self-attention that is known here")
+    sizes = {info.head_size for info in found.values()} - set(INT8_HEAD_SIZES)
+    if sizes:
+        raise UserError(
+            f"attention: int8 needs a head size of 16, 32 or 64 to be fused, this model has "
+            f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
+        )
+    return tuple(found)
+
+
+def _require_quantized_outputs(plan: Plan) -> None:
+    """A fused INT8 attention needs a Q after its second matmul: the input of the output linear."""
+    lost = []
+    for name in plan.attention:
+        outputs = [n for n in (*plan.int8, *plan.high) if n.startswith(name.rpartition(".")[0] + ".output.")]
+        lost += [n for n in outputs if n not in plan.int8]
+    if lost:
+        raise UserError(
+            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost and INT8 is slower "
+            f"than FP16); add a rule for {name_list(lost)} or set attention: fp16"
+        )

@@ -1,0 +1,193 @@
+"""Load a BERT-class classifier and its tokenizer, with an attention whose every tensor can be quantized."""
+
+import hashlib
+import warnings
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.files import sha256
+from qdqbench.quantize.matching import ModuleInfo
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ARCHITECTURES = ("bert",)  # model types whose whole path is tested
+ATTENTION = "qdq_eager"
+MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded model's identity."""
+
+    name: str
+    sha256: str  # of config and weights, so that a changed model is never mistaken for the old one
+    architecture: str
+    num_labels: int
+    problem_type: str | None
+    label_names: list[str]
+
+
+def load_model(name: str) -> "PreTrainedModel":
+    """FP32 classifier in eval mode from a folder or a hub id; never runs code from the repository.
+
+    Raises:
+        UserError: not found, no classifier head in the weights, or an unsupported architecture.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    import torch
+
+    _register_attention()
+    with quiet_transformers(), _explained(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if config.model_type not in ARCHITECTURES:
+            raise UserError(
+                f"model {name} is a {config.model_type!r}; supported here: {', '.join(ARCHITECTURES)} "
+                f"(config.json, key model_type)"
+            )
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name, config=config, attn_implementation=ATTENTION, dtype=torch.float32,
+            trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+        )
+    lost = sorted(loading["missing_keys"])
+    if lost:
+        raise UserError(
+            f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it is "
+            f"not fine-tuned for classification; fine-tune it first"
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Fast tokenizer of the model.
+
+    Raises:
+        UserError: no tokenizer files, or only a slow tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    with quiet_transformers(), _explained(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+    if not tokenizer.is_fast:
+        raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def describe_model(name: str, model: "PreTrainedModel") -> ModelInfo:
+    """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
+    config = model.config
+    problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
+    return ModelInfo(
+        name=name,
+        sha256=model_fingerprint(name),
+        architecture=type(model).__name__,
+        num_labels=config.num_labels,
+        problem_type=problem,
+        label_names=[str(config.id2label[i]) for i in range(config.num_labels)],
+    )
+
+
+def model_fingerprint(name: str) -> str:
+    """SHA-256 over the files that define a model: config, weights, tokenizer; of the id for a hub model."""
+    folder = Path(name)
+    digest = hashlib.sha256()
+    if not folder.is_dir():
+        return hashlib.sha256(name.encode()).hexdigest()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".txt"):
+            digest.update(f"{file.name} {sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
+    """Every module by name with its class, as recipes match it; classes decide, never names."""
+    from torch import nn
+
+    table: dict[str, ModuleInfo] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            kind = "Linear"
+        elif isinstance(module, nn.LayerNorm):
+            kind = "LayerNorm"
+        elif isinstance(module, nn.Embedding):
+            kind = "Embedding"
+        elif type(module).__name__.endswith("SelfAttention"):
+            table[name] = ModuleInfo("Attention", head_size=int(module.attention_head_size))
+            table[f"{name}.softmax"] = ModuleInfo("Softmax")
+            continue
+        else:
+            kind = "other"
+        table[name] = ModuleInfo(kind)
+    return table
+
+
+def _register_attention() -> None:
+    """Eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
+
+    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
+    softmax Q/DQ into the fake-quant model and the traced graph alike.
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attention(
+        module: "torch.nn.Module", query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor",
+        attention_mask: "torch.Tensor | None", scaling: float | None = None, dropout: float = 0.0, **_: Any,
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = torch.nn.functional.softmax(scores, dim=-1)
+        quantizer = getattr(module, "p_bmm_quantizer", None)
+        if quantizer is not None:
+            weights = quantizer(weights)
+        weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    def mask(
+        attention_mask: "torch.Tensor | None" = None, dtype: "torch.dtype" = torch.float32, **_: Any
+    ) -> "torch.Tensor | None":
+        if attention_mask is None:
+            return None
+        return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, mask)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers while a model is loaded."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _explained(name: str, what: str = "model") -> Iterator[None]:
+    """Turn the many ways in which a load fails into one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  (transformers, safetensors and the hub share no base class)
+        reason = " ".join(str(error).split())[:300]
+        where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
+        raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error

@@ -1,0 +1,238 @@
+"""The recipe: a YAML file that says per layer what becomes INT8, and how that is calibrated, exported and judged."""
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from qdqbench.quantize.errors import UserError
+
+MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
+Positive = Annotated[int, Field(gt=0)]
+Range = tuple[Positive, Positive, Positive]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    """Which models the recipe is for."""
+
+    family: Literal["bert"] = "bert"
+
+
+class Precision(_Section):
+    """Compute precision, and the classes that never see Q/DQ."""
+
+    compute: Literal["fp16", "fp32"] = "fp16"
+    keep: tuple[Literal["layernorm", "softmax"], ...] = ("layernorm", "softmax")
+
+
+class Rule(_Section):
+    """Quantize the matched linears, or keep the matched modules in FP16 or FP32."""
+
+    match: str = Field(min_length=1)
+    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax"] | None = None
+    weights: Literal["int8/channel", "int8/tensor"] | None = None
+    input: Literal["int8/tensor"] | None = None
+    precision: Literal["fp16", "fp32"] | None = None
+
+    @model_validator(mode="after")
+    def _one_intent(self) -> "Rule":
+        if (self.weights is None) != (self.input is None):
+            raise ValueError("give both weights and input: a GEMM with one INT8 operand runs in FP16")
+        if (self.weights is None) == (self.precision is None):
+            raise ValueError("give either weights and input (INT8) or precision (fp16 or fp32)")
+        if self.weights is not None and self.type not in (None, "Linear"):
+            raise ValueError(f"type {self.type} is protected from Q/DQ by class; only Linear becomes INT8")
+        return self
+
+
+class Calibration(_Section):
+    """Data and method that set each amax."""
+
+    split: str = "train"
+    samples: Positive = 512
+    batch_size: Positive = 32
+    method: Literal["max"] = "max"
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class Export(_Section):
+    """Form of the ONNX file."""
+
+    opset: Annotated[int, Field(ge=20, le=22)] = 20
+    max_length: Annotated[int, Field(ge=8, le=8192)] = 128
+    weights: Literal["auto", "channel", "factored"] = "auto"
+
+
+class Shapes(_Section):
+    """Minimum, optimum and maximum of the optimization profile."""
+
+    batch: Range = (1, 32, 128)
+    length: Range = (16, 128, 128)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Shapes":
+        for name, values in (("batch", self.batch), ("length", self.length)):
+            if list(values) != sorted(values):
+                raise ValueError(f"{name} must be [min, opt, max] in rising order, not {list(values)}")
+        return self
+
+
+class Engine(_Section):
+    """Where the ONNX file is built, and for which shapes."""
+
+    backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = "auto"
+    shapes: Shapes = Shapes()
+    compute_capability: str | None = None  # ahead-of-time builds; null: the GPU that is here
+
+
+class Gate(_Section):
+    """What must hold for exit status 0."""
+
+    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.01
+    int8_layers: Literal["all"] | None = "all"
+
+
+class Recipe(_Section):
+    """A whole recipe, validated without loading a model."""
+
+    version: Literal[1]
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    description: str = ""
+    model: ModelSection = ModelSection()
+    precision: Precision = Precision()
+    rules: tuple[Rule, ...] = ()
+    attention: Literal["fp16", "int8"] = "fp16"
+    calibration: Calibration = Calibration()
+    export: Export = Export()
+    engine: Engine = Engine()
+    qat: None = None
+    gate: Gate = Gate()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        if self.engine.shapes.length[2] > self.export.max_length:
+            raise ValueError(
+                f"engine.shapes.length goes to {self.engine.shapes.length[2]}, but export.max_length "
+                f"truncates at {self.export.max_length}; make them agree"
+            )
+        if self.attention == "int8" and "softmax" in self.precision.keep:
+            raise ValueError(
+                "attention: int8 quantizes the softmax output, but precision.keep protects softmax; "
+                "set keep: [layernorm] or attention: fp16"
+            )
+        if self.attention == "int8" and self.export.max_length > 512:
+            raise ValueError(
+                f"attention: int8 is fused for lengths up to 512 only, and export.max_length is "
+                f"{self.export.max_length}; shorten it or set attention: fp16"
+            )
+        return self
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any rule asks for INT8."""
+        return any(rule.weights for rule in self.rules)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses duplicate keys (silent loss) and aliases (expansion bombs)."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(f"aliases (*{event.anchor}) are not allowed in a recipe")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} stands twice, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def parse_recipe(text: str, source: str) -> Recipe:
+    """Validate recipe YAML; `source` names it in errors.
+
+    Raises:
+        UserError: not YAML, an unknown key (named with its nearest key), or a bad value.
+    """
+    try:
+        data = yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        # ValueError: PyYAML on impossible dates; TypeError cannot occur, keys are hashed by YAML itself
+        raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{source}: {_explain(error)}") from error
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Load a shipped recipe by name, or a YAML file.
+
+    Raises:
+        UserError: no such recipe or file, or it does not validate.
+    """
+    shipped = shipped_recipes()
+    if name_or_path in shipped:
+        return parse_recipe(shipped[name_or_path].read_text(encoding="utf-8"), name_or_path)
+    path = Path(name_or_path)
+    if path.is_file():
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise UserError(f"{path} is {path.stat().st_size} bytes; a recipe has at most {MAX_RECIPE_BYTES}")
+        try:
+            return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text, so it is no recipe") from error
+    hint = f"no recipe or file is called {name_or_path!r}"
+    near = difflib.get_close_matches(name_or_path, shipped, n=1)
+    nearest = f"; the nearest is {near[0]!r}" if near else ""
+    raise UserError(f"{hint}{nearest} (shipped: {', '.join(shipped)})")
+
+
+def shipped_recipes() -> dict[str, Any]:
+    """Shipped recipes: name to readable resource, sorted by name."""
+    root = resources.files("qdqbench.recipes")
+    families = [family for family in root.iterdir() if family.is_dir()]
+    found = [file for family in families for file in family.iterdir() if file.name.endswith(".yaml")]
+    return {file.name[:-5]: file for file in sorted(found, key=lambda file: file.name[:-5])}
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML text with every default written out; parses back to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _explain(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            keys = _keys_at(item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), keys, n=1, cutoff=0.3)
+            fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
+            parts.append(f"unknown key {where!r}, {fix}")
+        else:
+            parts.append(f"{where or 'recipe'}: {item['msg'].removeprefix('Value error, ')}")
+    return "; ".join(parts)
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    """Field names of the section at `location` in the schema."""
+    section: Any = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = section.model_fields[part].annotation
+        options = [annotation, *get_args(annotation)]
+        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return list(section.model_fields)
