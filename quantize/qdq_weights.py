@@ -1,0 +1,159 @@
+"""INT8 weights in the file: Q of a constant becomes INT8 codes with a DQ, per-channel or factored."""
+
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+from qdqbench.quantize.errors import CheckFailed
+from qdqbench.quantize.graph import GraphIndex, attribute, module_of
+
+Floats = npt.NDArray[np.float32]
+
+
+def quantize(weight: Floats, scale: Floats, axis: int) -> npt.NDArray[np.int8]:
+    """INT8 codes of a weight, as QuantizeLinear and ModelOpt compute them: round half to even, clip.
+
+    Args:
+        weight: float32 array.
+        scale: float32 scalar, or [channels] along `axis`.
+        axis: channel axis of `weight`.
+    """
+    shape = [1] * weight.ndim
+    if scale.ndim:
+        shape[axis] = -1
+    return np.clip(np.rint(weight / scale.reshape(shape)), -128, 127).astype(np.int8)
+
+
+def fold_weights(model: onnx.ModelProto) -> list[str]:
+    """Store quantized weights as INT8 [K, N] with a DQ only, in place; the file shrinks 2-4 times.
+
+    The exporter writes FP32 weight -> Q -> DQ -> Transpose -> MatMul, or for 2-D inputs -> Gemm; a Gemm
+    becomes MatMul and Add so that both have one form.
+
+    Returns:
+        Module paths whose weight was folded, in graph order.
+
+    Raises:
+        CheckFailed: a weight Q/DQ that is not followed by one MatMul or Gemm.
+    """
+    index = GraphIndex(model)
+    folded = []
+    replaced: dict[int, list[onnx.NodeProto]] = {}
+    for dq in model.graph.node:
+        if dq.op_type != "DequantizeLinear":
+            continue
+        q = index.producers.get(dq.input[0])
+        weight = index.constant(q.input[0]) if q is not None and q.op_type == "QuantizeLinear" else None
+        if q is None or weight is None:
+            continue
+        consumers = index.consumers[dq.output[0]]
+        step = consumers[0] if len(consumers) == 1 else None
+        transposed = step is not None and step.op_type == "Transpose"
+        gemm = index.consumers[step.output[0]][0] if step is not None and transposed else step
+        if gemm is None or gemm.op_type not in ("MatMul", "Gemm"):
+            raise CheckFailed(f"quantized weight {q.input[0]} feeds {len(consumers)} nodes, none a lone MatMul or Gemm")
+        new = _int8_weight(model, index, q, gemm, weight, transposed)
+        replaced[id(dq)] = [new]
+        if transposed and step is not None:
+            replaced[id(step)] = []
+        replaced[id(gemm)] = _as_matmul(gemm, new.output[0])
+        folded.append(module_of(gemm.name))
+    nodes = [new for node in model.graph.node for new in replaced.get(id(node), [node])]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return folded
+
+
+def _int8_weight(
+    model: onnx.ModelProto, index: GraphIndex, q: onnx.NodeProto, gemm: onnx.NodeProto,
+    weight: npt.NDArray[np.generic], transposed: bool,
+) -> onnx.NodeProto:
+    """DQ of INT8 codes in [K, N] order; adds the initializers."""
+    scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
+    codes = quantize(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
+    if transposed or attribute(gemm, "transB"):
+        codes = codes.T
+    name = q.input[0]
+    model.graph.initializer.extend([
+        numpy_helper.from_array(np.ascontiguousarray(codes), f"{name}_int8"),
+        numpy_helper.from_array(scale, f"{name}_scale"),
+        numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{name}_zero_point"),
+    ])
+    inputs = [f"{name}_int8", f"{name}_scale", f"{name}_zero_point"]
+    axis = {"axis": 1} if scale.ndim else {}
+    return helper.make_node(
+        "DequantizeLinear", inputs, [f"{name}_dequantized"], name=f"/{module_of(q.name).replace('.', '/')}/DequantizeLinear",
+        **axis,
+    )
+
+
+def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
+    """MatMul with the new weight; a Gemm keeps its node name and gets its bias from an Add."""
+    if gemm.op_type == "MatMul":
+        new = onnx.NodeProto()
+        new.CopyFrom(gemm)
+        new.input[1] = weight
+        return [new]
+    has_bias = len(gemm.input) > 2
+    product = f"{gemm.output[0]}_product" if has_bias else gemm.output[0]
+    nodes = [helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name)]
+    if has_bias:
+        nodes.append(helper.make_node("Add", [product, gemm.input[2]], [gemm.output[0]], name=f"{gemm.name}_bias"))
+    return nodes
+
+
+def factor_scales(model: onnx.ModelProto) -> None:
+    """Split per-channel weight scales s into one scalar S in the DQ and a Mul by s/S behind the MatMul, in place.
+
+    The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
+    input share one S, so that an engine can merge them into one GEMM. S is the geometric mean of the
+    extreme scales: it keeps the unscaled product nearest to the final one, so neither overflows FP16.
+    """
+    index = GraphIndex(model)
+    groups: dict[bytes, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
+    for node in model.graph.node:
+        dq = index.producers.get(node.input[1]) if node.op_type == "MatMul" else None
+        if dq is None or dq.op_type != "DequantizeLinear" or index.constant(dq.input[0]) is None:
+            continue
+        scale = np.asarray(index.constant(dq.input[1]), dtype=np.float32)
+        if scale.ndim:
+            groups[_input_key(index, node)].append((node, dq, scale))
+    behind: dict[int, onnx.NodeProto] = {}
+    for members in groups.values():
+        every = np.concatenate([scale for _, _, scale in members]).astype(np.float64)
+        shared = np.float32(np.sqrt(every.min() * every.max()))
+        for node, dq, scale in members:
+            behind[id(node)] = _factor(model, node, dq, scale, shared)
+    nodes = [n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _factor(
+    model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, scale: Floats, shared: np.float32
+) -> onnx.NodeProto:
+    """Give one DQ the scalar scale and return the Mul for behind its MatMul."""
+    name = dq.input[0].removesuffix("_int8")
+    model.graph.initializer.extend([
+        numpy_helper.from_array(np.array(shared, np.float32), f"{name}_scalar"),
+        numpy_helper.from_array(np.array(0, np.int8), f"{name}_scalar_zero_point"),
+        numpy_helper.from_array((scale.astype(np.float64) / shared).astype(np.float32), f"{name}_factor"),
+    ])
+    dq.input[1], dq.input[2] = f"{name}_scalar", f"{name}_scalar_zero_point"
+    del dq.attribute[:]  # a scalar scale has no axis
+    final = node.output[0]
+    node.output[0] = f"{final}_unscaled"
+    return helper.make_node("Mul", [node.output[0], f"{name}_factor"], [final], name=f"{node.name}_factor")
+
+
+def _input_key(index: GraphIndex, node: onnx.NodeProto) -> bytes:
+    """Same key for linears that read the same codes: one tensor quantized with one scale."""
+    dq = index.producers.get(node.input[0])
+    q = index.producers.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
+    if q is None or q.op_type != "QuantizeLinear":
+        return node.name.encode()
+    scale = index.constant(q.input[1])
+    return q.input[0].encode() + (b"" if scale is None else scale.tobytes())
