@@ -66,11 +66,11 @@ def compute(task: Task, logits: Floats, labels: Labels) -> dict[str, float]:
             f"all {len(labels)} labels of task {task.name!r} are equal, so correlation is undefined; use "
             "more samples"
         )
-    constant = task.is_regression and np.ptp(predicted) == 0
+    constant = np.ptp(predicted) == 0
     scores: dict[str, Callable[[], Any]] = {
         "accuracy": lambda: metrics.accuracy_score(labels, predicted),
         "f1": lambda: metrics.f1_score(labels, predicted, zero_division=0.0),
-        "matthews": lambda: metrics.matthews_corrcoef(labels, predicted),
+        "matthews": lambda: 0.0 if constant else metrics.matthews_corrcoef(labels, predicted),
         "pearson": lambda: (
             0.0 if constant else stats.pearsonr(labels.astype(np.float64), predicted).statistic
         ),

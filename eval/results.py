@@ -85,6 +85,7 @@ class ParityRow(_Model):
     differing: int
     max_step: int
     output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
+    limit: float = 0.005  # largest fraction of differing codes that this tensor may have
 
 
 class Parity(_Model):
@@ -97,6 +98,7 @@ class Parity(_Model):
     limit_fraction: float
     limit_step: int
     passed: bool
+    end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
 
 
 class FileRow(_Model):

@@ -138,7 +138,7 @@ def _load_folder(task: Task, folder: Path, split: str) -> Split:
             )
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         raise UserError(
-            f"cannot read {names} as {kind} ({_reason(error)}); check or replace the file"
+            f"cannot read {names} as {kind} ({_reason(error)}); it is damaged or has no rows, so replace it"
         ) from error
     if "__index_level_0__" in dataset.column_names:
         raise UserError(
@@ -194,3 +194,15 @@ def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
             f"{' or '.join(map(str, sorted(totals)))}; complete the download"
         )
     return list(found)
+
+
+def source_fingerprint(task: Task, source: str, split: str) -> str:
+    """What tells whether a split's data changed: SHA-256 of its files; for the hub the source's name.
+
+    Raises:
+        UserError: nothing found.
+    """
+    if source == "hub" or source.startswith("hub:"):
+        return f"{source} {split}"
+    paths, _ = _find_files(task, Path(source), split)
+    return " ".join(files.sha256(path) for path in paths)

@@ -130,10 +130,9 @@ def _check_fields(task: Task) -> None:
     fitting = REGRESSION_METRICS if task.is_regression else CLASSIFICATION_METRICS
     if bad := [metric for metric in task.metrics if metric not in fitting]:
         kind = "regression" if task.is_regression else f"{task.num_labels} classes"
-        hint = "".join(f", {metric} is nearest to {nearest(metric, fitting)}" for metric in bad)
         raise UserError(
             f"task {task.name!r} ({kind}) cannot be scored by {', '.join(bad)}; choose from "
-            f"{', '.join(fitting)}{hint}"
+            f"{', '.join(fitting)}"
         )
     if "f1" in task.metrics and task.num_labels != 2:
         raise UserError(

@@ -19,7 +19,7 @@ from qdqbench.quantize import files
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.graph import prune
 from qdqbench.quantize.matching import Plan
-from qdqbench.quantize.precision import constants_to_initializers, to_fp16
+from qdqbench.quantize.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.qdq_weights import factor_scales, fold_weights
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
             raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error
     traced = onnx.load_from_string(buffer.getvalue())
     constants_to_initializers(traced)
+    drop_noop_casts(traced)
     prune(traced)
     traced.ir_version = IR_VERSION
     return traced

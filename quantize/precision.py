@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.errors import CheckFailed
-from qdqbench.quantize.graph import GraphIndex, constant_value, module_of
+from qdqbench.quantize.graph import GraphIndex, attribute, constant_value, module_of
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 FP16_MAX = 65504.0
@@ -32,6 +32,29 @@ def constants_to_initializers(model: onnx.ModelProto) -> None:
             kept.append(node)
         else:
             model.graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+def drop_noop_casts(model: onnx.ModelProto) -> None:
+    """Remove Casts of FP32 tensors to FP32, in place.
+
+    ModelOpt's INT8 symbolic leaves one behind each quantizer, and the next layer then reads that Cast: linears
+    that share an input no longer show it, and an engine does not merge q, k and v.
+    """
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    types = {v.name: v.type.tensor_type.elem_type for v in (*inferred.value_info, *inferred.input)}
+    source: dict[str, str] = {}
+    kept = []
+    outputs = {output.name for output in model.graph.output}
+    for node in model.graph.node:
+        for position, name in enumerate(node.input):
+            node.input[position] = source.get(name, name)
+        noop = node.op_type == "Cast" and types.get(node.input[0]) == attribute(node, "to") == TensorProto.FLOAT
+        if noop and node.output[0] not in outputs:
+            source[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
     del model.graph.node[:]
     model.graph.node.extend(kept)
 

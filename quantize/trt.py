@@ -97,16 +97,22 @@ def available_backends() -> dict[str, str]:
     return found
 
 
+def preferred_backend(name: BackendChoice) -> BackendName:
+    """Name behind a choice; "auto" is TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
+    if name != "auto":
+        return name
+    return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
+
+
 def choose_backend(name: BackendChoice) -> Backend:
-    """The backend to build with; "auto" is TensorRT where it imports and a GPU is there, else TensorRT-RTX.
+    """The backend to build with.
 
     Raises:
         MissingDevice: not installed, broken, or TensorRT without a GPU; says what to install.
         UserError: no such backend.
     """
     gpu = find_gpu()
-    if name == "auto":
-        name = "tensorrt" if gpu and "tensorrt" in available_backends() else "tensorrt_rtx"
+    name = preferred_backend(name)
     if name not in _INSTALL:
         raise UserError(f"engine backend {name!r} is unknown; use auto, {' or '.join(_INSTALL)}")
     module = _import(name)

@@ -1,0 +1,257 @@
+"""Gather the files of a run into one `Results`, and hold them to the recipe's gate."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.eval import metrics
+from qdqbench.eval.compare import compare
+from qdqbench.eval.results import (
+    EngineResult,
+    FileRow,
+    FindingRow,
+    Gate,
+    Parity,
+    Results,
+    StageResult,
+    Timing,
+)
+from qdqbench.eval.tasks import Task
+from qdqbench.quantize import files
+from qdqbench.quantize.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.session import Session
+
+ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
+PACKAGES = (
+    "qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime", "datasets", "tensorrt",
+    "tensorrt-rtx-cu13", "numpy", "scipy",
+)
+Logits = dict[str, metrics.Floats]
+
+
+def collect(session: "Session", timings: dict[str, Timing]) -> Results:
+    """All numbers of a run, from the files in its directory.
+
+    Args:
+        session: a run whose stages are done.
+        timings: cost of each stage.
+    """
+    folder, config = session.folder, session.config
+    quantized = config.recipe.quantizes
+    engine = _engine(folder)
+    stages = _stages(session, engine)
+    findings = _findings(folder)
+    parity = _parity(session) if quantized else None
+    split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
+    results = Results(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=config.command,
+        recipe=config.recipe.model_dump(mode="json"),
+        model=_model(session),
+        task=config.task.model_dump(mode="json"),
+        data={"source": session.data_source, "evaluation": split_rows, **_calibration(folder, quantized)},
+        seed=config.seed,
+        quantized_layers=list(session.plan.int8),
+        high_precision_layers=list(session.plan.high),
+        quantizers=_quantizers(folder) if quantized else [],
+        files=_files(folder),
+        findings=findings,
+        parity=parity,
+        stages=stages,
+        engine=engine,
+        gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
+        timings=timings,
+        warnings=_warnings(session, stages),
+        environment=environment(),
+    )
+    failures = _failures(session, results)
+    results.gate = Gate(passed=not failures, max_drop=config.recipe.gate.max_drop, failures=failures)
+    return results
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and the code's git hash: what a number is worth nothing without."""
+    from qdqbench.quantize.gpu import find_gpu
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    gpu = find_gpu()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": gpu.name if gpu else "none",
+        "driver": gpu.driver if gpu else None,
+        "git": _git_hash(),
+        "versions": versions,
+    }
+
+
+def read_logits(path: Path) -> tuple[Logits, dict[str, metrics.Labels]]:
+    """Logits and labels of each evaluation split of a stage."""
+    with np.load(path, allow_pickle=False) as arrays:
+        names = [name.removesuffix(".logits") for name in arrays.files if name.endswith(".logits")]
+        return {n: arrays[f"{n}.logits"] for n in names}, {n: arrays[f"{n}.labels"] for n in names}
+
+
+def score(task: Task, path: Path, reference: Path | None, seed: int, detail: str) -> StageResult:
+    """Metrics of one stage, paired with a reference stage.
+
+    A task with two evaluation splits (MNLI) has the metrics of the second under a suffix: accuracy_mm. The
+    comparison is on the first split.
+    """
+    logits, labels = read_logits(path)
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for position, split in enumerate(logits):
+        suffix = "_mm" if position else ""
+        found = metrics.compute(task, logits[split], labels[split])
+        values |= {f"{name}{suffix}": value for name, value in found.items()}
+        found = metrics.stderr(task, logits[split], labels[split], seed=seed)
+        errors |= {f"{name}{suffix}": value for name, value in found.items()}
+    first = next(iter(logits))
+    versus = None
+    if reference is not None:
+        versus = compare(task, read_logits(reference)[0][first], logits[first], labels[first], seed=seed)
+    return StageResult(
+        status="done", metrics=values, stderr=errors, n=sum(map(len, labels.values())), vs_fp32=versus, detail=detail
+    )
+
+
+def _stages(session: "Session", engine: EngineResult | None) -> dict[str, StageResult]:
+    task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
+    fp32 = folder / "fp32.npz"
+    result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}
+    if session.recipe.quantizes:
+        result["fake_quant"] = score(task, folder / "fake_quant.npz", fp32, seed, "PyTorch, ModelOpt fake-quant")
+    else:
+        reason = "the recipe quantizes nothing"
+        result["fake_quant"] = StageResult(status="skipped", reason=reason)
+    version = importlib.metadata.version("onnxruntime")
+    detail = f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)"
+    result["onnxruntime"] = score(task, folder / "onnxruntime.npz", fp32, seed, detail)
+    ran = files.read_json(session.folder / "engine.json")
+    if "skipped" in ran:
+        result["engine"] = StageResult(status="skipped", reason=ran["skipped"])
+    else:
+        result["engine"] = score(task, folder / "engine.npz", fp32, seed, ran["detail"])
+    return result
+
+
+def _engine(folder: Path) -> EngineResult | None:
+    built = files.read_json(folder / "build.json")
+    return None if "skipped" in built else EngineResult.model_validate(built)
+
+
+def _findings(folder: Path) -> list[FindingRow]:
+    return [FindingRow.model_validate(row) for row in files.read_json(folder / "check.json")["findings"]]
+
+
+def _parity(session: "Session") -> Parity:
+    """Layer-local parity, and ONNX Runtime against fake-quant on the whole split."""
+    parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
+    folder = session.folder / "logits"
+    fake, labels = read_logits(folder / "fake_quant.npz")
+    ort, _ = read_logits(folder / "onnxruntime.npz")
+    first = next(iter(fake))
+    task, seed = session.config.task, session.config.seed
+    return parity.model_copy(update={"end_to_end": compare(task, fake[first], ort[first], labels[first], seed=seed)})
+
+
+def _quantizers(folder: Path) -> list[Any]:
+    from qdqbench.quantize.ptq import read_record
+
+    return list(read_record(folder / "calibration.json").rows())
+
+
+def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
+    if not quantized:
+        return {"calibration": None}
+    record = files.read_json(folder / "calibration.json")
+    return {"calibration": {"method": record["method"], "seed": record["seed"], **record["data"]}}
+
+
+def _model(session: "Session") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from qdqbench.quantize.models import describe_model
+
+    model = session.fp32_model
+    info = asdict(describe_model(session.model_name, model))
+    return info | {"parameters": sum(p.numel() for p in model.parameters()), "embedded": session.config.model is None}
+
+
+def _files(folder: Path) -> list[FileRow]:
+    sizes = {name: (folder / name).stat().st_size for name in ONNX_FILES if (folder / name).is_file()}
+    fp32 = sizes["model.fp32.onnx"]
+    return [FileRow(name=name, bytes=size, fp32_ratio=size / fp32) for name, size in sizes.items()]
+
+
+def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
+    notes = list(session.notes)
+    if session.config.limit is not None:
+        notes.insert(0, f"--limit {session.config.limit}: accuracy is measured on a part of the evaluation data only")
+    if session.config.model is None:
+        notes.append("embedded default: a small BERT trained on generated sentences, to try the path, not to judge INT8")
+    truncated = sum(encoded.truncated for _, encoded in session.eval_splits.values())
+    if truncated:
+        length = session.recipe.export.max_length
+        notes.append(f"{truncated} evaluation samples were cut at export.max_length {length} in every stage")
+    return notes
+
+
+def _failures(session: "Session", results: Results) -> list[str]:
+    """Everything that keeps the gate from passing."""
+    from qdqbench.quantize.build import require_int8
+
+    recipe, found = session.recipe, []
+    found += [f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"]
+    if results.parity is not None and not results.parity.passed:
+        bad = [row.name for row in results.parity.rows if row.max_step > 1 or row.differing > row.limit * row.codes]
+        found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
+    primary = session.config.task.metrics[0]
+    for name, stage in results.stages.items():
+        drops = [results.stages["fp32"].metrics[m] - v for m, v in stage.metrics.items() if m in (primary, f"{primary}_mm")]
+        if drops and max(drops) > recipe.gate.max_drop:
+            found.append(f"{name}: {primary} is {max(drops):.4f} below FP32, the gate allows {recipe.gate.max_drop}")
+    if recipe.quantizes and recipe.gate.int8_layers == "all":
+        if results.engine is None:
+            built = files.read_json(session.folder / "build.json")
+            found.append(f"INT8 is not proven, no engine was built: {built['skipped']}")
+        else:
+            try:
+                require_int8(results.engine)
+            except CheckFailed as error:
+                found.append(str(error))
+    return found
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git_hash() -> str | None:
+    """Commit of the checkout that runs, None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

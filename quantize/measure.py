@@ -1,0 +1,40 @@
+"""Wall time and peak memory of a block of code."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+INTERVAL_S = 0.01
+
+
+@dataclass
+class Cost:
+    """Filled when the measured block ends."""
+
+    wall_s: float = 0.0
+    peak_rss_bytes: int = 0
+
+
+@contextmanager
+def measured() -> Iterator[Cost]:
+    """Measure a block: wall time in seconds and the largest resident set of this process, sampled every 10 ms."""
+    import psutil
+
+    process, cost, done = psutil.Process(), Cost(), threading.Event()
+
+    def sample() -> None:
+        while not done.wait(INTERVAL_S):
+            cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    start = time.perf_counter()
+    thread.start()
+    try:
+        yield cost
+    finally:
+        done.set()
+        thread.join()
+        cost.wall_s = time.perf_counter() - start
+        cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)

@@ -1,0 +1,86 @@
+"""Run a session's stages with progress, and write the report at the end."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from qdqbench.quantize import files
+from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.pipeline import ancestors, run_stages
+from qdqbench.quantize.recipe import dump_recipe
+from qdqbench.quantize.session import Session
+from qdqbench.quantize.stages import stages
+
+if TYPE_CHECKING:
+    from qdqbench.eval.results import Results
+
+EVALUATED = ("baseline", "fake_quant", "onnxruntime", "engine")
+
+
+def run_until(session: Session, until: str | None, *, quiet: bool = False) -> "Results | None":
+    """Run up to a stage; with `until` None or "report", everything and the report.
+
+    Args:
+        session: the run.
+        until: a stage, "evaluate" for the four evaluations, or "report".
+        quiet: no progress even on a terminal.
+
+    Returns:
+        The results where the report was written, else None.
+
+    Raises:
+        UserError: no stage of that name in this run.
+    """
+    listed = stages(session)
+    if until in (None, "report"):
+        targets = list(listed)
+    elif until == "evaluate":
+        targets = [name for name in EVALUATED if name in listed]
+    elif until in listed:
+        targets = [until]
+    else:
+        raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
+    files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+    with _progress(session, quiet) as announce:
+        timings = run_stages(session, ancestors(listed, targets), announce)  # type: ignore[arg-type]
+    if until not in (None, "report"):
+        return None
+    from qdqbench.eval.collect import collect
+    from qdqbench.eval.report import write_reports
+
+    results = collect(session, timings)
+    files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
+    write_reports(results, session.folder)
+    return results
+
+
+@contextmanager
+def _progress(session: Session, quiet: bool) -> Iterator[object]:
+    """One bar per stage on a terminal, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda name, reused: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    with warnings.catch_warnings(), Progress(*columns, console=Console(stderr=True)) as bars:
+        current: list[object] = []
+
+        def finish() -> None:
+            if current:
+                bars.update(current[-1], total=1, completed=1)  # type: ignore[arg-type]
+
+        def announce(name: str, reused: bool) -> None:
+            finish()
+            label = f"{name} (unchanged)" if reused else name
+            current.append(bars.add_task(label, total=1 if reused else None))
+
+        def progress(done: int, total: int) -> None:
+            bars.update(current[-1], completed=done, total=total)  # type: ignore[arg-type]
+
+        session.progress = progress
+        yield announce
+        finish()

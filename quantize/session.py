@@ -1,0 +1,156 @@
+"""One run: its configuration, its folder, and the models and data that its stages share, loaded when first used."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qdqbench.eval.tasks import Task
+from qdqbench.quantize import files
+from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from qdqbench.eval.data import Encoded
+    from qdqbench.eval.sources import Split
+    from qdqbench.quantize.matching import Plan
+
+CONFIG = "run.json"
+
+
+class RunConfig(BaseModel):
+    """What a run was asked to do; `run.json` in the run directory."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: Literal[1] = 1
+    recipe: Recipe
+    model: str | None  # folder or hub id; None: the embedded default
+    task: Task
+    data: str  # "hub", "hub:OWNER/NAME" or a folder
+    limit: int | None = None  # evaluate on this many samples only
+    batch_size: int = 32
+    seed: int = 0
+    command: str = "qdqbench run"
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Configuration of an existing run directory.
+
+    Raises:
+        UserError: no run directory, or one of another version.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"{folder} is no run directory (it has no {CONFIG}); start with `qdqbench run --out {folder}`")
+    try:
+        return RunConfig.model_validate(files.read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path} is of another version of qdqbench; start a new run in another folder") from error
+
+
+@dataclass
+class Session:
+    """A run in progress."""
+
+    config: RunConfig
+    folder: Path
+    progress: Callable[[int, int], None] = lambda done, total: None  # of the current stage
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return self.config.recipe
+
+    @property
+    def model_name(self) -> str:
+        """Folder or hub id of the model; of the embedded default it is inside the run directory."""
+        return self.config.model or str(self.folder / "embedded" / "model")
+
+    @property
+    def data_source(self) -> str:
+        """Where splits come from."""
+        return self.config.data if self.config.model else str(self.folder / "embedded" / "data")
+
+    @functools.cached_property
+    def model_sha256(self) -> str:
+        """Hash of the model's files."""
+        from qdqbench.quantize.models import model_fingerprint
+
+        return model_fingerprint(self.model_name)
+
+    @functools.cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's fast tokenizer."""
+        from qdqbench.quantize.models import load_tokenizer
+
+        return load_tokenizer(self.model_name)
+
+    @property
+    def pad_id(self) -> int:
+        """Token id of padding."""
+        return int(self.tokenizer.pad_token_id or 0)  # type: ignore[arg-type]
+
+    def new_model(self) -> "PreTrainedModel":
+        """A fresh FP32 model, checked against the task."""
+        from qdqbench.eval.tasks import check_model_fits
+        from qdqbench.quantize.models import load_model
+
+        model = load_model(self.model_name)
+        config = model.config
+        check_model_fits(self.config.task, model_labels=config.num_labels, problem_type=config.problem_type)
+        longest = int(config.max_position_embeddings)
+        if self.recipe.export.max_length > longest:
+            raise UserError(
+                f"export.max_length is {self.recipe.export.max_length}, but model {self.model_name} has "
+                f"{longest} positions; lower export.max_length and engine.shapes.length"
+            )
+        return model
+
+    @functools.cached_property
+    def fp32_model(self) -> "PreTrainedModel":
+        """The FP32 model, shared by the stages that do not change it."""
+        return self.new_model()
+
+    @functools.cached_property
+    def plan(self) -> "Plan":
+        """The recipe resolved for this model."""
+        from qdqbench.quantize.matching import resolve
+        from qdqbench.quantize.models import module_table
+
+        model = self.fp32_model
+        return resolve(self.recipe, module_table(model), model.base_model_prefix)
+
+    @functools.cached_property
+    def fake_quant_model(self) -> "PreTrainedModel":
+        """The calibrated fake-quant model, rebuilt from calibration.json."""
+        from qdqbench.quantize import ptq
+
+        model = self.new_model()
+        ptq.restore(model, self.plan, ptq.read_record(self.folder / "calibration.json"))
+        return model
+
+    def split(self, name: str, *, limit: int | None, seed: int | None = None) -> "Split":
+        """A split of the run's data, and its notes."""
+        from qdqbench.eval.data import load_split
+
+        split = load_split(self.config.task, self.data_source, name, limit=limit, seed=seed)
+        self.notes += [note for note in split.notes if note not in self.notes]
+        return split
+
+    @functools.cached_property
+    def eval_splits(self) -> "dict[str, tuple[Split, Encoded]]":
+        """Evaluation splits with their tokens (MNLI has two)."""
+        from qdqbench.eval.data import encode
+
+        task, found = self.config.task, {}
+        for name in task.eval_splits:
+            split = self.split(name, limit=self.config.limit)
+            found[name] = split, encode(split, task, self.tokenizer, self.recipe.export.max_length)
+        return found
