@@ -34,7 +34,7 @@ class Size:
     layers: int = 2
     hidden: int = 64
     head_size: int = 16  # INT8 attention needs 16, 32 or 64
-    steps: int = 800
+    steps: int = 900
     batch_size: int = 48
 
 
@@ -218,7 +218,7 @@ def _training_batches(encoded: data.Encoded, pad_id: int, seed: int, size: Size)
     generator = np.random.default_rng(seed)
     order = np.argsort(encoded.lengths, kind="stable")
     for step in range(size.steps):
-        share = min(1.0, 0.3 + 1.4 * step / size.steps)
+        share = min(1.0, 0.15 + 1.7 * step / size.steps)
         known = order[: max(size.batch_size, int(share * len(order)))]
         pool = np.sort(generator.integers(len(known), size=8 * size.batch_size))  # by length, as `order`
         start = generator.integers(8) * size.batch_size
