@@ -31,8 +31,17 @@ if TYPE_CHECKING:
 
 ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
 PACKAGES = (
-    "qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime", "datasets", "tensorrt",
-    "tensorrt-rtx-cu13", "numpy", "scipy",
+    "qdqbench",
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "onnx",
+    "onnxruntime",
+    "datasets",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "numpy",
+    "scipy",
 )
 Logits = dict[str, metrics.Floats]
 
@@ -127,7 +136,12 @@ def score(task: Task, path: Path, reference: Path | None, seed: int, detail: str
     if reference is not None:
         versus = compare(task, read_logits(reference)[0][first], logits[first], labels[first], seed=seed)
     return StageResult(
-        status="done", metrics=values, stderr=errors, n=sum(map(len, labels.values())), vs_fp32=versus, detail=detail
+        status="done",
+        metrics=values,
+        stderr=errors,
+        n=sum(map(len, labels.values())),
+        vs_fp32=versus,
+        detail=detail,
     )
 
 
@@ -136,7 +150,9 @@ def _stages(session: "Session", engine: EngineResult | None) -> dict[str, StageR
     fp32 = folder / "fp32.npz"
     result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}
     if session.recipe.quantizes:
-        result["fake_quant"] = score(task, folder / "fake_quant.npz", fp32, seed, "PyTorch, ModelOpt fake-quant")
+        result["fake_quant"] = score(
+            task, folder / "fake_quant.npz", fp32, seed, "PyTorch, ModelOpt fake-quant"
+        )
     else:
         reason = "the recipe quantizes nothing"
         result["fake_quant"] = StageResult(status="skipped", reason=reason)
@@ -168,7 +184,9 @@ def _parity(session: "Session") -> Parity:
     ort, _ = read_logits(folder / "onnxruntime.npz")
     first = next(iter(fake))
     task, seed = session.config.task, session.config.seed
-    return parity.model_copy(update={"end_to_end": compare(task, fake[first], ort[first], labels[first], seed=seed)})
+    return parity.model_copy(
+        update={"end_to_end": compare(task, fake[first], ort[first], labels[first], seed=seed)}
+    )
 
 
 def _quantizers(folder: Path) -> list[Any]:
@@ -191,7 +209,10 @@ def _model(session: "Session") -> dict[str, Any]:
 
     model = session.fp32_model
     info = asdict(describe_model(session.model_name, model))
-    return info | {"parameters": sum(p.numel() for p in model.parameters()), "embedded": session.config.model is None}
+    return info | {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "embedded": session.config.model is None,
+    }
 
 
 def _files(folder: Path) -> list[FileRow]:
@@ -203,9 +224,13 @@ def _files(folder: Path) -> list[FileRow]:
 def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
     notes = list(session.notes)
     if session.config.limit is not None:
-        notes.insert(0, f"--limit {session.config.limit}: accuracy is measured on a part of the evaluation data only")
+        notes.insert(
+            0, f"--limit {session.config.limit}: accuracy is measured on a part of the evaluation data only"
+        )
     if session.config.model is None:
-        notes.append("embedded default: a small BERT trained on generated sentences, to try the path, not to judge INT8")
+        notes.append(
+            "embedded default: a small BERT trained on generated sentences, to try the path, not to judge INT8"
+        )
     truncated = sum(encoded.truncated for _, encoded in session.eval_splits.values())
     if truncated:
         length = session.recipe.export.max_length
@@ -218,15 +243,27 @@ def _failures(session: "Session", results: Results) -> list[str]:
     from qdqbench.quantize.build import require_int8
 
     recipe, found = session.recipe, []
-    found += [f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"]
+    found += [
+        f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"
+    ]
     if results.parity is not None and not results.parity.passed:
-        bad = [row.name for row in results.parity.rows if row.max_step > 1 or row.differing > row.limit * row.codes]
+        bad = [
+            row.name
+            for row in results.parity.rows
+            if row.max_step > 1 or row.differing > row.limit * row.codes
+        ]
         found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
     primary = session.config.task.metrics[0]
     for name, stage in results.stages.items():
-        drops = [results.stages["fp32"].metrics[m] - v for m, v in stage.metrics.items() if m in (primary, f"{primary}_mm")]
+        drops = [
+            results.stages["fp32"].metrics[m] - v
+            for m, v in stage.metrics.items()
+            if m in (primary, f"{primary}_mm")
+        ]
         if drops and max(drops) > recipe.gate.max_drop:
-            found.append(f"{name}: {primary} is {max(drops):.4f} below FP32, the gate allows {recipe.gate.max_drop}")
+            found.append(
+                f"{name}: {primary} is {max(drops):.4f} below FP32, the gate allows {recipe.gate.max_drop}"
+            )
     if recipe.quantizes and recipe.gate.int8_layers == "all":
         if results.engine is None:
             built = files.read_json(session.folder / "build.json")

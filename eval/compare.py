@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from qdqbench.eval import metrics
 from qdqbench.eval.results import Comparison
 from qdqbench.eval.tasks import Task

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from qdqbench.eval.sources import Split, read_split
 from qdqbench.eval.tasks import Task, nearest
 from qdqbench.quantize.errors import UserError

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from qdqbench.eval import data
 from qdqbench.eval.sentences import LABELS, sentences, vocabulary
 from qdqbench.eval.sources import quiet

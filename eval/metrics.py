@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from qdqbench.eval.tasks import Task
 from qdqbench.quantize.errors import CheckFailed, UserError
 

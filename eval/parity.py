@@ -27,7 +27,9 @@ LIMIT_FRACTION = 0.005
 LIMIT_STEP = 1
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
 Floats = npt.NDArray[np.float32]
-_ATTENTION = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {"p_bmm_quantizer": "softmax"}
+_ATTENTION = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
+    "p_bmm_quantizer": "softmax"
+}
 
 
 @dataclass
@@ -44,7 +46,9 @@ class Boundary:
 
 
 def compare_layers(
-    onnx_model: onnx.ModelProto, model: "PreTrainedModel", batches: Iterable[dict[str, npt.NDArray[np.int64]]],
+    onnx_model: onnx.ModelProto,
+    model: "PreTrainedModel",
+    batches: Iterable[dict[str, npt.NDArray[np.int64]]],
     end_to_end: Comparison | None = None,
 ) -> Parity:
     """Teacher-forced parity of an exported graph with the fake-quant model that it came from.
@@ -63,7 +67,9 @@ def compare_layers(
     forced, boundaries, outputs = force(onnx_model)
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
-    epsilon = FP16_EPSILON if any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer) else 0.0
+    epsilon = (
+        FP16_EPSILON if any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer) else 0.0
+    )
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
@@ -84,8 +90,14 @@ def compare_layers(
         padded |= bool((batch["attention_mask"] == 0).any())
     rows = [_row(name, count, errors, epsilon) for name, count in counts.items()]
     return Parity(
-        n=samples, padded=padded, rows=rows, logits_max_abs_diff=logits_diff, limit_fraction=LIMIT_FRACTION,
-        limit_step=LIMIT_STEP, passed=all(within_limits(row) for row in rows), end_to_end=end_to_end,
+        n=samples,
+        padded=padded,
+        rows=rows,
+        logits_max_abs_diff=logits_diff,
+        limit_fraction=LIMIT_FRACTION,
+        limit_step=LIMIT_STEP,
+        passed=all(within_limits(row) for row in rows),
+        end_to_end=end_to_end,
     )
 
 
@@ -150,8 +162,17 @@ def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
 
 def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[str, str]:
     """Last tensor that each quantized linear makes (after its bias), by module."""
-    modules = {name.rpartition(".")[0] for b in boundaries.values() for name in b.quantizers if name.endswith(".input_quantizer")}
-    return {module_of(n.name): n.output[0] for n in index.graph.node if module_of(n.name) in modules and n.op_type != "Cast"}
+    modules = {
+        name.rpartition(".")[0]
+        for b in boundaries.values()
+        for name in b.quantizers
+        if name.endswith(".input_quantizer")
+    }
+    return {
+        module_of(n.name): n.output[0]
+        for n in index.graph.node
+        if module_of(n.name) in modules and n.op_type != "Cast"
+    }
 
 
 def _float_types(model: onnx.ModelProto) -> dict[str, int]:

@@ -18,7 +18,12 @@ Predict = Callable[[dict[str, npt.NDArray[np.int64]]], Floats]
 
 
 def predict(
-    run: Predict, encoded: Encoded, *, pad_id: int, batch_size: int, stage: str,
+    run: Predict,
+    encoded: Encoded,
+    *,
+    pad_id: int,
+    batch_size: int,
+    stage: str,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Floats:
     """Logits of a whole split, in the split's order.

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
+
 from qdqbench.quantize.errors import UserError
 
 CLASSIFICATION_METRICS = ("accuracy", "f1", "matthews")

@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
 from qdqbench.eval.results import EngineResult, LayerRow
 from qdqbench.quantize import files
 from qdqbench.quantize.check_read import read_model

@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx
 from pydantic import BaseModel, ConfigDict
+
 from qdqbench.eval.results import FindingRow
 from qdqbench.quantize.check_codes import CODES, finding, label
 from qdqbench.quantize.check_graph import CheckGraph, is_dequantize, is_quantize

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import onnx
+
 from qdqbench.eval.results import FindingRow
 
 Severity = Literal["error", "warning"]

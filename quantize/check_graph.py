@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
+
 from qdqbench.quantize.check_codes import label
 from qdqbench.quantize.graph import Array, GraphIndex, attribute
 

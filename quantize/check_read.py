@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import external_data_helper, numpy_helper
+
 from qdqbench.quantize.errors import UserError
 
 MAX_FILE = (1 << 31) - 1  # protobuf's own limit

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 from onnx import TensorProto
+
 from qdqbench.eval.results import FindingRow
 from qdqbench.quantize.check_codes import finding, label, type_name
 from qdqbench.quantize.check_graph import (

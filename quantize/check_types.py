@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
+
 from qdqbench.eval.results import FindingRow
 from qdqbench.quantize.check_codes import finding, label, type_name
 from qdqbench.quantize.check_graph import MOVES, CheckGraph, is_dequantize, is_quantize, operator

@@ -6,8 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report.",
+)
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show and validate recipes.")
 app.add_typer(recipes_app, name="recipes")
 
@@ -34,7 +38,9 @@ def recipes_list(json: Json = False) -> None:
 
 
 @recipes_app.command("show")
-def recipes_show(recipe: str, resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False) -> None:
+def recipes_show(
+    recipe: str, resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False
+) -> None:
     """Print a recipe as YAML."""
     from qdqbench.quantize.recipe import dump_recipe, load_recipe, shipped_recipes
 
@@ -64,14 +70,26 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     task: Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")] = None,
     data: Annotated[str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG] or a folder.")] = "hub",
     out: Annotated[Path | None, typer.Option(help="Run directory [default: runs/RECIPE-TASK].")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")] = None,
-    text_column: Annotated[list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
+    ] = None,
+    text_column: Annotated[
+        list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")
+    ] = None,
     label_column: Annotated[str | None, typer.Option(help="Label column of your own data.")] = None,
-    num_labels: Annotated[int | None, typer.Option(min=1, help="Classes of your own data; 1 is regression.")] = None,
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")] = None,
+    num_labels: Annotated[
+        int | None, typer.Option(min=1, help="Classes of your own data; 1 is regression.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Evaluation batch size.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")] = 0,
-    until: Annotated[str | None, typer.Option(help="Stop after this stage; the others can follow later.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
+    ] = 0,
+    until: Annotated[
+        str | None, typer.Option(help="Stop after this stage; the others can follow later.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
@@ -85,11 +103,25 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     loaded = load_recipe(recipe)
     if (model is None) != (task is None):
         raise UserError("--model and --task belong together; give both, or neither for the embedded default")
-    chosen = EMBEDDED if task is None else get_task(
-        task, text_columns=text_column or (), label_column=label_column, num_labels=num_labels, metrics=metric or ()
+    chosen = (
+        EMBEDDED
+        if task is None
+        else get_task(
+            task,
+            text_columns=text_column or (),
+            label_column=label_column,
+            num_labels=num_labels,
+            metrics=metric or (),
+        )
     )
     config = RunConfig(
-        recipe=loaded, model=model, task=chosen, data=data, limit=limit, batch_size=batch_size, seed=seed,
+        recipe=loaded,
+        model=model,
+        task=chosen,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
         command=_command_line(),
     )
     folder = out or Path("runs") / f"{loaded.name}-{chosen.name}"
@@ -148,9 +180,18 @@ def profile(folder: Run, json: Json = False) -> None:
 
     table = Table("stage", "wall s", "peak MB", "", box=None)
     for name, row in timings.items():
-        table.add_row(name, f"{row['wall_s']:.1f}", f"{row['peak_rss_bytes'] / 1e6:.0f}", "reused" if row["reused"] else "")
-    table.add_row("total", f"{sum(row['wall_s'] for row in timings.values()):.1f}",
-                  f"{max(row['peak_rss_bytes'] for row in timings.values()) / 1e6:.0f}", "")
+        table.add_row(
+            name,
+            f"{row['wall_s']:.1f}",
+            f"{row['peak_rss_bytes'] / 1e6:.0f}",
+            "reused" if row["reused"] else "",
+        )
+    table.add_row(
+        "total",
+        f"{sum(row['wall_s'] for row in timings.values()):.1f}",
+        f"{max(row['peak_rss_bytes'] for row in timings.values()) / 1e6:.0f}",
+        "",
+    )
     _console().print(table)
 
 
@@ -181,7 +222,8 @@ def _print_check(report: Any) -> None:
         console.print(f"  why: {_plain(row.why)}\n  fix: {_plain(row.fix)}", highlight=False)
     console.print(
         f"{len(report.quantized)} of {len(report.quantized) + len(report.not_quantized)} MatMul/Gemm nodes in INT8, "
-        f"{len(report.findings)} findings", highlight=False,
+        f"{len(report.findings)} findings",
+        highlight=False,
     )
 
 

@@ -30,7 +30,9 @@ class EngineRunner:
 
         sidecar = check_sidecar(path, onnx_path)
         if not torch.cuda.is_available():
-            raise MissingDevice("engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build")
+            raise MissingDevice(
+                "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
+            )
         self.torch = torch
         self.profile = sidecar.profiles[0]
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
@@ -39,7 +41,9 @@ class EngineRunner:
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
-            raise MissingDevice(f"{backend.name} {backend.version} cannot load {path} on {backend.gpu}; build it here")
+            raise MissingDevice(
+                f"{backend.name} {backend.version} cannot load {path} on {backend.gpu}; build it here"
+            )
         self._context = self._engine.create_execution_context()
         self._stream = torch.cuda.Stream()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
@@ -59,7 +63,9 @@ class EngineRunner:
             buffers = {name: torch.from_numpy(array).cuda() for name, array in padded.items()}
             for name, tensor in buffers.items():
                 if not self._context.set_input_shape(name, tuple(tensor.shape)):
-                    raise CheckFailed(f"the engine's profile does not take {name} of shape {tuple(tensor.shape)}")
+                    raise CheckFailed(
+                        f"the engine's profile does not take {name} of shape {tuple(tensor.shape)}"
+                    )
                 self._context.set_tensor_address(name, tensor.data_ptr())
             # NaN shows an element that the engine did not write
             shape = tuple(self._context.get_tensor_shape(OUTPUT))
@@ -73,7 +79,9 @@ class EngineRunner:
     def __enter__(self) -> "EngineRunner":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # TensorRT wants contexts gone before engines, and engines before the runtime
         self._context: Any = None
         self._engine: Any = None

@@ -64,8 +64,15 @@ def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
     with _exporting(model):
         try:
             torch.onnx.export(
-                model, (), buffer, kwargs=dict.fromkeys(INPUTS, ids), opset_version=opset, dynamo=False,
-                input_names=list(INPUTS), output_names=[OUTPUT], do_constant_folding=True,
+                model,
+                (),
+                buffer,
+                kwargs=dict.fromkeys(INPUTS, ids),
+                opset_version=opset,
+                dynamo=False,
+                input_names=list(INPUTS),
+                output_names=[OUTPUT],
+                do_constant_folding=True,
                 dynamic_axes={name: {0: "batch", 1: "length"} for name in INPUTS} | {OUTPUT: {0: "batch"}},
             )
         except Exception as error:

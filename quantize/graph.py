@@ -59,8 +59,11 @@ class GraphIndex:
 
 def constant_value(node: onnx.NodeProto) -> Array:
     """Value of a Constant node that holds a tensor, int or float attribute."""
-    return np.asarray(numpy_helper.to_array(node.attribute[0].t) if node.attribute[0].name == "value"
-                      else onnx.helper.get_attribute_value(node.attribute[0]))
+    return np.asarray(
+        numpy_helper.to_array(node.attribute[0].t)
+        if node.attribute[0].name == "value"
+        else onnx.helper.get_attribute_value(node.attribute[0])
+    )
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:

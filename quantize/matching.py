@@ -96,8 +96,11 @@ def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> st
     kind = rule.type or ("Linear" if rule.weights else None)
     what = f"rule {rule.match!r} matches no {kind or 'module'}"
     # numbers are folded so that twelve layers give one near name
-    shapes = {re.sub(r"\.\d+\.", ".*.", _short(name, prefix)): None for name, info in modules.items()
-              if name and (kind is None or info.kind == kind)}
+    shapes = {
+        re.sub(r"\.\d+\.", ".*.", _short(name, prefix)): None
+        for name, info in modules.items()
+        if name and (kind is None or info.kind == kind)
+    }
     near = difflib.get_close_matches(rule.match, shapes, n=3, cutoff=0.3) or list(shapes)[:3]
     return f"{what} of this model; near names: {', '.join(near)}" if near else f"{what}: it has none"
 
@@ -107,7 +110,9 @@ def _int8_attention(recipe: Recipe, modules: Mapping[str, ModuleInfo]) -> tuple[
         return ()
     found = {name: info for name, info in modules.items() if info.kind == "Attention"}
     if not found:
-        raise UserError("attention: int8 is asked for, but the model has no self-attention that is known here")
+        raise UserError(
+            "attention: int8 is asked for, but the model has no self-attention that is known here"
+        )
     sizes = {info.head_size for info in found.values()} - set(INT8_HEAD_SIZES)
     if sizes:
         raise UserError(

@@ -2,8 +2,8 @@
 
 import hashlib
 import warnings
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,8 @@ def load_model(name: str) -> "PreTrainedModel":
     Raises:
         UserError: not found, no classifier head in the weights, or an unsupported architecture.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
     import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
     _register_attention()
     with quiet_transformers(), _explained(name):
@@ -52,8 +51,13 @@ def load_model(name: str) -> "PreTrainedModel":
                 f"(config.json, key model_type)"
             )
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, attn_implementation=ATTENTION, dtype=torch.float32,
-            trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            name,
+            config=config,
+            attn_implementation=ATTENTION,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     lost = sorted(loading["missing_keys"])
     if lost:
@@ -137,8 +141,14 @@ def _register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(
-        module: "torch.nn.Module", query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor",
-        attention_mask: "torch.Tensor | None", scaling: float | None = None, dropout: float = 0.0, **_: Any,
+        module: "torch.nn.Module",
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        attention_mask: "torch.Tensor | None",
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -187,7 +197,7 @@ def _explained(name: str, what: str = "model") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001  (transformers, safetensors and the hub share no base class)
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
         raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error

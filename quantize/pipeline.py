@@ -64,7 +64,9 @@ def open_run(config: RunConfig, folder: Path) -> Session:
 
 
 def run_stages(
-    session: Session, stages: Iterable[Stage], announce: Callable[[str, bool], None] = lambda name, reused: None
+    session: Session,
+    stages: Iterable[Stage],
+    announce: Callable[[str, bool], None] = lambda name, reused: None,
 ) -> dict[str, Timing]:
     """Run stages in order; one whose key and files are as it left them is reused.
 
@@ -91,7 +93,10 @@ def run_stages(
             hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
             _remove_stale(session.folder, before, hashes)
             done = _Done(
-                key=key, outputs=hashes, notes=session.notes[known:], wall_s=cost.wall_s,
+                key=key,
+                outputs=hashes,
+                notes=session.notes[known:],
+                wall_s=cost.wall_s,
                 peak_rss_bytes=cost.peak_rss_bytes,
             )
             manifest.stages[stage.name] = done
@@ -123,7 +128,9 @@ def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
 
 
 def _intact(folder: Path, done: _Done) -> bool:
-    return all((folder / n).is_file() and files.sha256(folder / n) == digest for n, digest in done.outputs.items())
+    return all(
+        (folder / n).is_file() and files.sha256(folder / n) == digest for n, digest in done.outputs.items()
+    )
 
 
 def _remove_stale(folder: Path, before: _Done | None, now: dict[str, str]) -> None:

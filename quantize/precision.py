@@ -50,7 +50,9 @@ def drop_noop_casts(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         for position, name in enumerate(node.input):
             node.input[position] = source.get(name, name)
-        noop = node.op_type == "Cast" and types.get(node.input[0]) == attribute(node, "to") == TensorProto.FLOAT
+        noop = (
+            node.op_type == "Cast" and types.get(node.input[0]) == attribute(node, "to") == TensorProto.FLOAT
+        )
         if noop and node.output[0] not in outputs:
             source[node.output[0]] = node.input[0]
         else:

@@ -120,7 +120,10 @@ def enabled_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
 
 
 def calibrate(
-    model: "PreTrainedModel", plan: Plan, batches: Iterable[Batch], settings: Calibration,
+    model: "PreTrainedModel",
+    plan: Plan,
+    batches: Iterable[Batch],
+    settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
 ) -> CalibrationRecord:
     """Insert quantizers and calibrate them in one pass; memory does not grow with the samples.
@@ -155,8 +158,11 @@ def calibrate(
     states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     return CalibrationRecord(
-        method=settings.method, seed=settings.seed, data={"samples": len(lengths), **_lengths(lengths)},
-        notes=notes, quantizers=states,
+        method=settings.method,
+        seed=settings.seed,
+        data={"samples": len(lengths), **_lengths(lengths)},
+        notes=notes,
+        quantizers=states,
     )
 
 
@@ -303,8 +309,12 @@ def _kind(name: str) -> Kind:
 def _row(name: str, state: QuantizerState) -> QuantizerRow:
     values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
     return QuantizerRow(
-        name=name, module=name.rpartition(".")[0], kind=state.kind, axis=state.axis,
-        amax=float(values.max()), amax_min=float(values.min()),
+        name=name,
+        module=name.rpartition(".")[0],
+        kind=state.kind,
+        axis=state.axis,
+        amax=float(values.max()),
+        amax_min=float(values.min()),
         amax_over_rms=float(values.max() / state.rms) if state.rms else None,
     )
 
@@ -314,5 +324,10 @@ def _lengths(lengths: list[int]) -> dict[str, Any]:
     quantiles = {f"p{q}": int(np.percentile(values, q, method="lower")) for q in (50, 90, 99)}
     return {
         "tokens": int(values.sum()),
-        "lengths": {"min": int(values.min()), **quantiles, "max": int(values.max()), "mean": float(values.mean())},
+        "lengths": {
+            "min": int(values.min()),
+            **quantiles,
+            "max": int(values.max()),
+            "mean": float(values.mean()),
+        },
     }

@@ -54,7 +54,9 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
         transposed = step is not None and step.op_type == "Transpose"
         gemm = index.consumers[step.output[0]][0] if step is not None and transposed else step
         if gemm is None or gemm.op_type not in ("MatMul", "Gemm"):
-            raise CheckFailed(f"quantized weight {q.input[0]} feeds {len(consumers)} nodes, none a lone MatMul or Gemm")
+            raise CheckFailed(
+                f"quantized weight {q.input[0]} feeds {len(consumers)} nodes, none a lone MatMul or Gemm"
+            )
         new = _int8_weight(model, index, q, gemm, weight, transposed)
         replaced[id(dq)] = [new]
         if transposed and step is not None:
@@ -68,8 +70,12 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
 
 
 def _int8_weight(
-    model: onnx.ModelProto, index: GraphIndex, q: onnx.NodeProto, gemm: onnx.NodeProto,
-    weight: npt.NDArray[np.generic], transposed: bool,
+    model: onnx.ModelProto,
+    index: GraphIndex,
+    q: onnx.NodeProto,
+    gemm: onnx.NodeProto,
+    weight: npt.NDArray[np.generic],
+    transposed: bool,
 ) -> onnx.NodeProto:
     """DQ of INT8 codes in [K, N] order; adds the initializers."""
     scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
@@ -77,15 +83,20 @@ def _int8_weight(
     if transposed or attribute(gemm, "transB"):
         codes = codes.T
     name = q.input[0]
-    model.graph.initializer.extend([
-        numpy_helper.from_array(np.ascontiguousarray(codes), f"{name}_int8"),
-        numpy_helper.from_array(scale, f"{name}_scale"),
-        numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{name}_zero_point"),
-    ])
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(np.ascontiguousarray(codes), f"{name}_int8"),
+            numpy_helper.from_array(scale, f"{name}_scale"),
+            numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{name}_zero_point"),
+        ]
+    )
     inputs = [f"{name}_int8", f"{name}_scale", f"{name}_zero_point"]
     axis = {"axis": 1} if scale.ndim else {}
     return helper.make_node(
-        "DequantizeLinear", inputs, [f"{name}_dequantized"], name=f"/{module_of(q.name).replace('.', '/')}/DequantizeLinear",
+        "DequantizeLinear",
+        inputs,
+        [f"{name}_dequantized"],
+        name=f"/{module_of(q.name).replace('.', '/')}/DequantizeLinear",
         **axis,
     )
 
@@ -101,7 +112,9 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
     product = f"{gemm.output[0]}_product" if has_bias else gemm.output[0]
     nodes = [helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name)]
     if has_bias:
-        nodes.append(helper.make_node("Add", [product, gemm.input[2]], [gemm.output[0]], name=f"{gemm.name}_bias"))
+        nodes.append(
+            helper.make_node("Add", [product, gemm.input[2]], [gemm.output[0]], name=f"{gemm.name}_bias")
+        )
     return nodes
 
 
@@ -137,11 +150,13 @@ def _factor(
 ) -> onnx.NodeProto:
     """Give one DQ the scalar scale and return the Mul for behind its MatMul."""
     name = dq.input[0].removesuffix("_int8")
-    model.graph.initializer.extend([
-        numpy_helper.from_array(np.array(shared, np.float32), f"{name}_scalar"),
-        numpy_helper.from_array(np.array(0, np.int8), f"{name}_scalar_zero_point"),
-        numpy_helper.from_array((scale.astype(np.float64) / shared).astype(np.float32), f"{name}_factor"),
-    ])
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(np.array(shared, np.float32), f"{name}_scalar"),
+            numpy_helper.from_array(np.array(0, np.int8), f"{name}_scalar_zero_point"),
+            numpy_helper.from_array((scale.astype(np.float64) / shared).astype(np.float32), f"{name}_factor"),
+        ]
+    )
     dq.input[1], dq.input[2] = f"{name}_scalar", f"{name}_scalar_zero_point"
     del dq.attribute[:]  # a scalar scale has no axis
     final = node.output[0]

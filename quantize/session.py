@@ -47,11 +47,15 @@ def read_config(folder: Path) -> RunConfig:
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise UserError(f"{folder} is no run directory (it has no {CONFIG}); start with `qdqbench run --out {folder}`")
+        raise UserError(
+            f"{folder} is no run directory (it has no {CONFIG}); start with `qdqbench run --out {folder}`"
+        )
     try:
         return RunConfig.model_validate(files.read_json(path))
     except ValidationError as error:
-        raise UserError(f"{path} is of another version of qdqbench; start a new run in another folder") from error
+        raise UserError(
+            f"{path} is of another version of qdqbench; start a new run in another folder"
+        ) from error
 
 
 @dataclass

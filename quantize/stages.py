@@ -19,7 +19,8 @@ def embedded(session: Session) -> list[Path]:
     from qdqbench.eval.embedded import write_embedded
 
     run = write_embedded(
-        session.folder / "embedded", seed=session.config.seed,
+        session.folder / "embedded",
+        seed=session.config.seed,
         progress=lambda fraction: session.progress(round(1000 * fraction), 1000),
     )
     return sorted(path for path in run.model_dir.parent.rglob("*") if path.is_file())
@@ -75,7 +76,9 @@ def export(session: Session) -> list[Path]:
     twin = exporter.trace(session.fp32_model, recipe.export.opset)
     jobs = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
     if recipe.quantizes:
-        jobs.append((exporter.trace(session.fake_quant_model, recipe.export.opset), recipe.precision.compute, INT8))
+        jobs.append(
+            (exporter.trace(session.fake_quant_model, recipe.export.opset), recipe.precision.compute, INT8)
+        )
     paths = []
     for number, (traced, compute, name) in enumerate(jobs):
         settings = ExportSettings(recipe.export.opset, compute, form)  # type: ignore[arg-type]
@@ -102,7 +105,9 @@ def parity(session: Session) -> list[Path]:
     from qdqbench.eval.parity import compare_layers
 
     path = session.folder / "parity.json"
-    result = compare_layers(onnx.load(graph_path(session)), session.fake_quant_model, _parity_batches(session))
+    result = compare_layers(
+        onnx.load(graph_path(session)), session.fake_quant_model, _parity_batches(session)
+    )
     files.write_json(path, result.model_dump(mode="json"))
     return [path]
 
@@ -127,9 +132,14 @@ def build(session: Session) -> list[Path]:
     low, opt, high = zip(shapes.batch, shapes.length, strict=True)
     try:
         result = build_engine(
-            graph_path(session), path, backend=engine.backend, profiles=[Profile(min=low, opt=opt, max=high)],
-            expected_gemms=expected_gemms(session), expected_attention=len(session.plan.attention),
-            compute_capability=engine.compute_capability, layers_path=session.folder / "layers.json",
+            graph_path(session),
+            path,
+            backend=engine.backend,
+            profiles=[Profile(min=low, opt=opt, max=high)],
+            expected_gemms=expected_gemms(session),
+            expected_attention=len(session.plan.attention),
+            compute_capability=engine.compute_capability,
+            layers_path=session.folder / "layers.json",
             progress=lambda _, fraction: session.progress(round(1000 * fraction), 1000),
         )
     except MissingDevice as error:
@@ -154,7 +164,9 @@ def engine(session: Session) -> list[Path]:
     else:
         path = session.folder / "engine" / built["file"]
         with EngineRunner(path, graph_path(session)) as runner:
-            logits = _evaluate(session, "engine", runner, batch_size=min(session.config.batch_size, runner.max_batch))
+            logits = _evaluate(
+                session, "engine", runner, batch_size=min(session.config.batch_size, runner.max_batch)
+            )
         files.write_json(record, {"detail": f"{built['backend']} {built['version']} on {gpu.name}"})
         return [record, logits]
     files.write_json(record, {"skipped": reason})
@@ -205,8 +217,12 @@ def _evaluate(session: Session, stage: str, runner: Any, batch_size: int | None 
     arrays: dict[str, Any] = {}
     for name, (_, encoded) in session.eval_splits.items():
         arrays[f"{name}.logits"] = predict(
-            runner, encoded, pad_id=session.pad_id, batch_size=batch_size or session.config.batch_size,
-            stage=stage, progress=progress,
+            runner,
+            encoded,
+            pad_id=session.pad_id,
+            batch_size=batch_size or session.config.batch_size,
+            stage=stage,
+            progress=progress,
         )
         arrays[f"{name}.labels"] = encoded.labels
     path = session.folder / "logits" / f"{stage}.npz"
@@ -225,7 +241,9 @@ def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     for start in range(0, len(order), PARITY_BATCH):
         session.progress(start, len(order))
         rows = order[start : start + PARITY_BATCH].tolist()
-        yield pad([(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], session.pad_id)[1]
+        yield pad(
+            [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], session.pad_id
+        )[1]
 
 
 def _model(session: Session) -> Any:
@@ -255,7 +273,13 @@ def _calibration(session: Session) -> Any:
 
 def _exported(session: Session) -> Any:
     recipe = session.recipe
-    return [_placement(session), recipe.export.model_dump(), recipe.precision.model_dump(), weight_form(session), recipe.name]
+    return [
+        _placement(session),
+        recipe.export.model_dump(),
+        recipe.precision.model_dump(),
+        weight_form(session),
+        recipe.name,
+    ]
 
 
 def _built(session: Session) -> Any:

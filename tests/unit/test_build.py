@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
 from qdqbench.quantize import build as module
 from qdqbench.quantize import gpu, trt
 from qdqbench.quantize.build import build, check_sidecar, gemm_names, require_int8

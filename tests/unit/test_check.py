@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+
 from qdqbench.quantize.check import CheckReport, check_model, to_json
 from qdqbench.quantize.check_codes import CODES
 from qdqbench.quantize.errors import UserError

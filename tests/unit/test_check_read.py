@@ -9,6 +9,7 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from qdqbench.quantize import check_read
 from qdqbench.quantize.check import CheckReport, check_file, to_json
 from qdqbench.quantize.errors import UserError

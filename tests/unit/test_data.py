@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from qdqbench.eval import data
 from qdqbench.eval.tasks import get_task
 from qdqbench.quantize.errors import UserError

@@ -3,6 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from qdqbench.eval import data, embedded
 from qdqbench.eval.sentences import ASIDES, MAX_WORDS, NEGATIONS, NOISE, POLAR, sentences
 from qdqbench.eval.tasks import check_model_fits, get_task

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from qdqbench.eval.results import LayerRow
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.layers import coverage, is_int8, parse_inspector_json, parse_log, why_not

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from qdqbench.eval import metrics
 from qdqbench.eval.tasks import get_task
 from qdqbench.quantize.errors import CheckFailed, UserError

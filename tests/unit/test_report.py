@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from rich.console import Console
+
 from qdqbench.eval import plots, report
 from qdqbench.eval.results import (
     SCHEMA_VERSION,
@@ -29,7 +31,6 @@ from qdqbench.eval.results import (
     StageResult,
     Timing,
 )
-from rich.console import Console
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
 LINEARS = (

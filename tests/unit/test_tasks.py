@@ -1,4 +1,5 @@
 import pytest
+
 from qdqbench.eval.tasks import EMBEDDED, GLUE, check_model_fits, get_task
 from qdqbench.quantize.errors import UserError
 
