@@ -2,20 +2,21 @@ PYTHON ?= python3
 
 .PHONY: test lint types bindings benchmark clean
 
-test: lint types ## everything that CI runs
-	pytest
+test: ## everything that CI runs, in .venv
+	$(PYTHON) dev.py test
 
-lint:
+lint: ## in the active environment
 	ruff check .
 	ruff format --check .
 
-types: ## links let mypy see the mapped folders as one package
-	mkdir -p build/types/qdqbench
-	for name in quantize eval recipes; do ln -sfn ../../../$$name build/types/qdqbench/$$name; done
-	mypy
+types:
+	python tests/types.py
 
 bindings: ## TensorRT 10 and 11 bindings for tests/unit/test_trt_bindings.py
 	tests/fetch_bindings.sh
+
+benchmark: ## wall time and peak memory: make benchmark MODEL=... TASK=... DATA=...
+	python tests/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

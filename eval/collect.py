@@ -229,7 +229,7 @@ def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
         )
     if session.config.model is None:
         notes.append(
-            "embedded default: a small BERT trained on generated sentences, to try the path, not to judge INT8"
+            "embedded default: a small BERT trained on generated sentences, for trying the path only"
         )
     truncated = sum(encoded.truncated for _, encoded in session.eval_splits.values())
     if truncated:

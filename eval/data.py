@@ -55,9 +55,8 @@ def load_split(
         dataset = dataset.select(order)
     else:
         dataset = dataset.select(range(kept))
-    if kept < loaded.rows:
-        rows = f"the first {kept}" if seed is None else f"{kept} (drawn with seed {seed})"
-        notes.append(f"{rows} of {loaded.rows} rows of split {split!r}")
+    if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
+        notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes))
 
 

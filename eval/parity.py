@@ -220,11 +220,12 @@ def _count(count: list[int], got: npt.NDArray[Any], reference: Floats, scale: fl
 def _codes(values: npt.NDArray[Any], scale: float) -> npt.NDArray[np.int32]:
     # a NaN is as far away as a code can be
     finite = np.nan_to_num(values.astype(np.float32) / np.float32(scale), nan=1e6, posinf=1e6, neginf=-1e6)
-    return np.clip(np.rint(finite), -128, 127).astype(np.int32)
+    codes: npt.NDArray[np.int32] = np.clip(np.rint(finite), -128, 127).astype(np.int32)
+    return codes
 
 
 def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], epsilon: float) -> ParityRow:
-    """A relative error e moves e * mean|code| of the codes over a rounding border, so FP16 compute may do that."""
+    """A relative error e moves e * mean|code| of the codes over a rounding border: FP16 may do that."""
     module, _, kind = quantizer.rpartition(".")
     squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
     return ParityRow(

@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 Predict = Callable[[dict[str, npt.NDArray[np.int64]]], Floats]
 
 
-def predict(
+def predict(  # noqa: PLR0913
     run: Predict,
     encoded: Encoded,
     *,
@@ -49,8 +49,8 @@ def predict(
     bad = int((~np.isfinite(logits)).any(axis=1).sum())
     if bad:
         raise CheckFailed(
-            f"stage {stage} gives NaN or infinite logits for {bad} of {len(logits)} samples; run `qdqbench check` "
-            f"on the ONNX file (overflow in FP16 is the usual cause)"
+            f"stage {stage} gives NaN or infinite logits for {bad} of {len(logits)} samples; run "
+            f"`qdqbench check` on the ONNX file (overflow in FP16 is the usual cause)"
         )
     return logits
 

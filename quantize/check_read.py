@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError
 from onnx import external_data_helper, numpy_helper
 
 from qdqbench.quantize.errors import UserError

@@ -93,8 +93,7 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Json = False,
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
-    from qdqbench.eval.embedded import EMBEDDED
-    from qdqbench.eval.tasks import get_task
+    from qdqbench.eval.tasks import EMBEDDED, get_task
     from qdqbench.quantize.errors import UserError
     from qdqbench.quantize.pipeline import open_run
     from qdqbench.quantize.recipe import load_recipe
@@ -221,8 +220,8 @@ def _print_check(report: Any) -> None:
         console.print(f"[{colour}]{row.severity}[/] {row.code} at [bold]{_plain(row.node)}[/]")
         console.print(f"  why: {_plain(row.why)}\n  fix: {_plain(row.fix)}", highlight=False)
     console.print(
-        f"{len(report.quantized)} of {len(report.quantized) + len(report.not_quantized)} MatMul/Gemm nodes in INT8, "
-        f"{len(report.findings)} findings",
+        f"{len(report.quantized)} of {len(report.quantized) + len(report.not_quantized)} MatMul/Gemm nodes "
+        f"in INT8, {len(report.findings)} findings",
         highlight=False,
     )
 

@@ -38,14 +38,14 @@ class EngineRunner:
         backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
         trt = backend.module
         self._logger = trt.Logger(trt.Logger.ERROR)
-        self._runtime = trt.Runtime(self._logger)
-        self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        self._runtime: Any = trt.Runtime(self._logger)
+        self._engine: Any = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
             raise MissingDevice(
                 f"{backend.name} {backend.version} cannot load {path} on {backend.gpu}; build it here"
             )
-        self._context = self._engine.create_execution_context()
-        self._stream = torch.cuda.Stream()
+        self._context: Any = self._engine.create_execution_context()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.inputs = [name for name in names if name != OUTPUT]
 
@@ -83,6 +83,4 @@ class EngineRunner:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         # TensorRT wants contexts gone before engines, and engines before the runtime
-        self._context: Any = None
-        self._engine: Any = None
-        self._runtime: Any = None
+        self._context = self._engine = self._runtime = None

@@ -66,7 +66,7 @@ def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
             torch.onnx.export(
                 model,
                 (),
-                buffer,
+                buffer,  # type: ignore[arg-type]  # the TorchScript exporter takes streams
                 kwargs=dict.fromkeys(INPUTS, ids),
                 opset_version=opset,
                 dynamo=False,

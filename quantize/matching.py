@@ -130,6 +130,6 @@ def _require_quantized_outputs(plan: Plan) -> None:
         lost += [n for n in outputs if n not in plan.int8]
     if lost:
         raise UserError(
-            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost and INT8 is slower "
-            f"than FP16); add a rule for {name_list(lost)} or set attention: fp16"
+            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
+            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
         )

@@ -19,7 +19,7 @@ class Cost:
 
 @contextmanager
 def measured() -> Iterator[Cost]:
-    """Measure a block: wall time in seconds and the largest resident set of this process, sampled every 10 ms."""
+    """Measure a block: wall time in seconds and the largest resident set of this process, every 10 ms."""
     import psutil
 
     process, cost, done = psutil.Process(), Cost(), threading.Event()

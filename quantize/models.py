@@ -62,8 +62,8 @@ def load_model(name: str) -> "PreTrainedModel":
     lost = sorted(loading["missing_keys"])
     if lost:
         raise UserError(
-            f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it is "
-            f"not fine-tuned for classification; fine-tune it first"
+            f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it "
+            f"is not fine-tuned for classification; fine-tune it first"
         )
     return model.eval()  # type: ignore[no-any-return]
 
@@ -80,7 +80,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def describe_model(name: str, model: "PreTrainedModel") -> ModelInfo:
@@ -91,9 +91,9 @@ def describe_model(name: str, model: "PreTrainedModel") -> ModelInfo:
         name=name,
         sha256=model_fingerprint(name),
         architecture=type(model).__name__,
-        num_labels=config.num_labels,
+        num_labels=int(config.num_labels or 0),
         problem_type=problem,
-        label_names=[str(config.id2label[i]) for i in range(config.num_labels)],
+        label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
     )
 
 
@@ -140,7 +140,7 @@ def _register_attention() -> None:
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    def attention(
+    def attention(  # noqa: PLR0913, PLR0917  (the interface of transformers)
         module: "torch.nn.Module",
         query: "torch.Tensor",
         key: "torch.Tensor",
@@ -175,8 +175,9 @@ def _register_attention() -> None:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice from transformers while a model is loaded."""
-    from transformers.utils import logging
+    from transformers.utils import logging as untyped
 
+    logging: Any = untyped
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

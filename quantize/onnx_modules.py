@@ -11,7 +11,7 @@ from qdqbench.quantize.recipe import load_recipe
 def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     """Modules whose MatMul and Gemm nodes the recipe wants in INT8.
 
-    Linears are the modules with a MatMul or Gemm, less the attentions, which are those with a Softmax. The head
+    Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
     size is not in the names, so the check of the attention itself judges it.
 
     Raises:

@@ -15,7 +15,7 @@ from qdqbench.quantize.graph import GraphIndex, attribute, constant_value, modul
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 FP16_MAX = 65504.0
-_SUFFIX = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
+_SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
 
 
 def constants_to_initializers(model: onnx.ModelProto) -> None:
@@ -39,8 +39,8 @@ def constants_to_initializers(model: onnx.ModelProto) -> None:
 def drop_noop_casts(model: onnx.ModelProto) -> None:
     """Remove Casts of FP32 tensors to FP32, in place.
 
-    ModelOpt's INT8 symbolic leaves one behind each quantizer, and the next layer then reads that Cast: linears
-    that share an input no longer show it, and an engine does not merge q, k and v.
+    ModelOpt's INT8 symbolic leaves one behind each quantizer, and the next layer then reads that Cast: it no
+    longer shows that q, k and v share an input, and an engine does not merge them.
     """
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
     types = {v.name: v.type.tensor_type.elem_type for v in (*inferred.value_info, *inferred.input)}
@@ -113,8 +113,8 @@ class _Typer:
         """Cast outputs back to FP32 and write the graph."""
         if self.too_large:
             raise CheckFailed(
-                f"constants do not fit FP16 (largest 65504): {', '.join(self.too_large)}; keep their modules in "
-                f"FP32 with a rule (precision: fp32)"
+                f"constants do not fit FP16 (largest 65504): {', '.join(self.too_large)}; keep their "
+                f"modules in FP32 with a rule (precision: fp32)"
             )
         for output in self.graph.output:
             if self.types.get(output.name) == TensorProto.FLOAT16:

@@ -210,8 +210,8 @@ def require_plausible(states: dict[str, QuantizerState]) -> None:
     problems = [f"{name}: {why}" for name, state in states.items() if (why := _implausible(state))]
     if problems:
         raise CheckFailed(
-            f"calibration gave {len(problems)} unusable amax values ({'; '.join(problems)}); check the weights "
-            f"for NaN and the calibration data, or keep these layers in FP16 with a rule"
+            f"calibration gave {len(problems)} unusable amax values ({'; '.join(problems)}); check the "
+            f"weights for NaN and the calibration data, or keep these layers in FP16 with a rule"
         )
 
 
@@ -278,7 +278,7 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
 
 def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) -> list[str]:
-    """Give all-zero weight channels (pruned heads) the scale of their layer: their codes are 0 in any scale."""
+    """Give all-zero weight channels (pruned heads) their layer's scale: their codes are 0 anyway."""
     import torch
 
     notes = []

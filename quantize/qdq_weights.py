@@ -24,7 +24,8 @@ def quantize(weight: Floats, scale: Floats, axis: int) -> npt.NDArray[np.int8]:
     shape = [1] * weight.ndim
     if scale.ndim:
         shape[axis] = -1
-    return np.clip(np.rint(weight / scale.reshape(shape)), -128, 127).astype(np.int8)
+    codes: npt.NDArray[np.int8] = np.clip(np.rint(weight / scale.reshape(shape)), -128, 127).astype(np.int8)
+    return codes
 
 
 def fold_weights(model: onnx.ModelProto) -> list[str]:
@@ -55,7 +56,7 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
         gemm = index.consumers[step.output[0]][0] if step is not None and transposed else step
         if gemm is None or gemm.op_type not in ("MatMul", "Gemm"):
             raise CheckFailed(
-                f"quantized weight {q.input[0]} feeds {len(consumers)} nodes, none a lone MatMul or Gemm"
+                f"quantized weight {q.input[0]} feeds {len(consumers)} nodes instead of one MatMul or Gemm"
             )
         new = _int8_weight(model, index, q, gemm, weight, transposed)
         replaced[id(dq)] = [new]
@@ -69,7 +70,7 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
     return folded
 
 
-def _int8_weight(
+def _int8_weight(  # noqa: PLR0913, PLR0917
     model: onnx.ModelProto,
     index: GraphIndex,
     q: onnx.NodeProto,
@@ -91,14 +92,13 @@ def _int8_weight(
         ]
     )
     inputs = [f"{name}_int8", f"{name}_scale", f"{name}_zero_point"]
-    axis = {"axis": 1} if scale.ndim else {}
-    return helper.make_node(
-        "DequantizeLinear",
-        inputs,
-        [f"{name}_dequantized"],
-        name=f"/{module_of(q.name).replace('.', '/')}/DequantizeLinear",
-        **axis,
+    module = f"/{module_of(q.name).replace('.', '/')}"
+    node = helper.make_node(
+        "DequantizeLinear", inputs, [f"{name}_dequantized"], name=f"{module}/DequantizeLinear"
     )
+    if scale.ndim:
+        node.attribute.append(helper.make_attribute("axis", 1))
+    return node
 
 
 def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
@@ -119,7 +119,7 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
 
 
 def factor_scales(model: onnx.ModelProto) -> None:
-    """Split per-channel weight scales s into one scalar S in the DQ and a Mul by s/S behind the MatMul, in place.
+    """Split per-channel weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
     input share one S, so that an engine can merge them into one GEMM. S is the geometric mean of the
@@ -171,4 +171,4 @@ def _input_key(index: GraphIndex, node: onnx.NodeProto) -> bytes:
     if q is None or q.op_type != "QuantizeLinear":
         return node.name.encode()
     scale = index.constant(q.input[1])
-    return q.input[0].encode() + (b"" if scale is None else scale.tobytes())
+    return f"{q.input[0]} {scale}".encode()

@@ -1,4 +1,4 @@
-"""The recipe: a YAML file that says per layer what becomes INT8, and how that is calibrated, exported and judged."""
+"""The recipe: YAML that says per layer what becomes INT8, and how it is calibrated, exported and judged."""
 
 import difflib
 from importlib import resources
@@ -145,7 +145,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(f"aliases (*{event.anchor}) are not allowed in a recipe")
         return super().compose_node(parent, index)
 

@@ -1,4 +1,4 @@
-"""One run: its configuration, its folder, and the models and data that its stages share, loaded when first used."""
+"""One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
 import functools
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def read_config(folder: Path) -> RunConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
-            f"{folder} is no run directory (it has no {CONFIG}); start with `qdqbench run --out {folder}`"
+            f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
         )
     try:
         return RunConfig.model_validate(files.read_json(path))
@@ -99,7 +99,7 @@ class Session:
     @property
     def pad_id(self) -> int:
         """Token id of padding."""
-        return int(self.tokenizer.pad_token_id or 0)  # type: ignore[arg-type]
+        return int(self.tokenizer.pad_token_id or 0)
 
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
@@ -108,7 +108,9 @@ class Session:
 
         model = load_model(self.model_name)
         config = model.config
-        check_model_fits(self.config.task, model_labels=config.num_labels, problem_type=config.problem_type)
+        check_model_fits(
+            self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
+        )
         longest = int(config.max_position_embeddings)
         if self.recipe.export.max_length > longest:
             raise UserError(

@@ -160,7 +160,7 @@ def engine(session: Session) -> list[Path]:
     if "skipped" in built:
         reason = f"no engine was built: {built['skipped']}"
     elif gpu is None:
-        reason = "no GPU here: the engine was built ahead of time and its layers were read, but its outputs are unverified"
+        reason = "no GPU here to run it on"
     else:
         path = session.folder / "engine" / built["file"]
         with EngineRunner(path, graph_path(session)) as runner:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from rich.console import Console
 
-from qdqbench.eval import plots, report
+from qdqbench.eval import formats, plots, report
+from qdqbench.eval import verdict as wording
 from qdqbench.eval.results import (
     SCHEMA_VERSION,
     Comparison,
@@ -406,19 +407,19 @@ def test_the_page_is_one_offline_file_that_runs_nothing(case: str, rendered: Ren
 def test_the_verdict_leads_both_reports_and_the_terminal(case: str, rendered: Rendered) -> None:
     results = CASES[case]()
     markdown, html = rendered(case)
-    said = report.verdict(report._printable(results))
+    said = wording.verdict(formats.printable(results))
     text = one_line(Page(html).text)
     assert one_line(said.sentence) in text
     assert text.index(one_line(said.sentence)) < text.index("Accuracy by stage")
-    assert report.text(said.sentence) in markdown.partition("## ")[0]
+    assert formats.text(said.sentence) in markdown.partition("## ")[0]
     assert said.title in terminal(results)
     for line in [*said.failures, *said.notes, *results.warnings]:
-        assert one_line(report._clean(line)) in text
-        assert report.text(report._clean(line)) in markdown
+        assert one_line(formats.clean(line)) in text
+        assert formats.text(formats.clean(line)) in markdown
 
 
 def test_the_verdict_of_a_run_without_a_gpu() -> None:
-    said = report.verdict(sample())
+    said = wording.verdict(sample())
     assert said.sentence == (
         "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
         "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
@@ -433,7 +434,7 @@ def test_the_verdict_of_a_run_without_a_gpu() -> None:
 
 def test_the_verdict_cites_the_engine_when_it_ran() -> None:
     stages = sample().stages | {"engine": measured({"accuracy": 0.8945}, -0.0023)}
-    said = report.verdict(sample(stages=stages))
+    said = wording.verdict(sample(stages=stages))
     assert "SST-2 accuracy 0.8945 ± 0.0103 in engine (TensorRT-RTX) against 0.8968 in FP32" in said.sentence
     assert said.notes == []
 
@@ -461,11 +462,11 @@ def test_the_verdict_cites_the_engine_when_it_ran() -> None:
     ],
 )
 def test_the_verdict_is_honest(case: str, part: str) -> None:
-    assert part in report.verdict(CASES[case]()).sentence
+    assert part in wording.verdict(CASES[case]()).sentence
 
 
 def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
-    assert report.verdict(mnli()).notes == [
+    assert wording.verdict(mnli()).notes == [
         "fake-quant was skipped: no reason was recorded.",
         "The engine was built ahead of time, without running it; its outputs are not verified: no reason was "
         "recorded.",
@@ -474,12 +475,12 @@ def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
 
 def test_int8_attention_is_part_of_the_verdict() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"attention_int8": 5, "expected_attention_int8": 6})
-    assert "INT8 attention in 5 of 6 layers" in report.verdict(sample(engine=built)).sentence
+    assert "INT8 attention in 5 of 6 layers" in wording.verdict(sample(engine=built)).sentence
 
 
 def test_a_recipe_without_int8_is_not_called_unproven() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"int8_gemms": 0, "expected_int8_gemms": 0})
-    said = report.verdict(sample(engine=built, quantized_layers=[]))
+    said = wording.verdict(sample(engine=built, quantized_layers=[]))
     assert said.sentence.startswith("Nothing runs in INT8, as the recipe asks; SST-2")
 
 
@@ -532,7 +533,7 @@ def test_a_failed_gate_names_every_reason_everywhere(rendered: Rendered) -> None
 def test_a_failed_check_beside_a_passed_gate_is_red(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    said = report.verdict(sample(**change))
+    said = wording.verdict(sample(**change))
     assert (said.passed, said.title, said.failures) == (
         False,
         "Gate passed, but a check does not hold",
@@ -634,7 +635,7 @@ def test_charts_carry_no_date_and_no_metadata() -> None:
 
 
 def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
-    svg = plots.accuracy_svg(mnli(), report.LABELS | {"accuracy_mm": "accuracy (mismatched)"})
+    svg = plots.accuracy_svg(mnli(), formats.LABELS | {"accuracy_mm": "accuracy (mismatched)"})
     for text in ("FP32", "ONNX Runtime", "accuracy (mismatched)", "0.8421", "0.8387", "0.8466", "0.8441"):
         assert f">{text}</text>" in svg
     assert ">skipped</text>" in plots.accuracy_svg(sample(), {})
@@ -668,15 +669,15 @@ def test_markdown_tables_are_whole(case: str, rendered: Rendered) -> None:
 
 @given(st.text())
 def test_markdown_text_is_one_line_without_open_pipes_or_tags(value: str) -> None:
-    for written_text in (report.text(value), report.code(value)):
+    for written_text in (formats.text(value), formats.code(value)):
         assert not {"\n", "\r"} & set(written_text)
         assert not re.search(r"(?<!\\)\|", written_text)
-    assert not {"<", ">"} & set(report.text(value))
+    assert not {"<", ">"} & set(formats.text(value))
 
 
 @given(st.text(alphabet="`~a\n", max_size=30))
 def test_no_text_closes_its_fence(value: str) -> None:
-    fence, *body, last = report.fenced(value).split("\n")
+    fence, *body, last = formats.fenced(value).split("\n")
     assert fence == last
     assert all(fence not in line for line in body)
 
@@ -693,16 +694,16 @@ def test_the_terminal_shows_one_screen_and_reads_no_markup() -> None:
 @pytest.mark.parametrize(
     ("function", "value", "expected"),
     [
-        (report.size, 512, "512 B"),
-        (report.size, 35_200_000, "35.2 MB"),
-        (report.size, 999_700, "1 MB"),
-        (report.size, 2_310_000_000, "2.31 GB"),
-        (report.seconds, 0.2399, "0.24 s"),
-        (report.seconds, 61.04, "61.0 s"),
-        (report.seconds, 245.2, "4 min 05 s"),
-        (report.types, ["Half", "Int8", "Half"], "2 FP16, INT8"),
-        (report.label, "accuracy_mm", "accuracy (mismatched)"),
-        (report.label, "my_task", "my task"),
+        (formats.size, 512, "512 B"),
+        (formats.size, 35_200_000, "35.2 MB"),
+        (formats.size, 999_700, "1 MB"),
+        (formats.size, 2_310_000_000, "2.31 GB"),
+        (formats.seconds, 0.2399, "0.24 s"),
+        (formats.seconds, 61.04, "61.0 s"),
+        (formats.seconds, 245.2, "4 min 05 s"),
+        (formats.types, ["Half", "Int8", "Half"], "2 FP16, INT8"),
+        (formats.label, "accuracy_mm", "accuracy (mismatched)"),
+        (formats.label, "my_task", "my task"),
     ],
 )
 def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expected: str) -> None:

@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Set up `.venv` beside this file and run the workbench or its checks in it; needs only Python 3.10 to 3.13.
+
+    python3 dev.py run [ARGUMENTS of `qdqbench run`]
+    python3 dev.py test [ARGUMENTS of pytest]
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+
+
+def install(extra: str) -> None:
+    """Install the project with one extra, unless this pyproject and these constraints already are."""
+    marker = VENV / f"installed-{extra}"
+    inputs = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
+    if marker.is_file() and marker.read_text() == wanted:
+        return
+    if not BIN.is_dir():
+        print("creating .venv", flush=True)
+        venv.create(VENV, with_pip=True)
+    print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
+    pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    constraints = ["--constraint", ROOT / "constraints.txt"]
+    # torch first: with the pinned version in place nothing else pulls in another build of it
+    call(*pip, *constraints, "torch")
+    call(*pip, *constraints, "--editable", f"{ROOT}[{extra}]")
+    marker.write_text(wanted)
+
+
+def call(*command: object) -> None:
+    """Run a command in the project's folder; its failure is ours."""
+    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV)}
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def main() -> None:
+    """Entry point."""
+    if sys.argv[1:2] == ["run"]:
+        install("rtx")
+        # not in ROOT: the paths among the arguments are the caller's
+        environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+        command = [str(BIN / "qdqbench"), *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    if sys.argv[1:2] == ["test"]:
+        install("dev")
+        call("sh", ROOT / "tests" / "fetch_bindings.sh", BIN / "python")
+        call(BIN / "ruff", "check", ".")
+        call(BIN / "ruff", "format", "--check", ".")
+        call(BIN / "python", "tests/types.py")
+        call(BIN / "python", "-m", "pytest", *sys.argv[2:])
+        return
+    sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""How numbers, names and text are written in reports."""
+
+import re
+from collections import Counter
+from typing import Any
+
+from qdqbench.eval import plots
+from qdqbench.eval.results import Results
+
+LABELS = {
+    "fp32": "FP32",
+    "fake_quant": "fake-quant",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+    "tensorrt_rtx": "TensorRT-RTX",
+    "f1": "F1",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "cola": "CoLA",
+    "sst2": "SST-2",
+    "stsb": "STS-B",
+} | {name: name.upper() for name in ("mrpc", "qqp", "mnli", "qnli", "rte", "wnli")}
+# What garbles a terminal or a page, or cannot be encoded: controls, direction overrides, lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def label(name: str) -> str:
+    """How the field writes the name of a stage, metric, task or backend; `_mm` is MNLI's mismatched split."""
+    if name.endswith("_mm"):
+        return f"{label(name[:-3])} (mismatched)"
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units with three digits: 90.9 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def seconds(count: float) -> str:
+    """Seconds with the digits that matter: 0.24 s, 12.3 s, 4 min 05 s."""
+    if count >= 119.5:
+        return f"{round(count) // 60} min {round(count) % 60:02d} s"
+    return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
+
+
+def types(names: list[str]) -> str:
+    """Datatypes with their number: `3 FP16, INT8`."""
+    counted = Counter(plots.datatype(name) for name in names)
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted.items())
+
+
+def text(value: Any) -> str:
+    """Any text as one line of Markdown that stays text, in a table too."""
+    line = " ".join(str(value).split())
+    line = (
+        re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
+    return re.sub(r"^([#+=-])", r"\\\1", line)
+
+
+def code(value: Any) -> str:
+    """Any text as one Markdown code span, in a table too."""
+    line = " ".join(str(value).split()).replace("`", "'").replace("|", r"\|")
+    return f"`{line}`" if line else ""
+
+
+def fenced(block: str, language: str = "") -> str:
+    """A Markdown code block whose fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
+    return f"{fence}{language}\n{block.rstrip()}\n{fence}"
+
+
+def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as dotted names and printable values."""
+    if isinstance(value, dict):
+        return [
+            row
+            for key, item in value.items()
+            for row in flat(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(value, list):
+        return [(prefix, ", ".join(str(item) for item in value))]
+    if isinstance(value, int) and value >= 100_000:
+        return [(prefix, f"{value:,}")]
+    return [(prefix, "none" if value is None else str(value))]
+
+
+def sentence(line: str) -> str:
+    """A line that ends in a full stop."""
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def count_of(number: int, noun: str) -> str:
+    """3 linears, 1 linear."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first(lines: list[str], count: int, where: str) -> list[str]:
+    """The first lines, and a word on the rest."""
+    rest = len(lines) - count
+    return lines if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML."""
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
+
+
+def printable(results: Results) -> Results:
+    """Results without characters that garble a page or a terminal."""
+    return Results.model_validate(clean(results.model_dump(mode="json")))
+
+
+def clean(value: Any) -> Any:
+    """Replace such characters in every string of a JSON value."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,206 @@
+"""A tiny BERT and its data on disk, as a user would bring them, and the command line called in this process."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Every negative word against every positive one: a sentence's class is the sign of the sum of its words.
+WORDS = {
+    "awful": -1,
+    "dull": -1,
+    "poor": -1,
+    "weak": -1,
+    "bright": 1,
+    "fine": 1,
+    "good": 1,
+    "sharp": 1,
+}
+FILLERS = ("a", "film", "is", "it", "of", "plot", "the", "this")
+LAYERS, HIDDEN, HEAD_SIZE, POSITIONS = 2, 32, 16, 128
+TRAIN_ROWS, EVAL_ROWS = 256, 96
+NOISE = 0.1  # of the labels are flipped, so that accuracy is not the round number 1
+COLUMNS = {
+    "sst2": ("sentence",),
+    "cola": ("sentence",),
+    "mrpc": ("sentence1", "sentence2"),
+    "stsb": ("sentence1", "sentence2"),
+    "mnli": ("premise", "hypothesis"),
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user brings: the options that name the model, the task and the data."""
+
+    model: Path
+    task: str
+    data: Path
+
+    @property
+    def options(self) -> list[str]:
+        return ["--model", str(self.model), "--task", self.task, "--data", str(self.data)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the command line ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(capsys, *arguments) -> Outcome:
+    """Run `qdqbench ARGUMENTS` in this process."""
+    from qdqbench.quantize.cli import main
+
+    before, code = sys.argv, 0
+    sys.argv = ["qdqbench", *map(str, arguments)]
+    capsys.readouterr()
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        sys.argv = before
+    return Outcome(code, *capsys.readouterr())
+
+
+def results(folder: Path) -> dict:
+    """`results.json` of a run."""
+    return json.loads((folder / "results.json").read_text())
+
+
+def listing(folder: Path) -> list[str]:
+    """Every file below a folder, hidden ones too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def sentences(rows: int, seed: int) -> tuple[list[str], list[int]]:
+    """Texts of 4 to 24 words and the sums of their words' values (never 0)."""
+    random = np.random.default_rng(seed)
+    texts, sums = [], []
+    while len(texts) < rows:
+        length = random.integers(4, 25)
+        words = list(random.choice(FILLERS, length))
+        told = random.choice(list(WORDS), random.integers(1, 4))
+        for place, word in zip(random.choice(length, len(told), replace=False), told, strict=True):
+            words[place] = word
+        if total := sum(WORDS[str(word)] for word in told):
+            texts.append(" ".join(words))
+            sums.append(total)
+    return texts, sums
+
+
+def rows(task: str, count: int, seed: int) -> dict[str, list]:
+    """Columns of a GLUE task, learnable by a tiny model within seconds."""
+    texts, sums = sentences(count, seed)
+    random = np.random.default_rng(seed + 1)
+    columns = COLUMNS[task]
+    table: dict[str, list] = {columns[0]: texts}
+    if len(columns) == 2:
+        table[columns[1]] = sentences(count, seed + 2)[0]
+    labels: list = [int(total > 0) for total in sums]
+    if task == "stsb":
+        table["label"] = [float(total + 3) + float(random.normal(0, 0.3)) for total in sums]
+    elif task == "mnli":
+        table["label"] = [int(random.integers(3)) if random.random() < NOISE else (total > 0) + (total > 1) for total in sums]
+    else:
+        table["label"] = [1 - label if random.random() < NOISE else label for label in labels]
+    table["idx"] = list(range(count))
+    return table
+
+
+def write_split(path: Path, table: dict[str, list]) -> None:
+    """Write columns as parquet, CSV or JSON lines, by the suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        import csv
+
+        with path.open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(table)
+            writer.writerows(zip(*table.values(), strict=True))
+    elif path.suffix in (".json", ".jsonl"):
+        lines = [json.dumps(dict(zip(table, row, strict=True))) for row in zip(*table.values(), strict=True)]
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table(table), path)
+
+
+def write_data(folder: Path, task: str, suffix: str = ".parquet") -> None:
+    """Write the splits of a task into FOLDER/TASK."""
+    evaluated = ("validation_matched", "validation_mismatched") if task == "mnli" else ("validation",)
+    write_split(folder / task / f"train{suffix}", rows(task, TRAIN_ROWS, 0))
+    for number, split in enumerate(evaluated, 1):
+        write_split(folder / task / f"{split}{suffix}", rows(task, EVAL_ROWS, 100 * number))
+
+
+def tokenizer():
+    """WordPiece over the words above."""
+    from transformers import BertTokenizer
+
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *FILLERS, *WORDS]
+    return BertTokenizer(vocab={word: index for index, word in enumerate(entries)}, model_max_length=POSITIONS)
+
+
+def new_model(num_labels: int):
+    """A fresh classifier (or regressor, for one label)."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // HEAD_SIZE,
+        intermediate_size=2 * HIDDEN,
+        max_position_embeddings=POSITIONS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.15,
+        num_labels=num_labels,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BertForSequenceClassification(config)
+
+
+def write_model(folder: Path, task: str, steps: int = 120) -> Path:
+    """Train a tiny BERT on a task for about a second and save it with its tokenizer."""
+    import torch
+    from transformers.utils import logging
+
+    num_labels = {"stsb": 1, "mnli": 3}.get(task, 2)
+    model, words = new_model(num_labels), tokenizer()
+    table = rows(task, 4 * TRAIN_ROWS, 7)
+    labels = torch.tensor(table["label"], dtype=torch.float32 if num_labels == 1 else torch.int64)
+    texts = [table[column] for column in COLUMNS[task]]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    order = np.random.default_rng(0)
+    for _ in range(steps):
+        chosen = order.integers(len(labels), size=48)
+        batch = words(*[[column[row] for row in chosen] for column in texts], padding=True, return_tensors="pt")
+        model(**batch, labels=labels[torch.from_numpy(chosen)]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.disable_progress_bar()
+    try:
+        model.eval().save_pretrained(folder)
+    finally:
+        logging.enable_progress_bar()
+    words.save_pretrained(folder)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """Environment of a child process: no colours asked for or forced."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "PY_COLORS")}
+    return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
