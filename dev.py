@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Set up `.venv` beside this file and run the workbench or its checks in it; needs only Python 3.10 to 3.13.
 
-    python3 dev.py run [ARGUMENTS of `qdqbench run`]
-    python3 dev.py test [ARGUMENTS of pytest]
+python3 dev.py run [ARGUMENTS of `qdqbench run`]
+python3 dev.py test [ARGUMENTS of pytest]
 """
 
 import hashlib

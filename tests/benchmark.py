@@ -30,7 +30,9 @@ def run(arguments: list[str], out: Path) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("model", "task", "data"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
