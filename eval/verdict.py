@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from qdqbench.eval.formats import count_of, label, sentence
+from qdqbench.eval.parity import LIMIT_OUTPUT
 from qdqbench.eval.results import STAGES, Parity, ParityRow, Results, StageResult
 
 
@@ -118,7 +119,8 @@ def _failed_checks(results: Results) -> list[str]:
 
 def holds(row: ParityRow, parity: Parity) -> bool:
     """A tensor is within its limits."""
-    return row.differing <= row.limit * row.codes and row.max_step <= parity.limit_step
+    output = row.output_rel_error is None or row.output_rel_error <= LIMIT_OUTPUT
+    return output and row.differing <= row.limit * row.codes and row.max_step <= parity.limit_step
 
 
 def share(row: ParityRow) -> float:

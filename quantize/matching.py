@@ -49,12 +49,13 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     for rule in recipe.rules:
         formats.update(dict.fromkeys(matched(rule, modules, prefix), _target(rule)))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
+    inherited = {name: _inherited(name, formats) for name in modules}
     int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
     plan = Plan(
         int8=int8,
         high=tuple(name for name in linears if name not in int8),
         attention=_int8_attention(recipe, modules),
-        fp32=tuple(name for name in modules if formats.get(name) == "fp32"),
+        fp32=tuple(name for name in modules if inherited[name] == "fp32"),
     )
     _require_quantized_outputs(plan)
     return plan
@@ -84,6 +85,13 @@ def _short(name: str, prefix: str) -> str:
 
 def _target(rule: Rule) -> str:
     return rule.precision or str(rule.weights).removeprefix("int8/")
+
+
+def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
+    """Format of a module: its own, or else that of the nearest module around it."""
+    while name not in formats and name:
+        name = name.rpartition(".")[0]
+    return formats.get(name)
 
 
 def _refuse_unmatched(rules: Iterable[Rule], modules: Mapping[str, ModuleInfo], prefix: str) -> None:

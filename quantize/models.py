@@ -80,6 +80,9 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
+    if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
+        # transformers makes one up when there are no files, and then every word is unknown
+        raise UserError(f"model {name} has no tokenizer files; save its tokenizer beside the weights")
     return tokenizer
 
 

@@ -69,7 +69,8 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
 
     Args:
         model: FP32 graph in topological order; changed.
-        fp32_modules: module paths whose nodes compute in FP32. `x.softmax` means the Softmax of module `x`.
+        fp32_modules: module paths whose own nodes compute in FP32, as `Plan.fp32` has them; those inside are
+            named apart. `x.softmax` means the Softmax of module `x`.
 
     Raises:
         CheckFailed: constants that do not fit FP16, all of them named.
@@ -127,10 +128,8 @@ class _Typer:
     def _is_fp32(self, node: onnx.NodeProto) -> bool:
         if node.op_type in QDQ:
             return True
-        module = module_of(node.name)
-        if node.op_type == "Softmax" and f"{module}.softmax" in self.fp32_modules:
-            return True
-        return any(module == name or module.startswith(f"{name}.") for name in self.fp32_modules)
+        suffix = ".softmax" if node.op_type == "Softmax" else ""
+        return f"{module_of(node.name)}{suffix}" in self.fp32_modules
 
     def _converted(self, name: str, wanted: int) -> str:
         target = f"{name}_{_SUFFIX[wanted]}"

@@ -29,6 +29,8 @@ Kind = Literal["weight", "input", "query", "key", "value", "softmax"]
 # Activations are FP16 tensors in the engine, so they end at 65504, and below 1e-6 FP16 holds no seven bits.
 AMAX_BOUNDS = {"weight": (1e-8, 65504.0), "activation": (1e-6, 65504.0)}
 MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves the other codes at zero
+INT8_MAX = 127
+FP16_BITS = 11  # significant bits, the hidden one included
 SOFTMAX_AMAX = 1.0  # probabilities; scale 1/127
 
 _KINDS: dict[str, Kind] = {
@@ -138,9 +140,10 @@ def calibrate(
 
     Raises:
         UserError: no batches.
-        CheckFailed: an amax that is not finite, positive and plausible; names every layer.
+        CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
     mtq = import_modelopt()
+    _require_finite_weights(model)
     quantizers = insert_quantizers(model, plan)
     lengths: list[int] = []
 
@@ -155,6 +158,7 @@ def calibrate(
     if not lengths:
         raise UserError(f"calibration saw no samples of split {settings.split!r}; give a split that has rows")
     notes = _revive_dead_channels(model, quantizers)
+    _round_weight_scales(quantizers)
     states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     return CalibrationRecord(
@@ -215,6 +219,14 @@ def require_plausible(states: dict[str, QuantizerState]) -> None:
         )
 
 
+def _require_finite_weights(model: "PreTrainedModel") -> None:
+    import torch
+
+    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    if bad:
+        raise CheckFailed(f"the model's weights hold NaN or infinity in {name_list(bad)}; train or save it again")
+
+
 def _implausible(state: QuantizerState) -> str | None:
     values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
     low, high = AMAX_BOUNDS["weight" if state.kind == "weight" else "activation"]
@@ -263,7 +275,10 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
     def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
         def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-            sums[name] = sums.get(name, 0.0) + float(inputs[0].double().square().sum())
+            power = float(inputs[0].double().square().sum())
+            if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
+                raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
+            sums[name] = sums.get(name, 0.0) + power
             counts[name] = counts.get(name, 0) + inputs[0].numel()
 
         return hook
@@ -291,6 +306,22 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
             quantizer.amax = torch.where(dead, amax.max(), amax)
             notes.append(f"{name}: {int(dead.sum())} output channels are all zero")
     return notes
+
+
+def _round_weight_scales(quantizers: dict[str, Any]) -> None:
+    """Round per-channel weight scales up to FP16's 11 significant bits, so that none of it is lost in FP16.
+
+    The factored form multiplies by the scales in FP16: with these that product rounds once and not twice. A
+    scale grows by at most one part in 1,024, so nothing is clipped.
+    """
+    import torch
+
+    for name, quantizer in quantizers.items():
+        if _kind(name) != "weight" or quantizer.axis is None or not torch.isfinite(quantizer.amax).all():
+            continue
+        mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
+        scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
+        quantizer.amax = scale * INT8_MAX  # 7 and 11 bits: exact in FP32
 
 
 def _state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:

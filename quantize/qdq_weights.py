@@ -122,8 +122,9 @@ def factor_scales(model: onnx.ModelProto) -> None:
     """Split per-channel weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
-    input share one S, so that an engine can merge them into one GEMM. S is the geometric mean of the
-    extreme scales: it keeps the unscaled product nearest to the final one, so neither overflows FP16.
+    input share one S, so that an engine can merge them into one GEMM. S is the power of two nearest to the
+    geometric mean of the extreme scales: the unscaled product stays near the final one, so neither overflows
+    FP16, and codes times S are exact in FP16, as is s/S for the scales that calibration makes.
     """
     index = GraphIndex(model)
     groups: dict[bytes, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
@@ -137,7 +138,7 @@ def factor_scales(model: onnx.ModelProto) -> None:
     behind: dict[int, onnx.NodeProto] = {}
     for members in groups.values():
         every = np.concatenate([scale for _, _, scale in members]).astype(np.float64)
-        shared = np.float32(np.sqrt(every.min() * every.max()))
+        shared = np.float32(np.exp2(np.rint((np.log2(every.min()) + np.log2(every.max())) / 2)))
         for node, dq, scale in members:
             behind[id(node)] = _factor(model, node, dq, scale, shared)
     nodes = [n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None]

@@ -1,6 +1,7 @@
 """The recipe: YAML that says per layer what becomes INT8, and how it is calibrated, exported and judged."""
 
 import difflib
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -141,12 +142,17 @@ class Recipe(_Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses duplicate keys (silent loss) and aliases (expansion bombs)."""
+    """Safe YAML that refuses duplicate keys (silent loss), aliases (expansion bombs) and tags.
+
+    PyYAML fails in a dozen ways on a tag that does not fit its value, such as `!!int ""`.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError(f"aliases (*{event.anchor}) are not allowed in a recipe")
+        if getattr(event, "tag", None):
+            raise yaml.YAMLError(f"tags ({event.tag}) are not allowed in a recipe")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -166,7 +172,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
     try:
         data = yaml.load(text, _Loader)  # noqa: S506  (_Loader is a SafeLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        # ValueError: PyYAML on impossible dates; TypeError cannot occur, keys are hashed by YAML itself
+        # ValueError: PyYAML on impossible dates and on numbers of thousands of digits
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
@@ -186,7 +192,7 @@ def load_recipe(name_or_path: str) -> Recipe:
     if name_or_path in shipped:
         return parse_recipe(shipped[name_or_path].read_text(encoding="utf-8"), name_or_path)
     path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises on names that are too long
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise UserError(f"{path} is {path.stat().st_size} bytes; a recipe has at most {MAX_RECIPE_BYTES}")
         try:
