@@ -67,7 +67,7 @@ def _check_columns(split: Split, task: Task) -> list[str]:
         hint = ", ".join(f"{name} (nearest: {nearest(name, there)})" for name in missing) if there else "any"
         raise UserError(
             f"{split.source} has no column {hint}; its columns are {', '.join(there)}; name yours with "
-            "--text-columns and --label-column, or give the data of this --task"
+            "--text-column and --label-column, or give the data of this --task"
         )
     if not split.rows:
         raise UserError(f"{split.source} has no rows; give a split with samples")
@@ -80,7 +80,7 @@ def _check_rows(dataset: "datasets.Dataset", task: Task, source: str) -> None:
         column = dataset.data.column(name)
         if str(column.type) not in ("string", "large_string"):
             raise UserError(
-                f"column {name!r} of {source} holds {column.type}, not texts; name the right --text-columns"
+                f"column {name!r} of {source} holds {column.type}, not texts; name the right --text-column"
             )
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))

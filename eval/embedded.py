@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -101,11 +100,11 @@ def write_embedded(
 
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
-    """Silence the progress bars of transformers where nobody watches."""
+    """Silence the progress bars of transformers: a run has its own."""
     from transformers.utils import logging
 
     bars: Any = logging  # its functions have no annotations
-    silence = not sys.stderr.isatty() and bars.is_progress_bar_enabled()
+    silence = bars.is_progress_bar_enabled()
     if silence:
         bars.disable_progress_bar()
     try:

@@ -227,7 +227,10 @@ def _codes(values: npt.NDArray[Any], scale: float) -> npt.NDArray[np.int32]:
 
 
 def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], epsilon: float) -> ParityRow:
-    """A relative error e moves e * mean|code| of the codes over a rounding border: FP16 may do that."""
+    """A relative error e moves e * mean|code| of the codes over a rounding border: FP16 may do that.
+
+    Twice, since a tensor is rounded more than once on its way from one quantizer to the next.
+    """
     module, _, kind = quantizer.rpartition(".")
     squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
     return ParityRow(
@@ -236,5 +239,5 @@ def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], epsil
         differing=count[1],
         max_step=count[2],
         output_rel_error=float(np.sqrt(squared / power)) if power else None,
-        limit=max(LIMIT_FRACTION, epsilon * count[3] / count[0]),
+        limit=max(LIMIT_FRACTION, 2 * epsilon * count[3] / count[0]),
     )

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,13 +58,13 @@ def _cache_folder() -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what `datasets` logs before it raises, and its progress bars where nobody watches."""
+    """Silence what `datasets` logs before it raises, and its progress bars: a run has its own."""
     import datasets
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
-    bars = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    bars = not datasets.are_progress_bars_disabled()
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     if bars:

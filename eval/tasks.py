@@ -99,7 +99,7 @@ def get_task(
     elif not text_columns:
         raise UserError(
             f"unknown task {name!r}, nearest is {nearest(name, known)!r}; choose one of {', '.join(known)}, "
-            "or give the columns of your own set with --text-columns (one or two), --label-column and "
+            "or name the columns of your own set with --text-column (twice for pairs), --label-column and "
             "--num-labels"
         )
     elif num_labels is None:

@@ -1,5 +1,6 @@
 """The command line. Everything heavy is imported inside the commands, so that help is instant."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,7 +70,7 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     model: Annotated[str | None, typer.Option(help="Folder or hub id; none: the embedded default.")] = None,
     task: Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")] = None,
     data: Annotated[str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG] or a folder.")] = "hub",
-    out: Annotated[Path | None, typer.Option(help="Run directory [default: runs/RECIPE-TASK].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
     ] = None,
@@ -169,9 +170,17 @@ def check(
 @app.command()
 def profile(folder: Run, json: Json = False) -> None:
     """Wall time and peak memory of each stage of a finished run."""
-    from qdqbench.quantize import files
+    from pydantic import ValidationError
 
-    timings = files.read_json(folder / "results.json")["timings"]
+    from qdqbench.eval.results import Results
+    from qdqbench.quantize import files
+    from qdqbench.quantize.errors import UserError
+
+    path = folder / "results.json"
+    try:
+        timings = Results.model_validate(files.read_json(path)).model_dump()["timings"]
+    except ValidationError as error:
+        raise UserError(f"{path} is no report of this version; run `qdqbench report {folder}`") from error
     if json:
         _print_json(timings)
         return
@@ -250,6 +259,25 @@ def _command_line() -> str:
     return shlex.join(["qdqbench", *sys.argv[1:]])
 
 
+def _invoke() -> None:
+    """Run the command; typer's own main exits with 2 for a wrong option, in a box, and with 130 for Ctrl-C."""
+    from qdqbench.quantize.errors import UserError
+
+    usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("qdqbench", sys.argv[1:]) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except usage_error as error:
+        message = " ".join(error.format_message().split())
+        if not message:  # no command was given, and the help that then is shown has been printed
+            sys.exit(1)
+        where = error.ctx.command_path if error.ctx else "qdqbench"
+        raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
+
+
 def main() -> None:
     """Entry point: errors become one sentence on stderr and an exit status."""
     debug = "--debug" in sys.argv
@@ -258,7 +286,10 @@ def main() -> None:
     from qdqbench.quantize.errors import QdqError
 
     try:
-        app()
+        _invoke()
+    except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except QdqError as error:
         if debug:
             raise

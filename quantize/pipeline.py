@@ -136,7 +136,8 @@ def _intact(folder: Path, done: _Done) -> bool:
 def _remove_stale(folder: Path, before: _Done | None, now: dict[str, str]) -> None:
     """Files of an earlier recipe in this folder would be taken for this one's."""
     for name in set(before.outputs if before else ()) - set(now):
-        (folder / name).unlink(missing_ok=True)
+        if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says
+            (folder / name).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> _Manifest:

@@ -224,7 +224,9 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
 
     bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
     if bad:
-        raise CheckFailed(f"the model's weights hold NaN or infinity in {name_list(bad)}; train or save it again")
+        raise CheckFailed(
+            f"the model's weights hold NaN or infinity in {name_list(bad)}; train or save it again"
+        )
 
 
 def _implausible(state: QuantizerState) -> str | None:

@@ -14,7 +14,9 @@ Floats = npt.NDArray[np.float32]
 
 
 def quantize(weight: Floats, scale: Floats, axis: int) -> npt.NDArray[np.int8]:
-    """INT8 codes of a weight, as QuantizeLinear and ModelOpt compute them: round half to even, clip.
+    """INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
+
+    ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
 
     Args:
         weight: float32 array.
@@ -92,7 +94,7 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
         ]
     )
     inputs = [f"{name}_int8", f"{name}_scale", f"{name}_zero_point"]
-    module = f"/{module_of(q.name).replace('.', '/')}"
+    module = q.name.rpartition("/")[0]
     node = helper.make_node(
         "DequantizeLinear", inputs, [f"{name}_dequantized"], name=f"{module}/DequantizeLinear"
     )

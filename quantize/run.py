@@ -1,11 +1,11 @@
 """Run a session's stages with progress, and write the report at the end."""
 
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from qdqbench.eval.results import Timing
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.pipeline import ancestors, run_stages
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qdqbench.eval.results import Results
 
 EVALUATED = ("baseline", "fake_quant", "onnxruntime", "engine")
+REPORT = ("results.json", "report.md", "report.html")
 
 
 def run_until(session: Session, until: str | None, *, quiet: bool = False) -> "Results | None":
@@ -43,10 +44,22 @@ def run_until(session: Session, until: str | None, *, quiet: bool = False) -> "R
     else:
         raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
     files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-    with _progress(session, quiet) as announce:
-        timings = run_stages(session, ancestors(listed, targets), announce)  # type: ignore[arg-type]
-    if until not in (None, "report"):
-        return None
+    with _progress(session, quiet) as show:
+
+        def announce(name: str, reused: bool) -> None:
+            show(name, reused)
+            if not reused:  # an interrupted run must not leave the report of another one beside its files
+                for file in REPORT:
+                    (session.folder / file).unlink(missing_ok=True)
+
+        timings = run_stages(session, ancestors(listed, targets), announce)
+        if until not in (None, "report"):
+            return None
+        show("report", False)
+        return _report(session, timings)
+
+
+def _report(session: Session, timings: dict[str, Timing]) -> "Results":
     from qdqbench.eval.collect import collect
     from qdqbench.eval.report import write_reports
 
@@ -57,7 +70,7 @@ def run_until(session: Session, until: str | None, *, quiet: bool = False) -> "R
 
 
 @contextmanager
-def _progress(session: Session, quiet: bool) -> Iterator[object]:
+def _progress(session: Session, quiet: bool) -> Iterator[Callable[[str, bool], None]]:
     """One bar per stage on a terminal, nothing elsewhere."""
     if quiet or not sys.stderr.isatty():
         yield lambda name, reused: None
@@ -73,12 +86,12 @@ def _progress(session: Session, quiet: bool) -> Iterator[object]:
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description:<12}"),
+        TextColumn("{task.description:<24}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    with warnings.catch_warnings(), Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=Console(stderr=True)) as bars:
         current: list[object] = []
 
         def finish() -> None:

@@ -255,7 +255,7 @@ def _evaluation(session: Session) -> Any:
 
     task = session.config.task
     data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
-    return [_model(session), data, session.config.limit, session.config.batch_size, session.config.seed]
+    return [_model(session), data, session.config.limit, session.config.batch_size]
 
 
 def _placement(session: Session) -> Any:
@@ -308,7 +308,8 @@ def stages(session: Session) -> dict[str, Stage]:
             Stage("fake_quant", fake_quant, calibrated, _evaluation),
         ]
         position = next(i for i, stage in enumerate(listed) if stage.name == "check") + 1
-        listed.insert(position, Stage("parity", parity, (*calibrated, "export"), _evaluation))
+        drawn = Stage("parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed])
+        listed.insert(position, drawn)
     if first:
         listed.insert(0, Stage("embedded", embedded, (), lambda s: s.config.seed))
     return {stage.name: stage for stage in listed}

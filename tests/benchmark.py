@@ -22,7 +22,8 @@ RECIPE = "bert-int8-linears"
 def run(arguments: list[str], out: Path) -> float:
     """One `qdqbench run`; wall seconds of the whole process."""
     start = time.perf_counter()
-    done = subprocess.run(["qdqbench", "run", *arguments, "--out", str(out)], capture_output=True, text=True)
+    command = ["qdqbench", "run", *arguments, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 2):
         sys.exit(done.stderr)
     return time.perf_counter() - start

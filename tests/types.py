@@ -1,6 +1,6 @@
 """Run mypy --strict over the three packages.
 
-mypy does not follow editable installs with mapped folders, so links under build/types show them as one package.
+mypy does not follow editable installs with mapped folders, so links under build/types show it one package.
 """
 
 import subprocess

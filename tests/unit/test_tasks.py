@@ -31,7 +31,7 @@ def test_known_tasks_come_back_unchanged():
 
 def test_unknown_name_says_the_nearest_and_how_to_name_columns():
     with pytest.raises(
-        UserError, match=r"'sst-2', nearest is 'sst2'.*--text-columns.*--label-column.*--num-labels"
+        UserError, match=r"'sst-2', nearest is 'sst2'.*--text-column .*--label-column.*--num-labels"
     ):
         get_task("sst-2")
 

@@ -1,41 +1,50 @@
-"""A tiny random BERT classifier with its tokenizer on disk, and batches for it."""
+"""A tiny random BERT classifier with its tokenizer on disk, batches for it, and its path to ONNX."""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
-from pathlib import Path
-from typing import Any
 
+from qdqbench.eval.runners import session_of
 from qdqbench.quantize import export, ptq
 from qdqbench.quantize.matching import Plan, resolve
-from qdqbench.quantize.models import load_model, module_table
+from qdqbench.quantize.models import load_model, module_table, quiet_transformers
 from qdqbench.quantize.recipe import Calibration, Recipe, load_recipe
 
 LAYERS, HIDDEN, HEADS, INTERMEDIATE = 2, 32, 2, 64
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), ".", ",", "!"]
-LINEARS = [
-    f"bert.encoder.layer.{layer}.{name}"
-    for layer in range(LAYERS)
-    for name in (
-        "attention.self.query",
-        "attention.self.key",
-        "attention.self.value",
-        "attention.output.dense",
-        "intermediate.dense",
-        "output.dense",
-    )
-]
+OF_A_LAYER = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+)
+LINEARS = [f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in OF_A_LAYER]
 ATTENTIONS = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(LAYERS)]
+INT8 = {"weights": "int8/channel", "input": "int8/tensor"}
 Batch = dict[str, npt.NDArray[np.int64]]
 
 
-def write_tiny_bert(folder: Path, *, heads: int = HEADS, labels: int = 3) -> Path:
+class Quantized(NamedTuple):
+    """A calibrated fake-quant model; shared by tests, so never changed."""
+
+    model: Any
+    plan: Plan
+    record: ptq.CalibrationRecord
+
+
+def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
     """Random weights wide enough that every layer matters to the logits, biases included."""
     import torch
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+    from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
         vocab_size=len(VOCABULARY),
@@ -52,8 +61,17 @@ def write_tiny_bert(folder: Path, *, heads: int = HEADS, labels: int = 3) -> Pat
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
             value.copy_(1 + 0.1 * noise if name.endswith("LayerNorm.weight") else 0.2 * noise)
-    model.save_pretrained(folder)
-    BertTokenizer(vocab={p: i for i, p in enumerate(VOCABULARY)}, model_max_length=128).save_pretrained(folder)
+    return model
+
+
+def write_tiny_bert(folder: Path, model: Any = None) -> Path:
+    """Save a model (by default a new one) and the tokenizer."""
+    from transformers import BertTokenizer
+
+    with quiet_transformers():
+        (model or new_bert()).save_pretrained(folder)
+    vocabulary = {piece: index for index, piece in enumerate(VOCABULARY)}
+    BertTokenizer(vocab=vocabulary, model_max_length=128).save_pretrained(folder)
     return folder
 
 
@@ -80,28 +98,56 @@ def plan_of(recipe: Recipe, model: Any) -> Plan:
     return resolve(recipe, module_table(model), model.base_model_prefix)
 
 
-def calibrated(folder: Path, recipe: Recipe) -> tuple[Any, Plan, ptq.CalibrationRecord]:
-    """The fake-quant model of a recipe, its plan and its record."""
+def calibrate(folder: Path, recipe: Recipe) -> Quantized:
+    """A fresh fake-quant model."""
     model = load_model(str(folder))
     plan = plan_of(recipe, model)
-    record = ptq.calibrate(model, plan, iter(calibration_batches()), Calibration())
-    return model, plan, record
+    return Quantized(model, plan, ptq.calibrate(model, plan, iter(calibration_batches()), Calibration()))
+
+
+@functools.cache
+def quantized(folder: Path, name: str = "bert-int8-linears") -> Quantized:
+    """The fake-quant model of a shipped recipe, made once."""
+    return calibrate(folder, load_recipe(name))
+
+
+@functools.cache
+def _traced(folder: Path, name: str) -> onnx.ModelProto:
+    return export.trace(quantized(folder, name).model, 20)
+
+
+def traced(folder: Path, name: str = "bert-int8-linears") -> onnx.ModelProto:
+    """FP32 graph with Q/DQ as the exporter gives it; a copy, to be changed at will."""
+    return copied(_traced(folder, name))
+
+
+@functools.cache
+def _exported(folder: Path, name: str, compute: str, weights: str) -> onnx.ModelProto:
+    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return export.finish(_traced(folder, name), quantized(folder, name).plan, settings)
 
 
 def exported(
-    model: Any, plan: Plan, compute: str = "fp16", weights: str = "channel"
+    folder: Path, name: str = "bert-int8-linears", compute: str = "fp16", weights: str = "channel"
 ) -> onnx.ModelProto:
-    return export.finish(
-        export.trace(model, 20), plan, export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    """The finished graph of a shipped recipe; a copy, to be changed at will."""
+    return copied(_exported(folder, name, compute, weights))
+
+
+def copied(model: onnx.ModelProto) -> onnx.ModelProto:
+    twin = onnx.ModelProto()
+    twin.CopyFrom(model)
+    return twin
+
+
+def tensor(model: onnx.ModelProto, name: str) -> npt.NDArray[Any]:
+    """An initializer as a writable array."""
+    found: npt.NDArray[Any] = numpy_helper.to_array(
+        next(t for t in model.graph.initializer if t.name == name)
     )
+    return found.copy()
 
 
-def initializer(model: onnx.ModelProto, name: str) -> npt.NDArray[Any]:
-    return numpy_helper.to_array(next(t for t in model.graph.initializer if t.name == name))
-
-
-def run_onnx(model: onnx.ModelProto, feeds: dict[str, Any]) -> npt.NDArray[np.float32]:
+def run_onnx(model: onnx.ModelProto, feeds: dict[str, Any]) -> npt.NDArray[Any]:
     """First output on ONNX Runtime without optimizations, as the product runs it."""
-    from qdqbench.eval.runners import session_of
-
     return np.asarray(session_of(model.SerializeToString(), "the test's graph").run(None, feeds)[0])

@@ -1,0 +1,60 @@
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .tiny import Given, Outcome, call, write_data, write_model
+
+
+@pytest.fixture(scope="session")
+def given(tmp_path_factory) -> Callable[[str], Given]:
+    """Model and data of a task by name; made when first asked for."""
+    root, made = tmp_path_factory.mktemp("given"), {}
+
+    def make(task: str = "sst2") -> Given:
+        if task not in made:
+            write_data(root / "data", task)
+            made[task] = Given(write_model(root / task, task), task, root / "data")
+        return made[task]
+
+    return make
+
+
+@pytest.fixture
+def sst2(given) -> Given:
+    return given("sst2")
+
+
+@pytest.fixture
+def qdqbench(capsys) -> Callable[..., Outcome]:
+    """The command line, in this process."""
+    return lambda *arguments: call(capsys, *arguments)
+
+
+@pytest.fixture(scope="session")
+def finished_run(given, tmp_path_factory) -> Path:
+    """A whole run of the default recipe, never to be written to."""
+    from qdqbench.eval.tasks import get_task
+    from qdqbench.quantize.pipeline import open_run
+    from qdqbench.quantize.recipe import load_recipe
+    from qdqbench.quantize.run import run_until
+    from qdqbench.quantize.session import RunConfig
+
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    sst2 = given("sst2")
+    config = RunConfig(
+        recipe=load_recipe("bert-int8-linears"),
+        model=str(sst2.model),
+        task=get_task("sst2"),
+        data=str(sst2.data),
+    )
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run_until(open_run(config, folder), None)
+    return folder
+
+
+@pytest.fixture
+def a_run(finished_run, tmp_path) -> Path:
+    """A copy of the finished run, to do anything with."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))

@@ -1,0 +1,260 @@
+"""The command line around the main job: recipes, check, profile, help."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import onnx
+import pytest
+import typer
+
+from qdqbench.quantize.cli import app
+from qdqbench.quantize.recipe import load_recipe, parse_recipe, shipped_recipes
+
+from .tiny import environment
+
+RECIPES = sorted(shipped_recipes())
+ANSI = re.compile(r"\x1b\[")
+
+
+def commands(group=None, path=()):
+    """Every command and group of the command line, as a path of names."""
+    group = group or typer.main.get_command(app)
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+COMMANDS = sorted(commands())
+
+
+def process(*arguments, **changes):
+    """`qdqbench ARGUMENTS` as its own process, with pipes for stdout and stderr."""
+    code = "from qdqbench.quantize.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment() | changes,
+    )
+
+
+def test_every_part_of_the_design_is_there():
+    assert {
+        ("run",),
+        ("quantize",),
+        ("export",),
+        ("check",),
+        ("build",),
+        ("evaluate",),
+        ("report",),
+        ("recipes", "list"),
+        ("recipes", "show"),
+        ("recipes", "validate"),
+    } <= {*COMMANDS}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: "-".join(path) or "qdqbench")
+def test_every_command_has_help(path, qdqbench):
+    done = qdqbench(*path, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "Usage:" in done.out
+    node = typer.main.get_command(app)
+    for name in path:
+        node = node.commands[name]
+    assert node.help
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.out).split())
+    for word in node.help.split()[:4]:
+        assert word in shown
+    for parameter in node.params:
+        told = " ".join((getattr(parameter, "help", None) or "").split())
+        assert told in shown, f"help of {parameter.name} is not shown as it is written"
+
+
+def test_help_is_instant():
+    """Seconds of the processor, not of the clock, and the best of five: the machine may be busy."""
+    taken = []
+    for _ in range(5):
+        before = os.times()
+        assert process("--help").returncode == 0
+        after = os.times()
+        taken.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
+    assert min(taken) < 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments", [("run", "--help"), ("recipes", "list"), ("recipes", "show", RECIPES[0])]
+)
+def test_nothing_heavy_is_imported(arguments):
+    heavy = "{'torch', 'transformers', 'datasets', 'onnxruntime', 'modelopt', 'tensorrt_rtx', 'matplotlib'}"
+    code = (
+        "import sys; from qdqbench.quantize.cli import main\n"
+        "try: main()\n"
+        f"finally: sys.exit(sorted({heavy} & {{*sys.modules}}) or None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [(), ("recipes",)])
+def test_without_a_command_the_help_is_shown(arguments, qdqbench):
+    done = qdqbench(*arguments)
+    assert "Usage:" in done.out
+    assert done.code == 1  # 2 would say that a check does not hold
+
+
+# Recipes.
+
+
+def test_recipes_list(qdqbench):
+    done = qdqbench("recipes", "list", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert sorted(json.loads(done.out)) == RECIPES
+    shown = qdqbench("recipes", "list")
+    assert (shown.code, shown.err) == (0, "")
+    assert all(re.search(rf"^\s*{name}\s", shown.out, re.MULTILINE) for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_show_what_is_shipped(name, qdqbench, tmp_path):
+    for options in ([], ["--resolved"]):
+        done = qdqbench("recipes", "show", name, *options)
+        assert (done.code, done.err) == (0, "")
+        assert parse_recipe(done.out, "shown") == load_recipe(name)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(done.out)
+    assert qdqbench("recipes", "show", mine).out == done.out
+    done = qdqbench("recipes", "validate", mine, name)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.count(": valid\n") == 2
+
+
+def test_recipes_validate_names_the_nearest_key(qdqbench, tmp_path):
+    (tmp_path / "good.yaml").write_text(shipped_recipes()["bert-fp16"].read_text())
+    (tmp_path / "bad.yaml").write_text("version: 1\nname: x\ncalibratoin: {samples: 8}\n")
+    done = qdqbench("recipes", "validate", tmp_path / "good.yaml", tmp_path / "bad.yaml")
+    assert done.code == 1
+    assert re.fullmatch(r"qdqbench: .*bad\.yaml.*'calibratoin'.*'calibration'.*\n", done.err)
+
+
+# check
+
+
+def test_check_of_a_good_file(finished_run, qdqbench):
+    graph = finished_run / "model.int8.onnx"
+    for options in ([], ["--recipe", "bert-int8-linears"]):
+        done = qdqbench("check", graph, *options, "--json")
+        assert (done.code, done.err) == (0, "")
+        assert json.loads(done.out)["findings"] == []
+    shown = qdqbench("check", graph)
+    assert shown.code == 0
+    total = len([node for node in onnx.load(graph).graph.node if node.op_type in ("MatMul", "Gemm")])
+    assert f"12 of {total} MatMul/Gemm nodes in INT8" in shown.out
+
+
+@pytest.mark.parametrize("recipe", ["bert-int8-ffn", "bert-int8-attention", "bert-fp16"])
+def test_check_against_another_recipe(recipe, finished_run, qdqbench):
+    done = qdqbench("check", finished_run / "model.int8.onnx", "--recipe", recipe, "--json")
+    assert (done.code, done.err) == (2, "")
+    found = json.loads(done.out)["findings"]
+    nodes = " ".join(row["node"] for row in found)
+    if recipe == "bert-int8-attention":
+        assert "attention" in nodes
+    else:
+        assert "layer.0/attention/self/query" in nodes
+        assert ("layer.1/output/dense" in nodes) == (recipe == "bert-fp16")
+
+
+def test_check_names_the_node_that_is_wrong(finished_run, tmp_path, qdqbench):
+    model = onnx.load(finished_run / "model.int8.onnx")
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    node = [node for node in model.graph.node if node.op_type == "QuantizeLinear"][2]
+    scale = constants[node.input[1]]
+    scale.CopyFrom(onnx.numpy_helper.from_array(-onnx.numpy_helper.to_array(scale), scale.name))
+    onnx.save(model, tmp_path / "negative.onnx")
+    done = qdqbench("check", tmp_path / "negative.onnx", "--json")
+    assert done.code == 2
+    assert node.name in [row["node"] for row in json.loads(done.out)["findings"]]
+    shown = qdqbench("check", tmp_path / "negative.onnx")
+    assert shown.code == 2
+    assert node.name in "".join(shown.out.split("\n"))
+    assert "why: " in shown.out
+    assert "fix: " in shown.out
+
+
+def test_check_of_something_else(tmp_path, qdqbench):
+    (tmp_path / "not.onnx").write_text("hello")
+    done = qdqbench("check", tmp_path / "not.onnx")
+    assert done.code == 1
+    assert re.fullmatch(r"qdqbench: .*not\.onnx.*\n", done.err)
+
+
+# profile
+
+
+def test_profile(finished_run, qdqbench):
+    timings = json.loads((finished_run / "results.json").read_text())["timings"]
+    done = qdqbench("profile", finished_run, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == timings
+    shown = qdqbench("profile", finished_run)
+    assert shown.code == 0
+    for name, row in timings.items():
+        assert re.search(rf"{name}\s+{row['wall_s']:.1f}\s+{row['peak_rss_bytes'] / 1e6:.0f}\b", shown.out)
+    total = sum(row["wall_s"] for row in timings.values())
+    assert re.search(rf"total\s+{total:.1f}\s", shown.out)
+
+
+# Not a terminal: no codes, no bars, no chatter of libraries.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("recipes", "list"),
+        ("recipes", "list", "--json"),
+        ("recipes", "show", "bert-fp16"),
+        ("nope",),
+    ],
+    ids=" ".join,
+)
+def test_no_codes_when_not_a_terminal(arguments):
+    done = process(*arguments)
+    assert not ANSI.search(done.stdout + done.stderr)
+
+
+@pytest.mark.slow
+def test_a_run_is_quiet_when_not_a_terminal(sst2, tmp_path):
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    done = process("run", *sst2.options, "--out", tmp_path / "run", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == json.loads((tmp_path / "run" / "results.json").read_text())
+
+
+def test_a_closed_pipe_is_no_error(finished_run):
+    """`qdqbench ... | head -1`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "from qdqbench.quantize.cli import main; main()"
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "profile", str(finished_run), "--json"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=environment(),
+        )
+    assert done.stderr == ""

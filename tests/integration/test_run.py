@@ -1,0 +1,474 @@
+"""The whole path, recipe to report, on a tiny model: `qdqbench run` and the stage commands."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+
+from qdqbench.eval.results import Results
+from qdqbench.quantize.recipe import load_recipe, shipped_recipes
+
+from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, listing, results, rows, write_split
+
+RECIPES = sorted(shipped_recipes())
+STAGES = ["baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime", "build", "engine"]
+needs_rtx = pytest.mark.skipif(
+    "not __import__('importlib').util.find_spec('tensorrt_rtx')",
+    reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'",
+)
+pytestmark = pytest.mark.slow
+
+
+def quantized_matmuls(path):
+    """MatMul and Gemm nodes with both inputs out of a DequantizeLinear (through Cast and Transpose)."""
+    graph = onnx.load(path).graph
+    producers = {output: node for node in graph.node for output in node.output}
+
+    def dequantized(tensor):
+        node = producers.get(tensor)
+        while node is not None and node.op_type in ("Cast", "Transpose"):
+            node = producers.get(node.input[0])
+        return node is not None and node.op_type == "DequantizeLinear"
+
+    return [
+        node.name
+        for node in graph.node
+        if node.op_type in ("MatMul", "Gemm") and all(map(dequantized, node.input[:2]))
+    ]
+
+
+def plain_logits(given, split):
+    """Logits of a split by transformers alone: its own attention, one sample at a time, no padding."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
+
+    from .tiny import COLUMNS
+
+    logging.disable_progress_bar()
+    model = AutoModelForSequenceClassification.from_pretrained(given.model, attn_implementation="sdpa").eval()
+    logging.enable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    table = rows(given.task, EVAL_ROWS, {"validation_mismatched": 200}.get(split, 100))
+    texts = zip(*(table[column] for column in COLUMNS[given.task]), strict=True)
+    with torch.no_grad():
+        made = [model(**tokenizer(*text, return_tensors="pt")).logits[0].numpy() for text in texts]
+    return np.stack(made), np.array(table["label"])
+
+
+def ranks(values):
+    return np.argsort(np.argsort(values))
+
+
+@needs_rtx
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_shipped_recipe(recipe, sst2, tmp_path, qdqbench):
+    out, loaded = tmp_path / "run", load_recipe(recipe)
+    done = qdqbench("run", recipe, *sst2.options, "--out", out)
+    assert (done.code, done.err) == (0, "")
+    found = Results.model_validate_json((out / "results.json").read_text())
+    logits, labels = plain_logits(sst2, "validation")
+    assert found.stages["fp32"].metrics == {"accuracy": pytest.approx(np.mean(logits.argmax(1) == labels))}
+    assert 0.8 < found.stages["fp32"].metrics["accuracy"] < 1
+    measured = ["fp32", "fake_quant", "onnxruntime"] if loaded.quantizes else ["fp32", "onnxruntime"]
+    for name in measured:
+        assert found.stages[name].status == "done"
+        assert found.stages[name].n == EVAL_ROWS
+        assert found.stages[name].stderr["accuracy"] > 0
+    for name in {*found.stages} - {*measured}:
+        assert found.stages[name].status == "done" or found.stages[name].reason
+    assert found.gate.passed
+    assert found.findings == []
+
+    quantized = quantized_matmuls(out / ("model.int8.onnx" if loaded.quantizes else "model.fp16.onnx"))
+    assert found.engine.backend == "tensorrt_rtx"
+    assert found.engine.int8_gemms == found.engine.expected_int8_gemms == len(quantized)
+    assert found.engine.not_int8 == []
+    assert bool(quantized) == loaded.quantizes
+    attentions = LAYERS * (loaded.attention == "int8")
+    assert found.engine.attention_int8 == found.engine.expected_attention_int8 == attentions
+    assert len(quantized) == len(found.quantized_layers) + 2 * attentions
+    engine = out / "engine" / found.engine.file
+    assert engine.stat().st_size == found.engine.bytes > 0
+
+    sizes = {row.name: row for row in found.files}
+    assert sizes["model.fp16.onnx"].fp32_ratio < 0.75
+    if loaded.quantizes:
+        assert sizes["model.int8.onnx"].bytes < sizes["model.fp16.onnx"].bytes
+        assert found.parity.passed
+        assert found.parity.padded
+        assert len(found.parity.rows) == len(found.quantized_layers) + 4 * attentions
+    else:
+        assert "model.int8.onnx" not in sizes
+        assert found.parity is None
+    assert {name: row.reused for name, row in found.timings.items()} == {
+        name: False for name in STAGES if loaded.quantizes or name not in ("quantize", "fake_quant", "parity")
+    }
+    assert all(row.wall_s >= 0 and row.peak_rss_bytes > 0 for row in found.timings.values())
+    assert load_recipe(str(out / "recipe.yaml")) == loaded
+    assert not [name for name in listing(out) if name.endswith(".tmp")]
+
+
+def test_recipes_of_linears_cover_every_encoder_linear(finished_run):
+    found = results(finished_run)
+    assert len(found["quantized_layers"]) == 6 * LAYERS
+    assert found["engine"]["expected_int8_gemms"] == 6 * LAYERS
+    assert len(found["quantizers"]) == 2 * 6 * LAYERS
+    assert HEAD_SIZE in (16, 32, 64)
+
+
+def test_report_is_one_offline_file(finished_run):
+    page = (finished_run / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!#|data:)[^"'\s>]+""", page)
+    assert not re.findall(r"""url\(\s*["']?(?!#|data:)""", page)
+    assert not re.search(r"@import|<link|<iframe|<object", page)
+    text = (finished_run / "report.md").read_text()
+    found = results(finished_run)
+    for shown in (page, text):
+        assert f"{found['stages']['fp32']['metrics']['accuracy']:.4f}" in shown
+        assert found["stages"]["engine"]["status"] == "done" or "skipped" in shown
+
+
+def test_every_quantizer_is_plausible(finished_run):
+    calibrated = json.loads((finished_run / "calibration.json").read_text())
+    assert calibrated["data"]["samples"] == TRAIN_ROWS
+    for state in calibrated["quantizers"].values():
+        amax = np.array(state["amax"])
+        assert np.isfinite(amax).all()
+        assert (amax > 0).all()
+
+
+def files_of(folder):
+    written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json")
+    return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
+
+
+def test_second_run_reuses_every_stage(a_run, sst2, qdqbench):
+    before, numbers = files_of(a_run), results(a_run)
+    done = qdqbench("run", *sst2.options, "--out", a_run)
+    assert (done.code, done.err) == (0, "")
+    again = results(a_run)
+    assert [row["reused"] for row in again["timings"].values()] == [True] * len(STAGES)
+    assert files_of(a_run) == before
+    for name in ("stages", "engine", "parity", "quantizers", "gate", "warnings", "files", "findings"):
+        assert again[name] == numbers[name]
+
+
+def edited(path, change):
+    """The default recipe with one change, as a file."""
+    recipe = yaml.safe_load(shipped_recipes()["bert-int8-linears"].read_text())
+    change(recipe)
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("change", "options", "rerun"),
+    [
+        (lambda recipe: recipe["gate"].update(max_drop=0.5), [], set()),
+        (lambda recipe: recipe.update(description="other words"), [], set()),
+        (lambda recipe: None, ["--seed", "7"], {"parity"}),
+        (
+            lambda recipe: recipe["calibration"].update(samples=64),
+            [],
+            {"quantize", "fake_quant", "export", "check", "parity", "onnxruntime", "build", "engine"},
+        ),
+        (
+            lambda recipe: recipe["calibration"].update(seed=5, samples=64),
+            [],
+            {"quantize", "fake_quant", "export", "check", "parity", "onnxruntime", "build", "engine"},
+        ),
+        (
+            lambda recipe: recipe["engine"]["shapes"].update(batch=[1, 8, 64]),
+            [],
+            {"build", "engine"},
+        ),
+        (
+            lambda recipe: recipe["export"].update(weights="channel"),
+            [],
+            {"export", "check", "parity", "onnxruntime", "build", "engine"},
+        ),
+        (
+            lambda recipe: None,
+            ["--limit", "32"],
+            {"baseline", "fake_quant", "parity", "onnxruntime", "engine"},
+        ),
+    ],
+    ids=["gate", "description", "seed", "samples", "calibration-seed", "shapes", "weights", "limit"],
+)
+def test_a_change_reruns_what_depends_on_it(change, options, rerun, a_run, sst2, tmp_path, qdqbench):
+    recipe = edited(tmp_path / "changed.yaml", change)
+    done = qdqbench("run", recipe, *sst2.options, "--out", a_run, *options)
+    assert done.code == 0
+    assert {name for name, row in results(a_run)["timings"].items() if not row["reused"]} == rerun
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("model.int8.onnx", {"export"}),
+        ("logits/fp32.npz", {"baseline"}),
+        ("calibration.json", {"quantize"}),
+        ("engine/model.int8.engine", {"build"}),
+    ],
+)
+@pytest.mark.parametrize("how", ["deleted", "changed"])
+def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):
+    whole = (a_run / name).read_bytes()
+    if how == "deleted":
+        (a_run / name).unlink()
+    else:
+        (a_run / name).write_bytes(whole[:-1])
+    assert qdqbench("run", *sst2.options, "--out", a_run).code == 0
+    again = {stage for stage, row in results(a_run)["timings"].items() if not row["reused"]}
+    assert stages <= again
+    if name.endswith((".npz", ".json", ".onnx")):  # an engine holds a time
+        assert (a_run / name).read_bytes() == whole
+
+
+@needs_rtx
+def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
+    out = tmp_path / "run"
+    done = qdqbench("run", *sst2.options, "--out", out, "--until", "quantize")
+    assert (done.code, done.err) == (0, "")
+    assert listing(out) == ["calibration.json", "recipe.yaml", "run.json", "stages.json"]
+    steps = {
+        "quantize": [],
+        "export": ["model.fp16.onnx", "model.fp32.onnx", "model.int8.onnx"],
+        "build": [
+            "build.json",
+            "engine/model.int8.engine",
+            "engine/model.int8.engine.json",
+            "layers.json",
+        ],
+        "evaluate": ["engine.json", "logits/fake_quant.npz", "logits/fp32.npz", "logits/onnxruntime.npz"],
+        "report": ["check.json", "parity.json", "report.html", "report.md", "results.json"],
+    }
+    for command, written in steps.items():
+        before = files_of(out)
+        done = qdqbench(command, out)
+        assert (done.code, done.err) == (0, ""), command
+        assert sorted({*listing(out)} - {*before, "run.json", "recipe.yaml"}) == written, command
+        assert {name: files_of(out)[name] for name in before if name != "stages.json"} == {
+            name: time for name, time in before.items() if name != "stages.json"
+        }
+    assert Results.model_validate(results(out)).gate.passed
+    assert qdqbench("run", *sst2.options, "--out", out).code == 0
+    assert all(row["reused"] for row in results(out)["timings"].values())
+
+
+def test_json_prints_the_results(a_run, qdqbench):
+    done = qdqbench("report", a_run, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out) == results(a_run)
+
+
+def test_a_run_directory_can_take_another_recipe(a_run, sst2, qdqbench):
+    done = qdqbench("run", "bert-fp16", *sst2.options, "--out", a_run)
+    assert (done.code, done.err) == (0, "")
+    found = results(a_run)
+    assert found["engine"]["file"] == "model.fp16.engine"
+    assert found["engine"]["expected_int8_gemms"] == 0
+    assert [row["name"] for row in found["files"]] == ["model.fp32.onnx", "model.fp16.onnx"]
+    assert not [name for name in listing(a_run) if "int8" in name]
+
+
+# The gate does not hold: exit 2, and the report is there and says why.
+
+
+def failed(done, out):
+    """The gate's failures; the report was written all the same."""
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert done.err.startswith("qdqbench: the gate does not hold: ")
+    assert {"results.json", "report.md", "report.html"} <= {*listing(out)}
+    gate = results(out)["gate"]
+    assert not gate["passed"]
+    report = (out / "report.md").read_text().replace("\\", "")  # Markdown's escapes
+    for failure in gate["failures"]:
+        assert failure in report
+        assert failure in done.err
+    return gate["failures"]
+
+
+def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
+    from qdqbench.eval import runners
+
+    real = runners.onnxruntime_runner
+    monkeypatch.setattr(runners, "onnxruntime_runner", lambda path: lambda batch: -real(path)(batch))
+    (a_run / "logits" / "onnxruntime.npz").unlink()
+    recipe = edited(tmp_path / "strict.yaml", lambda recipe: recipe["gate"].update(max_drop=0.0))
+    failures = failed(qdqbench("run", recipe, *sst2.options, "--out", a_run), a_run)
+    found = results(a_run)
+    drop = (
+        found["stages"]["fp32"]["metrics"]["accuracy"] - found["stages"]["onnxruntime"]["metrics"]["accuracy"]
+    )
+    assert drop > 0.5
+    assert any(f.startswith("onnxruntime: accuracy") and f"{drop:.4f}" in f for f in failures)
+    assert not [failure for failure in failures if failure.startswith("fp32")]
+
+
+def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypatch):
+    from qdqbench.quantize import build
+
+    real = build.coverage
+
+    def one_less(layers, expected, gemms):
+        changed = [
+            row.model_copy(update={"inputs": ["Half"] * len(row.inputs)})
+            if any("intermediate/dense/MatMul" in name for name in row.onnx)
+            else row
+            for row in layers
+        ]
+        return real(changed, expected, gemms)
+
+    monkeypatch.setattr(build, "coverage", one_less)
+    (a_run / "build.json").unlink()
+    failures = failed(qdqbench("run", *sst2.options, "--out", a_run), a_run)
+    engine = results(a_run)["engine"]
+    assert engine["expected_int8_gemms"] - engine["int8_gemms"] == len(engine["not_int8"]) == LAYERS
+    assert len(failures) == 1
+    assert all(name in failures[0] for name in engine["not_int8"])
+
+
+def test_without_tensorrt_rtx_nothing_is_proven(sst2, tmp_path, qdqbench, monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("tensorrt_rtx", "tensorrt"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    out = tmp_path / "run"
+    failures = failed(qdqbench("run", *sst2.options, "--out", out), out)
+    assert len(failures) == 1
+    assert re.match(r"INT8 is not proven, no engine was built: .*qdqbench\[rtx\]", failures[0])
+    found = results(out)
+    assert found["engine"] is None
+    assert found["stages"]["engine"]["status"] == "skipped"
+    assert "not installed" in found["stages"]["engine"]["reason"]
+    assert found["stages"]["onnxruntime"]["status"] == "done"
+    monkeypatch.undo()
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    assert qdqbench("run", *sst2.options, "--out", out).code == 0  # once it is installed
+    timings = results(out)["timings"]
+    assert {name for name, row in timings.items() if not row["reused"]} == {"build", "engine"}
+
+
+def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
+    """One activation scale is doubled in the exported graph: only the layer-local comparison can say where."""
+    from qdqbench.eval import parity
+
+    real = parity.compare_layers
+
+    def tampered(graph, model, batches, *rest):
+        names = {i.name: i for i in graph.graph.initializer}
+        node = next(n for n in graph.graph.node if n.op_type == "QuantizeLinear" and "layer.1" in n.name)
+        scale = names[node.input[1]]
+        scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
+        return real(graph, model, batches, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "compare_layers", tampered)
+        (a_run / "parity.json").unlink()
+        failures = failed(qdqbench("run", *sst2.options, "--out", a_run), a_run)
+    assert len(failures) == 1
+    assert "encoder.layer.1" in failures[0]
+    assert "encoder.layer.0" not in failures[0]
+
+
+# Other tasks and data.
+
+
+@needs_rtx
+@pytest.mark.parametrize("task", ["mnli", "stsb", "mrpc"])
+def test_other_tasks(task, given, tmp_path, qdqbench):
+    theirs, out = given(task), tmp_path / "run"
+    # models this small have answers on the edge: 0.05 is 4 samples
+    recipe = edited(tmp_path / "lenient.yaml", lambda recipe: recipe["gate"].update(max_drop=0.05))
+    done = qdqbench("run", recipe, *theirs.options, "--out", out)
+    assert (done.code, done.err) == (0, "")
+    found = results(out)
+    logits, labels = plain_logits(theirs, "validation")
+    metrics = found["stages"]["fp32"]["metrics"]
+    if task == "stsb":
+        scores = logits[:, 0]
+        assert list(metrics) == ["pearson", "spearman"]
+        assert metrics["pearson"] == pytest.approx(np.corrcoef(scores, labels)[0, 1], abs=1e-5)
+        assert metrics["spearman"] == pytest.approx(np.corrcoef(ranks(scores), ranks(labels))[0, 1], abs=1e-3)
+        assert found["stages"]["onnxruntime"]["vs_fp32"]["disagreements"] is None
+    elif task == "mnli":
+        mismatched, other = plain_logits(theirs, "validation_mismatched")
+        assert metrics == {
+            "accuracy": pytest.approx(np.mean(logits.argmax(1) == labels)),
+            "accuracy_mm": pytest.approx(np.mean(mismatched.argmax(1) == other)),
+        }
+        assert found["data"]["evaluation"] == {
+            "validation_matched": EVAL_ROWS,
+            "validation_mismatched": EVAL_ROWS,
+        }
+        assert found["stages"]["fp32"]["n"] == 2 * EVAL_ROWS
+    else:
+        said = logits.argmax(1)
+        both = np.sum((said == 1) & (labels == 1))
+        assert list(metrics) == ["f1", "accuracy"]
+        assert metrics["f1"] == pytest.approx(2 * both / (np.sum(said) + np.sum(labels)))
+        assert metrics["accuracy"] == pytest.approx(np.mean(said == labels))
+    for name, value in metrics.items():
+        assert found["stages"]["onnxruntime"]["metrics"][name] == pytest.approx(value, abs=0.05)
+    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] == 6 * LAYERS
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_own_data_by_its_columns(suffix, sst2, tmp_path, qdqbench):
+    for split, count, seed in (("train", TRAIN_ROWS, 0), ("validation", EVAL_ROWS, 100)):
+        table = rows("sst2", count, seed)
+        write_split(tmp_path / f"data/{split}{suffix}", {"words": table["sentence"], "mood": table["label"]})
+    out = tmp_path / "run"
+    data = ["--task", "moods", "--data", tmp_path / "data"]
+    columns = [
+        "--text-column",
+        "words",
+        "--label-column",
+        "mood",
+        "--num-labels",
+        "2",
+        "--metric",
+        "matthews",
+    ]
+    done = qdqbench("run", "--model", sst2.model, *data, *columns, "--out", out, "--until", "report")
+    assert done.code in (0, 2)  # the engine is another test's
+    found = results(out)
+    logits, labels = plain_logits(sst2, "validation")
+    expected = np.corrcoef(logits.argmax(1), labels)[0, 1]  # Matthews is Pearson on two classes
+    assert found["stages"]["fp32"]["metrics"] == {"matthews": pytest.approx(expected)}
+    assert found["task"]["name"] == "moods"
+
+
+def test_limit_warns_in_the_report(a_run, sst2, qdqbench):
+    done = qdqbench("run", *sst2.options, "--out", a_run, "--limit", "20")
+    assert (done.code, done.err) == (0, "")
+    found = results(a_run)
+    assert found["stages"]["onnxruntime"]["n"] == 20
+    assert any(warning.startswith("--limit 20:") for warning in found["warnings"])
+    for shown in (done.out, (a_run / "report.md").read_text(), (a_run / "report.html").read_text()):
+        assert "--limit 20:" in " ".join(shown.split())
+
+
+@needs_rtx
+def test_embedded_default(tmp_path, qdqbench):
+    out = tmp_path / "run"
+    done = qdqbench("run", "--out", out)
+    assert (done.code, done.err) == (0, "")
+    found = Results.model_validate(results(out))
+    assert found.stages["fp32"].metrics["accuracy"] > 0.9
+    assert found.stages["fp32"].n >= 1000
+    assert found.engine.int8_gemms == found.engine.expected_int8_gemms == len(found.quantized_layers) > 0
+    assert found.parity.passed
+    assert found.gate.passed
+    assert found.model["embedded"]
+    assert any("embedded default" in warning for warning in found.warnings)

@@ -1,0 +1,152 @@
+"""The package as it is installed: its parts, its data, and a help that loads nothing heavy."""
+
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("quantize", "eval", "recipes")
+HEAVY = (
+    "torch",
+    "transformers",
+    "onnx",
+    "onnxruntime",
+    "pydantic",
+    "numpy",
+    "datasets",
+    "matplotlib",
+    "modelopt",
+)
+COMMANDS = [
+    [],
+    ["run"],
+    ["recipes"],
+    ["recipes", "list"],
+    ["check"],
+    ["quantize"],
+    ["export"],
+    ["build"],
+    ["evaluate"],
+    ["report"],
+]
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return found
+
+
+def modules() -> list[Path]:
+    return [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+def test_every_folder_with_modules_is_a_package(pyproject: dict[str, Any]) -> None:
+    folders = {path.parent for path in modules()}
+    wanted = {"qdqbench." + ".".join(folder.parts) for folder in folders}
+    tools = pyproject["tool"]["setuptools"]
+    assert set(tools["packages"]) == wanted
+    assert tools["package-dir"] == {name: name.removeprefix("qdqbench.").replace(".", "/") for name in wanted}
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
+
+
+def test_no_other_top_level_folder_holds_product_code() -> None:
+    tops = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert tops == set(FOLDERS)
+
+
+def test_every_data_file_is_package_data(pyproject: dict[str, Any]) -> None:
+    patterns = pyproject["tool"]["setuptools"]["package-data"]
+    found = [
+        path.relative_to(ROOT)
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc", ".md")
+    ]
+    lost = [
+        str(path)
+        for path in found
+        if not any(
+            fnmatch.fnmatchcase("/".join(path.parts[1:]), pattern)
+            and pattern.count("/") == len(path.parts) - 2
+            for pattern in patterns.get(f"qdqbench.{path.parts[0]}", ())
+        )
+    ]
+    assert lost == []
+    assert {path.suffix for path in found} >= {".yaml", ".j2"}
+
+
+def test_data_files_are_readable_as_resources() -> None:
+    assert (resources.files("qdqbench.eval") / "templates" / "report.html.j2").is_file()
+    assert (resources.files("qdqbench.recipes") / "bert" / "bert-int8-linears.yaml").is_file()
+
+
+def test_nothing_generic_is_importable() -> None:
+    # from elsewhere than the repository, `eval` must not be a module of ours
+    code = "import importlib.util, json; print(json.dumps([importlib.util.find_spec(n) is None for n in %r]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code % (FOLDERS,)], capture_output=True, text=True, check=True, cwd=os.sep
+    )
+    assert json.loads(done.stdout) == [True] * 3
+
+
+def test_the_console_script() -> None:
+    (script,) = (s for s in metadata.entry_points(group="console_scripts") if s.name == "qdqbench")
+    assert script.value == "qdqbench.quantize.cli:main"
+    assert callable(script.load())
+
+
+IMPORTS = """
+import sys, time
+start = time.process_time()
+sys.argv = ["qdqbench", *{arguments}, "--help"]
+from qdqbench.quantize.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print()
+print("::", time.process_time() - start, *sorted({{name.partition(".")[0] for name in sys.modules}}))
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS.format(arguments=command)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    text, _, tail = done.stdout.rpartition("::")
+    assert "Usage" in text
+    loaded = set(tail.split()[1:])
+    assert "typer" in loaded
+    allowed = {"pydantic"} if command else set()  # newer versions of Typer use it to read options
+    assert loaded & set(HEAVY) <= allowed
+
+
+def test_help_is_quick() -> None:
+    """Best of three, in processor time, which a busy machine does not lengthen: the wall limit is 0.5 s."""
+    code = IMPORTS.format(arguments=[])
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        times.append(float(done.stdout.rpartition("::")[2].split()[0]))
+    assert min(times) < 0.5
+
+
+def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:
+    """What every command loads first stays light: the recipe, the errors, the files, the matching."""
+    names = ("errors", "files", "recipe", "matching", "session", "pipeline", "stages", "run", "models")
+    code = f"import sys\nfor n in {names!r}: __import__('qdqbench.quantize.' + n)\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()).isdisjoint(
+        {"torch", "transformers", "datasets", "onnxruntime", "matplotlib"}
+    )
