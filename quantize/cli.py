@@ -260,7 +260,7 @@ def _command_line() -> str:
 
 
 def _invoke() -> None:
-    """Run the command; typer's own main exits with 2 for a wrong option, in a box, and with 130 for Ctrl-C."""
+    """Run the command; typer's own main exits with 2 and a box for a wrong option, with 130 for Ctrl-C."""
     from qdqbench.quantize.errors import UserError
 
     usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along

@@ -106,6 +106,15 @@ def run_stages(
     return timings
 
 
+def forget_others(folder: Path, known: Iterable[str]) -> None:
+    """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
+    path = folder / MANIFEST
+    manifest = _read(path)
+    for name in set(manifest.stages) - set(known):
+        _remove_stale(folder, manifest.stages.pop(name), {})
+        files.write_json(path, manifest.model_dump(mode="json"))
+
+
 def ancestors(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
     """The targets and all that they need, in the order of `stages`."""
     wanted = set(targets)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qdqbench.eval.results import Timing
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.pipeline import ancestors, run_stages
+from qdqbench.quantize.pipeline import ancestors, forget_others, run_stages
 from qdqbench.quantize.recipe import dump_recipe
 from qdqbench.quantize.session import Session
 from qdqbench.quantize.stages import stages
@@ -43,6 +43,7 @@ def run_until(session: Session, until: str | None, *, quiet: bool = False) -> "R
         targets = [until]
     else:
         raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
+    forget_others(session.folder, listed)
     files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
     with _progress(session, quiet) as show:
 

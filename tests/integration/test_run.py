@@ -201,7 +201,9 @@ def edited(path, change):
     ],
     ids=["gate", "description", "seed", "samples", "calibration-seed", "shapes", "weights", "limit"],
 )
-def test_a_change_reruns_what_depends_on_it(change, options, rerun, a_run, sst2, tmp_path, qdqbench):
+def test_a_change_reruns_what_depends_on_it(  # noqa: PLR0917
+    change, options, rerun, a_run, sst2, tmp_path, qdqbench
+):
     recipe = edited(tmp_path / "changed.yaml", change)
     done = qdqbench("run", recipe, *sst2.options, "--out", a_run, *options)
     assert done.code == 0
@@ -219,7 +221,7 @@ def test_a_change_reruns_what_depends_on_it(change, options, rerun, a_run, sst2,
     ],
 )
 @pytest.mark.parametrize("how", ["deleted", "changed"])
-def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):
+def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):  # noqa: PLR0917
     whole = (a_run / name).read_bytes()
     if how == "deleted":
         (a_run / name).unlink()
@@ -360,7 +362,7 @@ def test_without_tensorrt_rtx_nothing_is_proven(sst2, tmp_path, qdqbench, monkey
 
 
 def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
-    """One activation scale is doubled in the exported graph: only the layer-local comparison can say where."""
+    """One activation scale is doubled in the graph: only the layer-local comparison can say where."""
     from qdqbench.eval import parity
 
     real = parity.compare_layers

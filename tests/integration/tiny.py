@@ -1,4 +1,4 @@
-"""A tiny BERT and its data on disk, as a user would bring them, and the command line called in this process."""
+"""A tiny BERT and its data on disk, as a user would bring them, and the command line in this process."""
 
 import json
 import os
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+MAIN = "from qdqbench.quantize.cli import main; main()"  # `qdqbench` as its own process
 
 # Every negative word against every positive one: a sentence's class is the sign of the sum of its words.
 WORDS = {

@@ -1,0 +1,210 @@
+"""Every command, option, recipe, link and file that the documents name is there."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from qdqbench.eval.tasks import get_task
+from qdqbench.quantize.cli import app
+from qdqbench.quantize.recipe import load_recipe, parse_recipe, shipped_recipes
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+STAGES = ("embedded", "baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime")
+UNTIL = (*STAGES, "build", "engine", "evaluate", "report")
+NO_MODEL = ("recipes",)  # commands that need no model, no file and no run directory
+
+
+def blocks(document, *languages):
+    """Contents of the fenced code blocks of these languages."""
+    found = re.findall(r"^```(\S*)\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def lines(text):
+    """Command lines of a block; a backslash joins two."""
+    joined = text.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
+
+
+def spans(document):
+    """Inline code."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def shown_commands():
+    """Every `qdqbench ...` line of the documents."""
+    for document in DOCUMENTS:
+        in_blocks = [line for text in blocks(document, "sh", "bash", "console") for line in lines(text)]
+        for line in [*in_blocks, *spans(document)]:
+            if line.startswith("qdqbench ") or " -m qdqbench" in line:
+                yield pytest.param(line, id=f"{document.relative_to(ROOT)}: {line[:60]}")
+
+
+def parsed(line):
+    """The command's path, the values of its options, and the file that its output goes to."""
+    words = shlex.split(line, comments=True)[1:]
+    target = words[words.index(">") + 1] if ">" in words else None
+    words = words[: next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))]
+    command, path = typer.main.get_command(app), []
+    while hasattr(command, "commands") and words:
+        assert words[0] in command.commands, f"no command {' '.join([*path, words[0]])!r}"
+        command = command.commands[words[0]]
+        path.append(words.pop(0))
+    if len(path) and not words and command.params and "`" not in line:
+        words = []  # a command named without its arguments, as in "`qdqbench check`"
+    words = [word for word in words if word != "--debug"]
+    return path, command, words, target
+
+
+def test_first_block_is_two_commands():
+    first = re.search(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert first[1] == "sh"
+    commands = first[2].splitlines()
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "python3"
+        assert (ROOT / words[1]).is_file()
+        # what the script says of itself
+        usage = re.search(r'"""(.*?)"""', (ROOT / words[1]).read_text(), re.DOTALL)[1]
+        assert command in usage
+    assert commands[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_documents_show_commands():
+    assert len([*shown_commands()]) > 5
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_every_command_parses(line):
+    path, command, words, _ = parsed(line)
+    assert path, line
+    if not words and not hasattr(command, "commands"):
+        return  # only named; that it exists was asked above
+    context = command.make_context(" ".join(path), [*words])
+    given = context.params
+    if (
+        (recipe := given.get("recipe"))
+        and isinstance(recipe, str)
+        and not recipe.endswith((".yaml", "RECIPE"))
+    ):
+        assert recipe in shipped_recipes()
+    if until := given.get("until"):
+        assert until in UNTIL
+    if task := given.get("task"):
+        get_task(
+            task,
+            text_columns=given["text_column"] or (),
+            label_column=given["label_column"],
+            num_labels=given["num_labels"],
+            metrics=given["metric"] or (),
+        )
+
+
+def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
+    """In the order in which a reader would type them: one writes the file that the next one reads."""
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for document in DOCUMENTS:
+        for line in (line for text in blocks(document, "sh", "bash", "console") for line in lines(text)):
+            if not line.startswith("qdqbench ") or shlex.split(line)[1] not in NO_MODEL:
+                continue
+            path, _, words, target = parsed(line)
+            done = qdqbench(*path, *words)
+            assert (done.code, done.err) == (0, ""), line
+            if target:
+                Path(target).write_text(done.out)
+            ran += 1
+    assert ran
+
+
+def test_every_option_in_the_text_exists():
+    known = {"--debug", "--help"}
+    groups = [typer.main.get_command(app)]
+    while groups:
+        command = groups.pop()
+        groups += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            known |= {*parameter.opts, *parameter.secondary_opts}
+    named = {
+        option
+        for document in DOCUMENTS
+        for span in spans(document)
+        if not span.startswith(("pip ", "python", "make ", "mypy ", "pytest ", "ruff "))
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)
+    }
+    assert "--debug" in named
+    # tools of others whose options the documents explain
+    assert named - known <= {"--strict"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=f"{document.relative_to(ROOT)}-{number}")
+        for document in DOCUMENTS
+        for number, text in enumerate(blocks(document, "yaml"))
+    ],
+)
+def test_every_yaml_is_a_recipe(text):
+    """Parts of a recipe too, completed with what every recipe has."""
+    head = "".join(
+        f"{k}: {v}\n" for k, v in {"version": 1, "name": "x"}.items() if k not in yaml.safe_load(text)
+    )
+    parse_recipe(head + text, "the document")
+
+
+def test_every_shipped_recipe_is_described():
+    text = (ROOT / "recipes" / "README.md").read_text()
+    table = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert sorted(table) == sorted(shipped_recipes())
+    for name in shipped_recipes():
+        assert load_recipe(name).description
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_local_links_lead_somewhere(document):
+    assert document.is_file()
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (document.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_files_and_targets_exist(document):
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    folders = tuple(f"{folder}/" for folder in ("quantize", "eval", "recipes", "tests", "docs"))
+    for span in spans(document):
+        if span.startswith("make "):
+            assert span.split()[1] in targets
+        elif span.startswith(folders) and re.fullmatch(r"[\w./-]+", span):
+            assert (ROOT / span).exists(), span
+
+
+@pytest.mark.slow
+def test_every_file_of_the_stage_table_is_written(finished_run):
+    table = re.findall(r"^\| (`?\w+`?) \|[^|]*\|([^|]*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = {stage.strip("`"): re.findall(r"`([^`]+)`", written) for stage, written in table}
+    named = {stage: written for stage, written in named.items() if stage in UNTIL}
+    manifest = json.loads((finished_run / "stages.json").read_text())["stages"]
+    assert {*named} == {*manifest, "report"}
+    for stage, written in named.items():
+        assert written
+        if (
+            stage == "engine"
+            and "engine.json" in manifest["engine"]["outputs"]
+            and len(manifest["engine"]["outputs"]) == 1
+        ):
+            continue  # no GPU here: the stage recorded why it was skipped
+        for pattern in written:
+            assert [*finished_run.glob(pattern.rstrip("/"))], pattern
