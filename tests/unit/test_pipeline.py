@@ -11,7 +11,7 @@ import pytest
 from qdqbench.eval.tasks import GLUE
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.pipeline import MANIFEST, Stage, ancestors, open_run, run_stages
+from qdqbench.quantize.pipeline import MANIFEST, Stage, ancestors, forget_others, open_run, run_stages
 from qdqbench.quantize.recipe import load_recipe
 from qdqbench.quantize.session import CONFIG, RunConfig, Session, read_config
 
@@ -212,3 +212,11 @@ class TestOpening:
         (tmp_path / CONFIG).write_text(content)
         with pytest.raises(UserError, match="is of another version of qdqbench"):
             read_config(tmp_path)
+
+
+def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    run_stages(line.session, line.stages)
+    forget_others(tmp_path, ["a", "b"])
+    assert [line.path(name).exists() for name in "abc"] == [True, True, False]
+    assert set(json.loads((tmp_path / MANIFEST).read_text())["stages"]) == {"a", "b"}
