@@ -18,8 +18,8 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-STAGES = ("embedded", "baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime")
-UNTIL = (*STAGES, "build", "engine", "evaluate", "report")
+STAGES = "embedded baseline quantize fake_quant export check parity onnxruntime build engine evaluate report"
+UNTIL = STAGES.split()
 NO_MODEL = ("recipes",)  # commands that need no model, no file and no run directory
 
 
@@ -198,11 +198,7 @@ def test_every_file_of_the_stage_table_is_written(finished_run):
     assert {*named} == {*manifest, "report"}
     for stage, written in named.items():
         assert written
-        if (
-            stage == "engine"
-            and "engine.json" in manifest["engine"]["outputs"]
-            and len(manifest["engine"]["outputs"]) == 1
-        ):
+        if stage == "engine" and [*manifest[stage]["outputs"]] == ["engine.json"]:
             continue  # no GPU here: the stage recorded why it was skipped
         for pattern in written:
             assert [*finished_run.glob(pattern.rstrip("/"))], pattern
