@@ -240,7 +240,6 @@ def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
 
 def _failures(session: "Session", results: Results) -> list[str]:
     """Everything that keeps the gate from passing."""
-    from qdqbench.eval.parity import within_limits
     from qdqbench.quantize.build import require_int8
 
     recipe, found = session.recipe, []
@@ -248,7 +247,7 @@ def _failures(session: "Session", results: Results) -> list[str]:
         f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"
     ]
     if results.parity is not None and not results.parity.passed:
-        bad = [row.name for row in results.parity.rows if not within_limits(row)]
+        bad = [row.name for row in results.parity.rows if not row.holds]
         found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
     primary = session.config.task.metrics[0]
     for name, stage in results.stages.items():

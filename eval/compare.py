@@ -48,6 +48,7 @@ def compare(
     return Comparison(
         delta=delta,
         delta_stderr=errors,
+        n=len(labels),
         disagreements=None if task.is_regression else int((systems[0] != systems[1]).sum()),
         mcnemar_p=None if task.is_regression else _mcnemar(systems[0] == labels, systems[1] == labels),
         within_noise=abs(delta[primary]) <= 2 * errors[primary],

@@ -76,7 +76,7 @@ def summary_lines(results: Results) -> "Group":
             label(name),
             headline(row) or row.status,
             delta_text(row) if versus else "",
-            f"{versus.disagreements} of {row.n}" if versus and versus.disagreements is not None else "",
+            f"{versus.disagreements} of {versus.n}" if versus and versus.disagreements is not None else "",
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text: names are never read as markup
     warned = [Text(f"warning: {line}", style="yellow") for line in first(results.warnings, 3, "the report")]

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
+MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 
 
@@ -17,6 +18,7 @@ class Comparison(_Model):
 
     delta: dict[str, float]  # stage minus FP32, by metric
     delta_stderr: dict[str, float]  # paired bootstrap
+    n: int  # paired samples
     disagreements: int | None  # samples whose predicted class differs; None for regression
     mcnemar_p: float | None  # exact McNemar test on the discordant pairs; None for regression
     within_noise: bool  # |delta| of the primary metric is at most 2 paired standard errors
@@ -86,6 +88,13 @@ class ParityRow(_Model):
     max_step: int
     output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
     limit: float = 0.005  # largest fraction of differing codes that this tensor may have
+    step_limit: int = 1  # largest step that this tensor may have
+
+    @property
+    def holds(self) -> bool:
+        """Within its limits: codes, steps, and the linear's own output."""
+        codes = self.max_step <= self.step_limit and self.differing <= self.limit * self.codes
+        return codes and (self.output_rel_error is None or self.output_rel_error <= MAX_OUTPUT_ERROR)
 
 
 class Parity(_Model):

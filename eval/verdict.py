@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from qdqbench.eval.formats import count_of, label, sentence
-from qdqbench.eval.parity import LIMIT_OUTPUT
-from qdqbench.eval.results import STAGES, Parity, ParityRow, Results, StageResult
+from qdqbench.eval.results import STAGES, ParityRow, Results, StageResult
 
 
 @dataclass(frozen=True)
@@ -110,17 +109,16 @@ def _failed_checks(results: Results) -> list[str]:
         codes = ", ".join(f"{code} ({n})" for code, n in Counter(row.code for row in errors).items())
         failures.append(f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}")
     if results.parity is not None and not results.parity.passed:
-        bad = sum(not holds(row, results.parity) for row in results.parity.rows)
+        bad = sum(not holds(row) for row in results.parity.rows)
         failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over the limit")
     if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
         failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
     return failures
 
 
-def holds(row: ParityRow, parity: Parity) -> bool:
+def holds(row: ParityRow) -> bool:
     """A tensor is within its limits."""
-    output = row.output_rel_error is None or row.output_rel_error <= LIMIT_OUTPUT
-    return output and row.differing <= row.limit * row.codes and row.max_step <= parity.limit_step
+    return row.holds
 
 
 def share(row: ParityRow) -> float:

@@ -210,6 +210,8 @@ def _go(session: Any, until: str | None, json: bool) -> None:
 
     results = run_until(session, until, quiet=json)
     if results is None:
+        if until == "build":
+            _judge_build(session.folder)
         return
     if json:
         sys.stdout.write(results.model_dump_json(indent=2) + "\n")
@@ -220,6 +222,25 @@ def _go(session: Any, until: str | None, json: bool) -> None:
         _console().print(f"report: {session.folder / 'report.html'}", highlight=False, soft_wrap=True)
     if not results.gate.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
+
+
+def _judge_build(folder: Path) -> None:
+    """Exit status of an engine on its own: 3 when it could not be built, 2 when its INT8 is not proven."""
+    from qdqbench.eval.results import EngineResult
+    from qdqbench.quantize import files
+    from qdqbench.quantize.build import require_int8
+    from qdqbench.quantize.errors import MissingDevice
+
+    built = files.read_json(folder / "build.json")
+    if "skipped" in built:
+        raise MissingDevice(built["skipped"])
+    result = EngineResult.model_validate(built)
+    _console().print(
+        f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
+        f"{result.backend} {result.version}",
+        highlight=False,
+    )
+    require_int8(result)
 
 
 def _print_check(report: Any) -> None:

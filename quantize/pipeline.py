@@ -1,5 +1,6 @@
 """The order of the stages, and which of them can be skipped because nothing changed."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -129,10 +130,28 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in VERSIONED}
 
 
+@functools.lru_cache
+def code_hash() -> str:
+    """SHA-256 over this package's source, so that outputs of other code are not reused."""
+    import qdqbench.eval
+
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parent, Path(str(qdqbench.eval.__file__)).parent):
+        for path in sorted(package.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
     """Hash of everything that a stage's outputs depend on."""
     needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
-    known = {"stage": stage.name, "versions": versions(), "needs": needs, "inputs": stage.inputs(session)}
+    known = {
+        "stage": stage.name,
+        "versions": versions(),
+        "code": code_hash(),
+        "needs": needs,
+        "inputs": stage.inputs(session),
+    }
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.eval.parity import LIMIT_FRACTION, LIMIT_OUTPUT, compare_layers, force, within_limits
-from qdqbench.eval.results import Parity, ParityRow
+from qdqbench.eval.parity import LIMIT_FRACTION, compare_layers, force
+from qdqbench.eval.results import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.quantize.graph import module_of
 from qdqbench.quantize.models import MASK_FILL
 
@@ -24,7 +24,7 @@ def compared(folder: Path, graph: onnx.ModelProto, name: str = "bert-int8-linear
 
 
 def failing(parity: Parity) -> list[str]:
-    return [row.name for row in parity.rows if not within_limits(row)]
+    return [row.name for row in parity.rows if not row.holds]
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
@@ -173,11 +173,11 @@ def test_each_quantizer_is_cut(tiny_bert: Path) -> None:
         ({"differing": 5}, True),
         ({"differing": 6}, False),
         ({"differing": 6, "limit": 0.01}, True),
-        ({"output_rel_error": LIMIT_OUTPUT}, True),
-        ({"output_rel_error": 2 * LIMIT_OUTPUT}, False),
+        ({"output_rel_error": MAX_OUTPUT_ERROR}, True),
+        ({"output_rel_error": 2 * MAX_OUTPUT_ERROR}, False),
         ({"output_rel_error": float("nan")}, False),
     ],
 )
 def test_limits(change: dict[str, float], passes: bool) -> None:
     row = ParityRow(name="a", codes=1000, differing=1, max_step=1, output_rel_error=None)
-    assert within_limits(row.model_copy(update=change)) == passes
+    assert row.model_copy(update=change).holds == passes

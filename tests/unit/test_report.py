@@ -105,6 +105,7 @@ def measured(metrics: dict[str, float], delta: float | None, within_noise: bool 
     versus = delta is not None and Comparison(
         delta=dict.fromkeys(metrics, delta),
         delta_stderr=dict.fromkeys(metrics, 0.0021),
+        n=872,
         disagreements=5,
         mcnemar_p=0.625,
         within_noise=within_noise,
