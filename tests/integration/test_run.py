@@ -474,3 +474,6 @@ def test_embedded_default(tmp_path, qdqbench):
     assert found.gate.passed
     assert found.model["embedded"]
     assert any("embedded default" in warning for warning in found.warnings)
+    attention = qdqbench("run", "bert-int8-attention", "--out", out)  # the trained model is reused
+    assert (attention.code, attention.err) == (0, "")
+    assert results(out)["timings"]["embedded"]["reused"]
