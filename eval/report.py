@@ -24,7 +24,6 @@ from qdqbench.eval.results import Results
 from qdqbench.eval.verdict import (
     delta_text,
     headline,
-    holds,
     last_measured,
     metric_text,
     noise,
@@ -169,5 +168,5 @@ def _render(template: str, context: dict[str, Any]) -> str:
     )
     for function in (label, size, seconds, types, text, code, fenced):
         environment.filters[function.__name__] = function
-    environment.globals |= {"value": metric_text, "holds": holds, "noise": noise, "share": share}
+    environment.globals |= {"value": metric_text, "noise": noise, "share": share}
     return environment.get_template(template).render(context)

@@ -109,16 +109,11 @@ def _failed_checks(results: Results) -> list[str]:
         codes = ", ".join(f"{code} ({n})" for code, n in Counter(row.code for row in errors).items())
         failures.append(f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}")
     if results.parity is not None and not results.parity.passed:
-        bad = sum(not holds(row) for row in results.parity.rows)
+        bad = sum(not row.holds for row in results.parity.rows)
         failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over the limit")
     if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
         failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
     return failures
-
-
-def holds(row: ParityRow) -> bool:
-    """A tensor is within its limits."""
-    return row.holds
 
 
 def share(row: ParityRow) -> float:
