@@ -21,6 +21,7 @@ from qdqbench.eval.results import (
     Results,
     StageResult,
     Timing,
+    Verification,
 )
 from qdqbench.eval.tasks import Task
 from qdqbench.quantize import files
@@ -59,6 +60,7 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     stages = _stages(session, engine)
     findings = _findings(folder)
     parity = _parity(session) if quantized else None
+    verification = _verification(folder)
     split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
     results = Results(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -76,9 +78,12 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
         parity=parity,
         stages=stages,
         engine=engine,
+        verification=verification,
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,
-        warnings=_warnings(session, stages),
+        warnings=list(
+            dict.fromkeys([*_warnings(session, stages), *(verification.warnings if verification else [])])
+        ),
         environment=environment(),
     )
     failures = _failures(session, results)
@@ -172,6 +177,11 @@ def _engine(folder: Path) -> EngineResult | None:
     return None if "skipped" in built else EngineResult.model_validate(built)
 
 
+def _verification(folder: Path) -> Verification | None:
+    found = files.read_json(folder / "verify.json")
+    return None if "skipped" in found else Verification.model_validate(found)
+
+
 def _findings(folder: Path) -> list[FindingRow]:
     return [FindingRow.model_validate(row) for row in files.read_json(folder / "check.json")["findings"]]
 
@@ -249,6 +259,8 @@ def _failures(session: "Session", results: Results) -> list[str]:
     if results.parity is not None and not results.parity.passed:
         bad = [row.name for row in results.parity.rows if not row.holds]
         found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
+    if results.verification is not None:
+        found += results.verification.failures
     primary = session.config.task.metrics[0]
     for name, stage in results.stages.items():
         drops = [

@@ -179,7 +179,7 @@ def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
         return ""
     first = results.stages.get("fp32", next(iter(done.values())))
     metrics = list((first if first.metrics else next(iter(done.values()))).metrics)
-    figure = _figure(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
+    figure = figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
     for index, metric in enumerate(metrics):
         axes = figure.add_subplot(len(metrics), 1, index + 1)
         _metric_axes(axes, results, metric, primary=index == 0)
@@ -187,7 +187,7 @@ def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
             range(len(results.stages)), [_short(labels.get(stage, stage)) for stage in results.stages]
         )
         axes.set_title(_short(labels.get(metric, metric)), loc="left", fontweight="bold")
-    return _svg(figure, "accuracy", "Accuracy by stage with one standard error")
+    return svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
 
 
 def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> None:
@@ -250,7 +250,7 @@ def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, lim
     shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
     for kind in _ordered(points):
         shared[tuple(sorted(points[kind].items()))].append(kind)
-    figure = _figure(2.75)
+    figure = figure_of(2.75)
     axes = figure.add_subplot()
     others = cycle(OTHERS)
     for line, kinds in shared.items():
@@ -273,7 +273,7 @@ def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, lim
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(axis="y", linewidth=0.4, color=MUTED, alpha=0.45)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, handlelength=1.6, columnspacing=1.4)
-    return _svg(figure, name, f"{title}, by encoder layer")
+    return svg_of(figure, name, f"{title}, by encoder layer")
 
 
 def _short(name: str) -> str:
@@ -281,13 +281,14 @@ def _short(name: str) -> str:
     return name if len(name) <= 32 else f"{name[:31]}…"
 
 
-def _figure(height: float) -> Any:
+def figure_of(height: float) -> Any:
+    """An empty figure of the report's column width, `height` inches high."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(4.8, height), layout="constrained")
 
 
-def _svg(figure: Any, name: str, description: str) -> str:
+def svg_of(figure: Any, name: str, description: str) -> str:
     """SVG text to put into a page: no XML header, no metadata, ids of its own, the page's font and colour."""
     import matplotlib as mpl
 

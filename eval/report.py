@@ -46,8 +46,10 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    context = _context(printable(results))
-    texts = {folder / f"report.{kind}": _render(f"report.{kind}.j2", context) for kind in ("md", "html")}
+    from qdqbench.eval.bench_report import bench_of
+
+    context = _context(printable(results)) | {"bench": bench_of(folder)}
+    texts = {folder / f"report.{kind}": render(f"report.{kind}.j2", context) for kind in ("md", "html")}
     for path, content in texts.items():
         write_text(path, content)
     return list(texts)
@@ -111,6 +113,10 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         worst = max(map(share, parity.rows))
         remark = f"codes differ at worst, limit {parity.limit_fraction:.2%}"
         tiles.append(("layer parity", f"{worst:.2%}", remark, parity.passed))
+    if (verified := results.verification) is not None:
+        held = sum(row.holds for row in verified.blocks)
+        remark = f"follow {label(verified.reference)} on the GPU"
+        tiles.append(("engine blocks", f"{held} / {len(verified.blocks)}", remark, verified.passed))
     if results.timings:
         peak = max(row.peak_rss_bytes for row in results.timings.values())
         total = seconds(sum(row.wall_s for row in results.timings.values()))
@@ -151,11 +157,20 @@ def _context(results: Results) -> dict[str, Any]:
     }
 
 
+def _number(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"
+
+
+def _share_text(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.2%}"
+
+
 def _names(results: Results) -> Iterable[str]:
     return [*results.stages, *(metric for row in results.stages.values() for metric in row.metrics)]
 
 
-def _render(template: str, context: dict[str, Any]) -> str:
+def render(template: str, context: dict[str, Any]) -> str:
+    """Text of a template of the package; an unknown variable is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -169,4 +184,5 @@ def _render(template: str, context: dict[str, Any]) -> str:
     for function in (label, size, seconds, types, text, code, fenced):
         environment.filters[function.__name__] = function
     environment.globals |= {"value": metric_text, "noise": noise, "share": share}
+    environment.globals |= {"number": _number, "share_text": _share_text}
     return environment.get_template(template).render(context)

@@ -110,6 +110,104 @@ class Parity(_Model):
     end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
 
 
+class BlockCheck(_Model):
+    """One block of the engine that got the reference's own input (teacher forcing); errors are relative.
+
+    None stands for an error that is not a number: the block made NaN or infinity.
+    """
+
+    name: str  # "embeddings", "layer.0", ..., "head"
+    n: int  # positions compared, padding left out
+    error: float | None  # ||engine - reference|| / ||reference||
+    quantization_error: float  # what quantization itself costs in this block: fake-quant against FP32
+    limit: float  # of `error`
+    position_error: float | None  # the same at the worst single position
+    position_limit: float
+    systematic_error: float | None  # part of `error` that one offset and factor per channel explain
+    systematic_limit: float
+    nonfinite: int  # NaN or infinite numbers
+    nonfinite_shapes: list[list[int]]  # [batch, length] of the batches that had them
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and within each limit."""
+        pairs = (
+            (self.error, self.limit),
+            (self.position_error, self.position_limit),
+            (self.systematic_error, self.systematic_limit),
+        )
+        return not self.nonfinite and all(error is not None and error <= limit for error, limit in pairs)
+
+
+class ShapeCheck(_Model):
+    """The deployed engine on one batch of real samples, against the reference."""
+
+    batch: int
+    length: int
+    what: str  # "padded", "equal lengths", "shortest", "longest"
+    nonfinite: int  # samples with a NaN or infinite logit
+    max_abs_logit_diff: float | None  # over the finite samples
+
+
+class PaddingCheck(_Model):
+    """The same samples alone, padded to the longest length, and inside of the largest batch."""
+
+    n: int  # samples
+    nonfinite: int
+    mean_abs_logit_diff: float | None  # of a sample's answers among themselves
+    mean_limit: float
+    max_abs_logit_diff: float | None
+    max_limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and within both limits."""
+        pairs = ((self.mean_abs_logit_diff, self.mean_limit), (self.max_abs_logit_diff, self.max_limit))
+        return not self.nonfinite and all(value is not None and value <= limit for value, limit in pairs)
+
+
+class AnswersCheck(_Model):
+    """The deployed engine's answers to a draw of real samples, against the reference."""
+
+    n: int
+    nonfinite: int  # samples; where there are any, nothing else is known
+    metric: str
+    drop: float | None  # reference minus engine
+    drop_limit: float | None  # the gate's max_drop and two paired standard errors
+    disagreements: int | None  # None for regression
+    disagreement_limit: float | None  # samples
+    mean_abs_logit_diff: float | None
+    quantization_mean_abs_logit_diff: float  # fake-quant against FP32: what quantization itself costs
+    mean_limit: float
+    ks_statistic: float | None  # two-sample Kolmogorov-Smirnov of the logits, worst label
+    ks_p: float | None
+    ks_p_limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and within each limit."""
+        pairs = [(self.drop, self.drop_limit), (self.mean_abs_logit_diff, self.mean_limit)]
+        if self.disagreements is not None:
+            pairs.append((self.disagreements, self.disagreement_limit))
+        within = all(a is not None and b is not None and a <= b for a, b in pairs)
+        return not self.nonfinite and within and self.ks_p is not None and self.ks_p >= self.ks_p_limit
+
+
+class Verification(_Model):
+    """What the engine computes on the GPU, against the model that it was made from."""
+
+    reference: Literal["fake_quant", "fp32"]  # FP32 where nothing is quantized
+    seed: int
+    blocks: list[BlockCheck]
+    stitched_int8_gemms: int  # of the engine whose blocks were judged; the deployed one has engine.int8_gemms
+    shapes: list[ShapeCheck]
+    padding: PaddingCheck
+    answers: AnswersCheck
+    warnings: list[str]  # known hazards of this version, and limits of this verification
+    failures: list[str]
+    passed: bool
+
+
 class FileRow(_Model):
     """One exported file."""
 
@@ -163,6 +261,7 @@ class Results(_Model):
     parity: Parity | None
     stages: dict[str, StageResult]  # keys: STAGES
     engine: EngineResult | None
+    verification: Verification | None = None  # None: the engine was not run, or not verified
     gate: Gate
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know

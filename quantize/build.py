@@ -1,7 +1,8 @@
 """Build an engine from files, prove from its layer table what runs in INT8, and write its sidecar."""
 
+import shlex
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from qdqbench.quantize import files
 from qdqbench.quantize.check_read import read_model
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.gpu import Gpu, find_gpu
+from qdqbench.quantize.hazards import hazards, is_older
 from qdqbench.quantize.layers import coverage, parse_inspector_json, parse_log, why_not
 from qdqbench.quantize.trt import (
     BackendChoice,
@@ -55,6 +57,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     compute_capability: str | None = None,
     strict: bool = True,
     layers_path: Path | None = None,
+    timing_cache: Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
     progress: Progress | None = None,
 ) -> EngineResult:
     """Build `engine_path` from `onnx_path` and report which GEMMs and attentions run in INT8.
@@ -72,6 +76,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         compute_capability: target such as "8.9"; None for the GPU at hand or the default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
         layers_path: file for the layer table.
+        timing_cache: file of kernel timings to read and write (TensorRT only).
+        note: called with what the user must hear: known faults of the version, an ignored cache.
         progress: called with the builder's phase and the fraction of it that is done.
 
     Raises:
@@ -82,8 +88,16 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     gemms = gemm_names(onnx_path)
     _check_names(onnx_path, gemms, expected_gemms)
     built = build_engine(
-        onnx_path, chosen, profiles, compute_capability=compute_capability, progress=progress
+        onnx_path,
+        chosen,
+        profiles,
+        compute_capability=compute_capability,
+        timing_cache=timing_cache,
+        progress=progress,
     )
+    known = (text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc))
+    for text in (*known, *built.notes):
+        note(text)
     rows = (
         parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
     )
@@ -167,22 +181,44 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     The backend refuses an engine of another version or GPU with an error that names neither.
 
     Raises:
-        UserError: a file is missing or they differ; lists every difference.
+        UserError: a file is missing or they differ; lists every difference and how to rebuild.
     """
+    again = _how_to_rebuild(engine_path)
+    if not sidecar_path(engine_path).is_file():
+        raise UserError(
+            f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
+        )
     try:
         sidecar = Sidecar.model_validate(files.read_json(sidecar_path(engine_path)))
     except ValidationError as error:
-        raise UserError(
-            f"{sidecar_path(engine_path)} is not an engine sidecar; build the engine again"
-        ) from error
+        raise UserError(f"{sidecar_path(engine_path)} is not an engine sidecar; {again}") from error
     if not engine_path.is_file():
-        raise UserError(f"{engine_path} does not exist; build the engine again")
-    differences = _differences(sidecar, engine_path, onnx_path, find_gpu())
-    if differences:
-        raise UserError(
-            f"{engine_path} cannot be used here: {'; '.join(differences)}; build the engine again"
-        )
+        raise UserError(f"{engine_path} does not exist; {again}")
+    gpu = find_gpu()
+    if differences := _differences(sidecar, engine_path, onnx_path, gpu):
+        if sidecar.ahead_of_time and gpu and gpu.compute_capability not in sidecar.compute_capability:
+            again += " (with engine.compute_capability: null in the recipe)"
+        raise UserError(f"{engine_path} cannot be used here: {'; '.join(differences)}; {again}")
     return sidecar
+
+
+def sidecar_notes(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
+    """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
+    if gpu is None:
+        return []
+    found = []
+    if sidecar.driver and gpu.driver and sidecar.driver != gpu.driver:
+        found.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
+    if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
+        found.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
+    return found
+
+
+def _how_to_rebuild(engine_path: Path) -> str:
+    """The command that builds an engine of a run directory again."""
+    folder = engine_path.parent.parent
+    run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
+    return f"build it again with `qdqbench build {run}`"
 
 
 def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
@@ -190,17 +226,23 @@ def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gp
     found = []
     if files.sha256(engine_path) != sidecar.engine_sha256:
         found.append("the file is not the one that was built")
-    if onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
+    if onnx_path is not None and not onnx_path.is_file():
+        found.append(f"{onnx_path.name}, which it was built from, does not exist")
+    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
         found.append(f"it was built from another {onnx_path.name}")
     version = available_backends().get(sidecar.backend)
     if version != sidecar.version:
         here = f"has version {version}" if version else "is not installed"
         found.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
-    if gpu is not None and gpu.compute_capability not in sidecar.compute_capability:
+    if gpu is None:
+        return found
+    if gpu.compute_capability not in sidecar.compute_capability:
         targets = ", ".join(sidecar.compute_capability)
         found.append(
             f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
         )
+    if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
+        found.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
     return found
 
 

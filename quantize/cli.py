@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from qdqbench.quantize import cli_bench, cli_inspect, cli_tools
+from qdqbench.quantize.cli_tools import Json, Run, console, print_json
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -16,8 +19,6 @@ app = typer.Typer(
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show and validate recipes.")
 app.add_typer(recipes_app, name="recipes")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 DEFAULT_RECIPE = "bert-int8-linears"
 
 
@@ -28,14 +29,14 @@ def recipes_list(json: Json = False) -> None:
 
     names = list(shipped_recipes())
     if json:
-        _print_json(names)
+        print_json(names)
         return
     from rich.table import Table
 
     table = Table("recipe", "what it does", box=None)
     for name in names:
         table.add_row(name, load_recipe(name).description)
-    _console().print(table)
+    console().print(table)
 
 
 @recipes_app.command("show")
@@ -61,7 +62,7 @@ def recipes_validate(recipe: list[str]) -> None:
 
     for name in recipe:
         load_recipe(name)
-        _console().print(f"{name}: valid", highlight=False)
+        console().print(f"{name}: valid", highlight=False)
 
 
 @app.command()
@@ -128,12 +129,14 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     _go(open_run(config, folder), until, json)
 
 
-def _stage_command(name: str, stage: str, text: str) -> None:
+def _stage_command(name: str, target: str, text: str) -> None:
     """A sub-command that takes a run directory up to one stage."""
 
     def command(folder: Run, json: Json = False) -> None:
+        from qdqbench.quantize.gpu import find_gpu
         from qdqbench.quantize.session import Session, read_config
 
+        stage = "verify" if target == "build" and find_gpu() else target
         _go(Session(read_config(folder), folder), stage, json)
 
     command.__doc__ = text
@@ -142,65 +145,16 @@ def _stage_command(name: str, stage: str, text: str) -> None:
 
 _stage_command("quantize", "quantize", "Calibrate: write calibration.json (amax, data, lengths).")
 _stage_command("export", "export", "Write the INT8 ONNX file and its FP32 and FP16 twins.")
-_stage_command("build", "build", "Build the engine and prove from its layers what runs in INT8.")
+_stage_command("build", "build", "Build the engine, prove its INT8 layers, verify its outputs on a GPU.")
 _stage_command("evaluate", "evaluate", "Measure accuracy of every stage.")
 _stage_command("report", "report", "Write results.json, report.md and report.html.")
 
 
-@app.command()
-def check(
-    onnx_file: Path,
-    recipe: Annotated[str | None, typer.Option(help="Hold the quantized set to this recipe.")] = None,
-    json: Json = False,
-) -> None:
-    """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
-    from qdqbench.quantize.check import check_file, to_json
-    from qdqbench.quantize.onnx_modules import recipe_modules
-
-    expected = recipe_modules(onnx_file, recipe) if recipe else None
-    report = check_file(onnx_file, expected_quantized=expected)
-    if json:
-        _print_json(to_json(report))
-    else:
-        _print_check(report)
-    if report.findings:
-        raise typer.Exit(2)
-
-
-@app.command()
-def profile(folder: Run, json: Json = False) -> None:
-    """Wall time and peak memory of each stage of a finished run."""
-    from pydantic import ValidationError
-
-    from qdqbench.eval.results import Results
-    from qdqbench.quantize import files
-    from qdqbench.quantize.errors import UserError
-
-    path = folder / "results.json"
-    try:
-        timings = Results.model_validate(files.read_json(path)).model_dump()["timings"]
-    except ValidationError as error:
-        raise UserError(f"{path} is no report of this version; run `qdqbench report {folder}`") from error
-    if json:
-        _print_json(timings)
-        return
-    from rich.table import Table
-
-    table = Table("stage", "wall s", "peak MB", "", box=None)
-    for name, row in timings.items():
-        table.add_row(
-            name,
-            f"{row['wall_s']:.1f}",
-            f"{row['peak_rss_bytes'] / 1e6:.0f}",
-            "reused" if row["reused"] else "",
-        )
-    table.add_row(
-        "total",
-        f"{sum(row['wall_s'] for row in timings.values()):.1f}",
-        f"{max(row['peak_rss_bytes'] for row in timings.values()) / 1e6:.0f}",
-        "",
-    )
-    _console().print(table)
+app.command()(cli_tools.check)
+app.command()(cli_tools.profile)
+app.command("inspect")(cli_inspect.inspect)
+app.command("bench")(cli_bench.bench)
+app.command("tables")(cli_bench.tables)
 
 
 def _go(session: Any, until: str | None, json: bool) -> None:
@@ -210,68 +164,52 @@ def _go(session: Any, until: str | None, json: bool) -> None:
 
     results = run_until(session, until, quiet=json)
     if results is None:
-        if until == "build":
-            _judge_build(session.folder)
+        if until in ("build", "verify"):
+            _judge_build(session, json)
         return
     if json:
         sys.stdout.write(results.model_dump_json(indent=2) + "\n")
     else:
         from qdqbench.eval.report import summary_lines
 
-        _console().print(summary_lines(results))
-        _console().print(f"report: {session.folder / 'report.html'}", highlight=False, soft_wrap=True)
+        console().print(summary_lines(results))
+        console().print(f"report: {session.folder / 'report.html'}", highlight=False, soft_wrap=True)
     if not results.gate.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
 
 
-def _judge_build(folder: Path) -> None:
-    """Exit status of an engine on its own: 3 when it could not be built, 2 when its INT8 is not proven."""
+def _judge_build(session: Any, json: bool) -> None:
+    """Exit status of an engine on its own: 3 when it could not be built, 2 when it is not proven right."""
     from qdqbench.eval.results import EngineResult
     from qdqbench.quantize import files
     from qdqbench.quantize.build import require_int8
-    from qdqbench.quantize.errors import MissingDevice
+    from qdqbench.quantize.errors import CheckFailed, MissingDevice
 
-    built = files.read_json(folder / "build.json")
+    built = files.read_json(session.folder / "build.json")
     if "skipped" in built:
         raise MissingDevice(built["skipped"])
     result = EngineResult.model_validate(built)
-    _console().print(
-        f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
-        f"{result.backend} {result.version}",
-        highlight=False,
-    )
+    path = session.folder / "verify.json"
+    verified = files.read_json(path) if path.is_file() else {"skipped": "not asked for"}
+    if json:
+        print_json(
+            {"engine": result.model_dump(mode="json"), "verification": verified, "notes": session.notes}
+        )
+    else:
+        for note in session.notes:
+            console().print(f"[yellow]note[/] {cli_tools.plain(note)}", highlight=False)
+        console().print(
+            f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
+            f"{result.backend} {result.version}; outputs "
+            + (f"not verified: {verified['skipped']}" if "skipped" in verified else "verified"),
+            highlight=False,
+        )
     require_int8(result)
-
-
-def _print_check(report: Any) -> None:
-    console = _console()
-    for row in report.findings:
-        colour = "red" if row.severity == "error" else "yellow"
-        console.print(f"[{colour}]{row.severity}[/] {row.code} at [bold]{_plain(row.node)}[/]")
-        console.print(f"  why: {_plain(row.why)}\n  fix: {_plain(row.fix)}", highlight=False)
-    console.print(
-        f"{len(report.quantized)} of {len(report.quantized) + len(report.not_quantized)} MatMul/Gemm nodes "
-        f"in INT8, {len(report.findings)} findings",
-        highlight=False,
-    )
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _print_json(value: Any) -> None:
-    import json
-
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
+    if verified.get("failures"):
+        raise CheckFailed(
+            f"{result.file} gives wrong outputs: {'; '.join(verified['failures'])}; find the tensor with "
+            f"`qdqbench inspect {session.folder} --bisect`"
+        )
 
 
 def _command_line() -> str:

@@ -1,80 +1,103 @@
-"""Run an engine on a GPU: torch CUDA buffers, a stream of its own, shapes from the engine's first profile."""
+"""Evaluate with an engine: batches of any shape of its profiles, CUDA graphs for shapes that repeat."""
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize.build import check_sidecar
-from qdqbench.quantize.errors import CheckFailed, MissingDevice
-from qdqbench.quantize.trt import choose_backend
+from qdqbench.quantize.engine_bound import BoundRun
+from qdqbench.quantize.engine_core import Engine, EngineMemory
+from qdqbench.quantize.engine_shapes import LENGTH_STEP, Profile, fit
+from qdqbench.quantize.engine_tensors import Arrays
+from qdqbench.quantize.errors import UserError
+
+__all__ = ["BoundRun", "Engine", "EngineMemory", "EngineRunner"]
 
 OUTPUT = "logits"
+MAX_GRAPHS = 16
 
 
 class EngineRunner:
     """Callable on one batch: int64 [B, L] arrays to float32 logits [B, num_labels].
 
-    Batches shorter than the profile's minimum are padded with masked positions; longer ones are refused by
-    the profile of the recipe before they get here.
+    Lengths are padded with masked positions to a multiple of 16, so that shapes repeat, and batches with
+    copies of their first row, where the profile's minimum is larger. A shape that comes a second time becomes
+    a CUDA graph; the least recently used graph goes when there are too many, or too little memory.
+
+    Args:
+        path: as of Engine.
+        onnx_path: as of Engine.
+        runtime_cache: as of Engine.
+        graphs: most CUDA graphs to keep; 0 for none.
 
     Raises:
-        UserError: the sidecar says that this engine is not for this machine, version or ONNX file.
-        MissingDevice: no CUDA build of torch, or the backend cannot load the engine.
+        UserError, MissingDevice: as of Engine; UserError also where there is no output "logits".
     """
 
-    def __init__(self, path: Path, onnx_path: Path) -> None:
-        import torch
-
-        sidecar = check_sidecar(path, onnx_path)
-        if not torch.cuda.is_available():
-            raise MissingDevice(
-                "engines run on torch CUDA buffers, and this torch has no CUDA; install a CUDA build"
-            )
-        self.torch = torch
-        self.profile = sidecar.profiles[0]
-        backend = choose_backend(sidecar.backend)  # type: ignore[arg-type]
-        trt = backend.module
-        self._logger = trt.Logger(trt.Logger.ERROR)
-        self._runtime: Any = trt.Runtime(self._logger)
-        self._engine: Any = self._runtime.deserialize_cuda_engine(path.read_bytes())
-        if self._engine is None:
-            raise MissingDevice(
-                f"{backend.name} {backend.version} cannot load {path} on {backend.gpu}; build it here"
-            )
-        self._context: Any = self._engine.create_execution_context()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        self.inputs = [name for name in names if name != OUTPUT]
+    def __init__(
+        self,
+        path: Path,
+        onnx_path: Path,
+        *,
+        runtime_cache: Path | None = None,
+        graphs: int = MAX_GRAPHS,
+    ) -> None:
+        self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
+        if OUTPUT not in self.engine.outputs:
+            raise UserError(f"{path} has no output {OUTPUT!r} but {', '.join(self.engine.outputs)}")
+        free = self.engine.torch.cuda.mem_get_info()[0]
+        room = free // 2 // max(1, self.engine.memory.activation_bytes)  # half of what is free
+        self._most = min(graphs, int(room))
+        self._graphs: OrderedDict[tuple[int, int], BoundRun] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
 
     @property
     def max_batch(self) -> int:
-        """Largest batch of the profile."""
-        return self.profile.max[0]
+        """Largest batch of any profile."""
+        return max(profile.max[0] for profile in self.engine.profiles)
 
-    def __call__(self, batch: dict[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
-        """Run one batch."""
-        torch = self.torch
-        missing = max(0, self.profile.min[1] - batch["input_ids"].shape[1])
-        padded = {name: np.pad(batch[name], ((0, 0), (0, missing))) for name in self.inputs}
-        with torch.cuda.stream(self._stream):
-            buffers = {name: torch.from_numpy(array).cuda() for name, array in padded.items()}
-            for name, tensor in buffers.items():
-                if not self._context.set_input_shape(name, tuple(tensor.shape)):
-                    raise CheckFailed(
-                        f"the engine's profile does not take {name} of shape {tuple(tensor.shape)}"
-                    )
-                self._context.set_tensor_address(name, tensor.data_ptr())
-            # NaN shows an element that the engine did not write
-            shape = tuple(self._context.get_tensor_shape(OUTPUT))
-            logits = torch.full(shape, float("nan"), dtype=torch.float32, device="cuda")
-            self._context.set_tensor_address(OUTPUT, logits.data_ptr())
-            if not self._context.execute_async_v3(self._stream.cuda_stream):
-                raise CheckFailed(f"the engine failed to run a batch of shape {padded['input_ids'].shape}")
-            self._stream.synchronize()
-        return np.asarray(logits.cpu().numpy())
+    @property
+    def profiles(self) -> list[Profile]:
+        """Profiles of the engine."""
+        return self.engine.profiles
+
+    def __call__(self, batch: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
+        """Run one batch.
+
+        Raises:
+            CheckFailed: it is larger than every profile, or the engine fails.
+        """
+        rows, length = next(iter(batch.values())).shape
+        _, to_rows, to_length = fit(self.engine.profiles, rows, length, LENGTH_STEP)
+        feeds = {}
+        for name in self.engine.inputs:
+            columns = np.pad(batch[name], ((0, 0), (0, to_length - length)))
+            feeds[name] = np.pad(columns, ((0, to_rows - rows), (0, 0)), mode="edge")
+        logits = self._run((to_rows, to_length), feeds)[OUTPUT][:rows]
+        return np.asarray(logits, dtype=np.float32)
+
+    def _run(self, shape: tuple[int, int], feeds: Arrays) -> Arrays:
+        if shape not in self._graphs and (shape not in self._seen or not self._most):
+            self._seen.add(shape)
+            return self.engine.run(feeds)
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+        else:
+            while len(self._graphs) >= self._most:
+                self._graphs.popitem(last=False)[1].close()
+            self._graphs[shape] = self.engine.bind(*shape)
+        bound = self._graphs[shape]
+        bound.load(feeds)
+        bound.launch()
+        return bound.read()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._graphs.clear()
+        self.engine.close()
 
     def __enter__(self) -> "EngineRunner":
         return self
@@ -82,5 +105,4 @@ class EngineRunner:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # TensorRT wants contexts gone before engines, and engines before the runtime
-        self._context = self._engine = self._runtime = None
+        self.close()

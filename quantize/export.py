@@ -21,6 +21,7 @@ from qdqbench.quantize.graph import prune
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.qdq_weights import factor_scales, fold_weights
+from qdqbench.quantize.rewrites import join_heads, shorten_gelu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,6 +100,9 @@ def finish(traced: onnx.ModelProto, plan: Plan, settings: ExportSettings) -> onn
         raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
     if settings.weights == "factored":
         factor_scales(model)
+    if folded:
+        join_heads(model)
+        shorten_gelu(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

@@ -10,11 +10,17 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from qdqbench.eval.results import LayerRow
 from qdqbench.quantize.errors import UserError
 
+MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
+MAX_TABLE_LAYERS = 20_000  # ... and 1,400 kernels
+MAX_MERGED = 64  # GEMMs in one kernel
 _LINE = re.compile(
     r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"
     r"(?:, Constants: \[(?P<constants>.*?)\])?, Outputs: \[(?P<rest>.*)$"
@@ -67,6 +73,46 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
     return rows
 
 
+def read_table(path: Path) -> list[LayerRow]:
+    """Rows of a saved table: inspector JSON of any version, or a layers.json or build.json of qdqbench.
+
+    Memory is bounded whatever the file holds.
+
+    Raises:
+        UserError: missing, too large, not such a file, or without layers.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_TABLE_BYTES:
+            raise UserError(f"{path} has {size} bytes, and a layer table at most {MAX_TABLE_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"cannot read {path} ({why}); give the engine inspector's JSON") from error
+    try:
+        rows = _own_rows(text) or parse_inspector_json(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if not rows:
+        raise UserError(f"{path} lists no layers; save the inspector's JSON of a whole engine")
+    return rows
+
+
+def _own_rows(text: str) -> list[LayerRow]:
+    """Rows as qdqbench writes them; none where the text is something else."""
+    try:
+        layers = json.loads(text, strict=False)["layers"]
+        _check_count(layers)
+        return [LayerRow.model_validate(layer) for layer in layers]
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError):
+        return []
+
+
+def _check_count(layers: Any) -> None:
+    if isinstance(layers, list) and len(layers) > MAX_TABLE_LAYERS:
+        raise UserError(f"the table has {len(layers)} layers, and an engine at most {MAX_TABLE_LAYERS}")
+
+
 def parse_inspector_json(text: str) -> list[LayerRow]:
     """Rows of `EngineInspector.get_engine_information(JSON)`, of TensorRT 10 (no constants) or 11.
 
@@ -79,6 +125,7 @@ def parse_inspector_json(text: str) -> list[LayerRow]:
         raise UserError(
             f"not engine inspector JSON ({error!r}); write it with get_engine_information(JSON)"
         ) from error
+    _check_count(layers)
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise UserError(
             "the inspector JSON lists layers without datatypes; build with ProfilingVerbosity.DETAILED"
@@ -109,7 +156,7 @@ def coverage(
     A node counts as INT8 only if it does in each copy of the network in the table.
     """
     expected, known = set(expected_gemms), set(expected_gemms) | set(all_gemms)
-    copies = _copies(layers, known)
+    copies = computing_rows(layers, known)
     proven = {node for node, parts in copies.items() if all(is_int8(row) for rows in parts for row in rows)}
     linear = {
         node for node, parts in copies.items() if all(_is_linear(row) for rows in parts for row in rows)
@@ -128,14 +175,25 @@ def coverage(
     )
 
 
-def _copies(layers: Sequence[LayerRow], known: Collection[str]) -> dict[str, list[list[LayerRow]]]:
+def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[str, list[list[LayerRow]]]:
     """For each node that the table names: the rows that compute it, for each copy of the network."""
+    names = frozenset(known)
     found: dict[str, dict[str, list[LayerRow]]] = defaultdict(lambda: defaultdict(list))
     for row in layers:
-        graph = _GRAPH.search(row.name)
-        for node in _nodes(row, known):
-            found[node][graph[1] if graph else ""].append(row)
+        for node in _nodes(row, names):
+            found[node][copy_of(row)].append(row)
     return {node: [_deciding(rows, node) for rows in graphs.values()] for node, graphs in found.items()}
+
+
+def copy_of(row: LayerRow) -> str:
+    """Which copy of the network, one a profile, a kernel belongs to; '' where its name does not say."""
+    graph = _GRAPH.search(row.name)
+    return graph[1] if graph else ""
+
+
+def base_name(row: LayerRow) -> str:
+    """Name of a kernel without its place in the engine: the same for the same kernel of another layer."""
+    return _GRAPH.sub("", row.name).removeprefix("__myl_")
 
 
 def _is_linear(row: LayerRow) -> bool:
@@ -183,7 +241,7 @@ def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
     A GEMM kernel carries the node in its name; the kernel after it may list the node in its metadata because
     it dequantizes the result.
     """
-    named = [row for row in rows if row.kind == "gemm" and node in _name_parts(row)]
+    named = [row for row in rows if row.kind == "gemm" and node in name_parts(row)]
     return (
         named or [row for row in rows if row.kind in ("gemm", "runtime_fusion") or is_attention(row)] or rows
     )
@@ -191,14 +249,15 @@ def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
 
 def _nodes(row: LayerRow, known: Collection[str]) -> list[str]:
     """The known ONNX nodes that a kernel names, sorted: by its name if it is a GEMM, else by its metadata."""
-    named = [part for part in _name_parts(row) if part in known] if row.kind == "gemm" else []
+    named = [part for part in name_parts(row) if part in known] if row.kind == "gemm" else []
     return sorted(set(named or (name for name in row.onnx if name in known)))
 
 
-def _name_parts(row: LayerRow) -> list[str]:
-    """ONNX names in a GEMM's name: `/a/MatMul [profile 1]+/b/MatMul [profile 1]_myl1_22`."""
+def name_parts(row: LayerRow) -> list[str]:
+    """Possible ONNX names in a GEMM's name: `/a/MatMul [profile 1]+/b/MatMul [profile 1]_myl1_22`."""
     name = _GRAPH.sub("", row.name)
-    parts = [_PROFILE.sub("", part) for part in (name, *name.split("+"))]
+    split = name.split("+") if name.count("+") <= MAX_MERGED else []
+    parts = [_PROFILE.sub("", part) for part in (name, *split)]
     return parts + [re.sub(r"^__mye\d+", "", part) for part in parts]
 
 

@@ -311,7 +311,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
 
 
 def _round_weight_scales(quantizers: dict[str, Any]) -> None:
-    """Round per-channel weight scales up to FP16's 11 significant bits, so that none of it is lost in FP16.
+    """Round weight scales up to FP16's 11 significant bits, so that none of it is lost in FP16.
 
     The factored form multiplies by the scales in FP16: with these that product rounds once and not twice. A
     scale grows by at most one part in 1,024, so nothing is clipped.
@@ -319,7 +319,7 @@ def _round_weight_scales(quantizers: dict[str, Any]) -> None:
     import torch
 
     for name, quantizer in quantizers.items():
-        if _kind(name) != "weight" or quantizer.axis is None or not torch.isfinite(quantizer.amax).all():
+        if _kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
             continue
         mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
         scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)

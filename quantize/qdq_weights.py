@@ -1,4 +1,8 @@
-"""INT8 weights in the file: Q of a constant becomes INT8 codes with a DQ, per-channel or factored."""
+"""INT8 weights in the file: Q of a constant becomes INT8 codes with a DQ, per-channel or factored.
+
+Codes are stored [N, K], as `nn.Linear` has them, with a Transpose behind the DQ: INT8 tensor cores read both
+operands along K. Stored [K, N], the same recipe ran at half the speed of FP16 (docs/performance.md).
+"""
 
 from collections import defaultdict
 
@@ -31,7 +35,7 @@ def quantize(weight: Floats, scale: Floats, axis: int) -> npt.NDArray[np.int8]:
 
 
 def fold_weights(model: onnx.ModelProto) -> list[str]:
-    """Store quantized weights as INT8 [K, N] with a DQ only, in place; the file shrinks 2-4 times.
+    """Store quantized weights as INT8 [N, K] with a DQ only, in place; the file shrinks 2-4 times.
 
     The exporter writes FP32 weight -> Q -> DQ -> Transpose -> MatMul, or for 2-D inputs -> Gemm; a Gemm
     becomes MatMul and Add so that both have one form.
@@ -60,11 +64,11 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
             raise CheckFailed(
                 f"quantized weight {q.input[0]} feeds {len(consumers)} nodes instead of one MatMul or Gemm"
             )
-        new = _int8_weight(model, index, q, gemm, weight, transposed)
-        replaced[id(dq)] = [new]
+        new, transpose = _int8_weight(model, index, q, gemm, weight, transposed)
+        replaced[id(dq)] = [new, transpose]
         if transposed and step is not None:
             replaced[id(step)] = []
-        replaced[id(gemm)] = _as_matmul(gemm, new.output[0])
+        replaced[id(gemm)] = _as_matmul(gemm, transpose.output[0])
         folded.append(module_of(gemm.name))
     nodes = [new for node in model.graph.node for new in replaced.get(id(node), [node])]
     del model.graph.node[:]
@@ -79,11 +83,11 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
     gemm: onnx.NodeProto,
     weight: npt.NDArray[np.generic],
     transposed: bool,
-) -> onnx.NodeProto:
-    """DQ of INT8 codes in [K, N] order; adds the initializers."""
+) -> tuple[onnx.NodeProto, onnx.NodeProto]:
+    """DQ of INT8 codes in [N, K] order and its Transpose; adds the initializers."""
     scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
     codes = quantize(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
-    if transposed or attribute(gemm, "transB"):
+    if not (transposed or attribute(gemm, "transB")):
         codes = codes.T
     name = q.input[0]
     model.graph.initializer.extend(
@@ -99,8 +103,11 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
         "DequantizeLinear", inputs, [f"{name}_dequantized"], name=f"{module}/DequantizeLinear"
     )
     if scale.ndim:
-        node.attribute.append(helper.make_attribute("axis", 1))
-    return node
+        node.attribute.append(helper.make_attribute("axis", 0))
+    transpose = helper.make_node(
+        "Transpose", [node.output[0]], [f"{name}_transposed"], name=f"{module}/Transpose", perm=[1, 0]
+    )
+    return node, transpose
 
 
 def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
@@ -121,31 +128,39 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
 
 
 def factor_scales(model: onnx.ModelProto) -> None:
-    """Split per-channel weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
+    """Split weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
     input share one S, so that an engine can merge them into one GEMM. S is the power of two nearest to the
     geometric mean of the extreme scales: the unscaled product stays near the final one, so neither overflows
-    FP16, and codes times S are exact in FP16, as is s/S for the scales that calibration makes.
+    FP16, and codes times S are exact in FP16, as is s/S for the scales that calibration makes. A per-tensor
+    linear with an input of its own stays as it is: its scalar is in the GEMM already.
     """
     index = GraphIndex(model)
     groups: dict[bytes, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
     for node in model.graph.node:
-        dq = index.producers.get(node.input[1]) if node.op_type == "MatMul" else None
+        dq = _weight_dq(index, node) if node.op_type == "MatMul" else None
         if dq is None or dq.op_type != "DequantizeLinear" or index.constant(dq.input[0]) is None:
             continue
         scale = np.asarray(index.constant(dq.input[1]), dtype=np.float32)
-        if scale.ndim:
-            groups[_input_key(index, node)].append((node, dq, scale))
+        groups[_input_key(index, node)].append((node, dq, scale))
     behind: dict[int, onnx.NodeProto] = {}
     for members in groups.values():
-        every = np.concatenate([scale for _, _, scale in members]).astype(np.float64)
+        if len(members) == 1 and not members[0][2].ndim:
+            continue
+        every = np.concatenate([np.atleast_1d(scale) for _, _, scale in members]).astype(np.float64)
         shared = np.float32(np.exp2(np.rint((np.log2(every.min()) + np.log2(every.max())) / 2)))
         for node, dq, scale in members:
             behind[id(node)] = _factor(model, node, dq, scale, shared)
     nodes = [n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def _weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:
+    """What makes a MatMul's weight, behind the Transpose that `fold_weights` writes."""
+    node = index.producers.get(matmul.input[1])
+    return index.producers.get(node.input[0]) if node is not None and node.op_type == "Transpose" else node
 
 
 def _factor(

@@ -2,12 +2,13 @@
 
 import difflib
 import os
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from qdqbench.quantize.errors import UserError
 
@@ -69,6 +70,7 @@ class Export(_Section):
     opset: Annotated[int, Field(ge=20, le=22)] = 20
     max_length: Annotated[int, Field(ge=8, le=8192)] = 128
     weights: Literal["auto", "channel", "factored"] = "auto"
+    gelu: Literal["exact", "tanh"] = "exact"  # of the INT8 graph; tanh is off by 5e-4 at most, and faster
 
 
 class Shapes(_Section):
@@ -85,12 +87,31 @@ class Shapes(_Section):
         return self
 
 
+# tags keep pydantic from reporting a wrong key once for each form
+_FORMS = ("mapping", "list")
+_OneOrMore = Annotated[
+    Annotated[Shapes, Tag("mapping")] | Annotated[tuple[Shapes, ...], Tag("list")],
+    Discriminator(lambda value: "list" if isinstance(value, (list, tuple)) else "mapping"),
+]
+
+
 class Engine(_Section):
-    """Where the ONNX file is built, and for which shapes."""
+    """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
 
     backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = "auto"
-    shapes: Shapes = Shapes()
+    shapes: _OneOrMore = Shapes()
     compute_capability: str | None = None  # ahead-of-time builds; null: the GPU that is here
+
+    @model_validator(mode="after")
+    def _some(self) -> "Engine":
+        if not self.profiles:
+            raise ValueError("shapes is an empty list; give one mapping of batch and length, or several")
+        return self
+
+    @property
+    def profiles(self) -> tuple[Shapes, ...]:
+        """Shapes of every optimization profile."""
+        return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes
 
 
 class Gate(_Section):
@@ -118,9 +139,10 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        if self.engine.shapes.length[2] > self.export.max_length:
+        longest = max(shapes.length[2] for shapes in self.engine.profiles)
+        if longest > self.export.max_length:
             raise ValueError(
-                f"engine.shapes.length goes to {self.engine.shapes.length[2]}, but export.max_length "
+                f"engine.shapes.length goes to {longest}, but export.max_length "
                 f"truncates at {self.export.max_length}; make them agree"
             )
         if self.attention == "int8" and "softmax" in self.precision.keep:
@@ -221,10 +243,11 @@ def dump_recipe(recipe: Recipe) -> str:
 def _explain(error: ValidationError) -> str:
     parts = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
+        location = tuple(part for part in item["loc"] if part not in _FORMS)
+        where = ".".join(str(part) for part in location)
         if item["type"] == "extra_forbidden":
-            keys = _keys_at(item["loc"][:-1])
-            near = difflib.get_close_matches(str(item["loc"][-1]), keys, n=1, cutoff=0.3)
+            keys = _keys_at(location[:-1])
+            near = difflib.get_close_matches(str(location[-1]), keys, n=1, cutoff=0.3)
             fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
             parts.append(f"unknown key {where!r}, {fix}")
         else:
@@ -236,9 +259,14 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     """Field names of the section at `location` in the schema."""
     section: Any = Recipe
     for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = section.model_fields[part].annotation
-        options = [annotation, *get_args(annotation)]
-        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+        if not isinstance(part, int):
+            section = next(_sections(section.model_fields[part].annotation))
     return list(section.model_fields)
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Sections within an annotation such as `A | tuple[B, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)

@@ -119,6 +119,15 @@ class Session:
             )
         return model
 
+    def new_int8_model(self) -> "PreTrainedModel":
+        """A fresh FP32 model with the activation that the recipe's INT8 graph computes."""
+        from qdqbench.quantize.models import use_tanh_gelu
+
+        model = self.new_model()
+        if self.recipe.export.gelu == "tanh":
+            use_tanh_gelu(model, self.model_name)
+        return model
+
     @functools.cached_property
     def fp32_model(self) -> "PreTrainedModel":
         """The FP32 model, shared by the stages that do not change it."""
@@ -138,7 +147,7 @@ class Session:
         """The calibrated fake-quant model, rebuilt from calibration.json."""
         from qdqbench.quantize import ptq
 
-        model = self.new_model()
+        model = self.new_int8_model()
         ptq.restore(model, self.plan, ptq.read_record(self.folder / "calibration.json"))
         return model
 

@@ -7,11 +7,20 @@ from typing import Any
 import numpy as np
 
 from qdqbench.quantize import files
+from qdqbench.quantize.engine_stages import build, engine, verify
 from qdqbench.quantize.pipeline import Stage
 from qdqbench.quantize.session import Session
+from qdqbench.quantize.stage_common import (
+    FP16,
+    FP32,
+    INT8,
+    evaluate,
+    expected_modules,
+    graph_path,
+    weight_form,
+)
 
 PARITY_SAMPLES, PARITY_BATCH = 64, 16
-FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
 
 
 def embedded(session: Session) -> list[Path]:
@@ -30,7 +39,7 @@ def baseline(session: Session) -> list[Path]:
     """Evaluate the FP32 model."""
     from qdqbench.eval.runners import torch_runner
 
-    return [_evaluate(session, "fp32", torch_runner(session.fp32_model))]
+    return [evaluate(session, "fp32", torch_runner(session.fp32_model))]
 
 
 def quantize(session: Session) -> list[Path]:
@@ -50,7 +59,7 @@ def quantize(session: Session) -> list[Path]:
         seen += count
         session.progress(seen, total)
 
-    model = session.new_model()
+    model = session.new_int8_model()
     record = ptq.calibrate(model, plan, (batch for _, batch in batches), settings, progress)
     record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += record.notes
@@ -63,7 +72,7 @@ def fake_quant(session: Session) -> list[Path]:
     """Evaluate the fake-quant model."""
     from qdqbench.eval.runners import torch_runner
 
-    return [_evaluate(session, "fake_quant", torch_runner(session.fake_quant_model))]
+    return [evaluate(session, "fake_quant", torch_runner(session.fake_quant_model))]
 
 
 def export(session: Session) -> list[Path]:
@@ -116,119 +125,7 @@ def onnxruntime(session: Session) -> list[Path]:
     """Evaluate the exported graph in ONNX Runtime."""
     from qdqbench.eval.runners import onnxruntime_runner
 
-    return [_evaluate(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
-
-
-def build(session: Session) -> list[Path]:
-    """Build the engine and prove its INT8 layers, or record why there is none."""
-    from qdqbench.quantize.build import build as build_engine
-    from qdqbench.quantize.build import sidecar_path
-    from qdqbench.quantize.errors import MissingDevice
-    from qdqbench.quantize.trt import Profile
-
-    engine, shapes = session.recipe.engine, session.recipe.engine.shapes
-    folder, record = session.folder / "engine", session.folder / "build.json"
-    path = folder / graph_path(session).with_suffix(".engine").name
-    low, opt, high = zip(shapes.batch, shapes.length, strict=True)
-    try:
-        result = build_engine(
-            graph_path(session),
-            path,
-            backend=engine.backend,
-            profiles=[Profile(min=low, opt=opt, max=high)],
-            expected_gemms=expected_gemms(session),
-            expected_attention=len(session.plan.attention),
-            compute_capability=engine.compute_capability,
-            layers_path=session.folder / "layers.json",
-            progress=lambda _, fraction: session.progress(round(1000 * fraction), 1000),
-        )
-    except MissingDevice as error:
-        files.write_json(record, {"skipped": str(error)})
-        return [record]
-    files.write_json(record, result.model_dump(mode="json"))
-    return [record, path, sidecar_path(path), session.folder / "layers.json"]
-
-
-def engine(session: Session) -> list[Path]:
-    """Evaluate the engine where a GPU runs it, or record why not."""
-    from qdqbench.quantize.engine_run import EngineRunner
-    from qdqbench.quantize.gpu import find_gpu
-
-    record = session.folder / "engine.json"
-    built = files.read_json(session.folder / "build.json")
-    gpu = find_gpu()
-    if "skipped" in built:
-        reason = f"no engine was built: {built['skipped']}"
-    elif gpu is None:
-        reason = "no GPU here to run it on"
-    else:
-        path = session.folder / "engine" / built["file"]
-        with EngineRunner(path, graph_path(session)) as runner:
-            logits = _evaluate(
-                session, "engine", runner, batch_size=min(session.config.batch_size, runner.max_batch)
-            )
-        files.write_json(record, {"detail": f"{built['backend']} {built['version']} on {gpu.name}"})
-        return [record, logits]
-    files.write_json(record, {"skipped": reason})
-    return [record]
-
-
-def graph_path(session: Session) -> Path:
-    """The graph that the recipe is about."""
-    if session.recipe.quantizes:
-        return session.folder / INT8
-    return session.folder / (FP16 if session.recipe.precision.compute == "fp16" else FP32)
-
-
-def weight_form(session: Session) -> Any:
-    """Form of per-channel weights: the recipe's, or the default of the backend that will build."""
-    from qdqbench.quantize.export import default_weight_form
-    from qdqbench.quantize.trt import preferred_backend
-
-    asked = session.recipe.export.weights
-    return default_weight_form(preferred_backend(session.recipe.engine.backend)) if asked == "auto" else asked
-
-
-def expected_modules(session: Session) -> set[str]:
-    """Modules whose MatMuls must be in INT8."""
-    return set(session.plan.int8) | set(session.plan.attention)
-
-
-def expected_gemms(session: Session) -> list[str]:
-    """ONNX MatMul and Gemm nodes that must run in INT8."""
-    from qdqbench.quantize.build import gemm_names
-    from qdqbench.quantize.graph import module_of
-
-    modules = expected_modules(session)
-    return [name for name in gemm_names(graph_path(session)) if module_of(name) in modules]
-
-
-def _evaluate(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
-    """Write logits and labels of every evaluation split as arrays."""
-    from qdqbench.eval.runners import predict
-
-    total, seen = sum(len(encoded.labels) for _, encoded in session.eval_splits.values()), 0
-
-    def progress(count: int) -> None:
-        nonlocal seen
-        seen += count
-        session.progress(seen, total)
-
-    arrays: dict[str, Any] = {}
-    for name, (_, encoded) in session.eval_splits.items():
-        arrays[f"{name}.logits"] = predict(
-            runner,
-            encoded,
-            pad_id=session.pad_id,
-            batch_size=batch_size or session.config.batch_size,
-            stage=stage,
-            progress=progress,
-        )
-        arrays[f"{name}.labels"] = encoded.labels
-    path = session.folder / "logits" / f"{stage}.npz"
-    with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
-        np.savez(stream, **arrays)
-    return path
+    return [evaluate(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
 
 
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
@@ -260,7 +157,8 @@ def _evaluation(session: Session) -> Any:
 
 def _placement(session: Session) -> Any:
     recipe = session.recipe
-    return [_model(session), [rule.model_dump() for rule in recipe.rules], recipe.attention]
+    rules = [rule.model_dump() for rule in recipe.rules]
+    return [_model(session), rules, recipe.attention, recipe.export.gelu]
 
 
 def _calibration(session: Session) -> Any:
@@ -289,18 +187,29 @@ def _built(session: Session) -> Any:
     return [_placement(session), session.recipe.engine.model_dump(), available_backends(), str(find_gpu())]
 
 
+def _measured(session: Session) -> Any:
+    return [_evaluation(session), _built(session)]
+
+
+def _verified(session: Session) -> Any:
+    recipe = session.recipe
+    return [_measured(session), recipe.gate.max_drop, session.config.seed]
+
+
 def stages(session: Session) -> dict[str, Stage]:
     """The stages of this run, in order: the embedded default trains first, a twin is not quantized."""
     first = () if session.config.model else ("embedded",)
     quantized = session.recipe.quantizes
     calibrated = (*first, "quantize") if quantized else first
+    evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
     listed = [
         Stage("baseline", baseline, first, _evaluation),
         Stage("export", export, calibrated, _exported),
         Stage("check", check, ("export",), _placement),
         Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation),
         Stage("build", build, ("export",), _built),
-        Stage("engine", engine, (*first, "export", "build"), lambda s: [_evaluation(s), _built(s)]),
+        Stage("verify", verify, (*evaluated, "export", "build"), _verified),
+        Stage("engine", engine, (*first, "export", "build", "verify"), _measured),
     ]
     if quantized:
         listed[1:1] = [

@@ -14,9 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from qdqbench.quantize.engine_cache import TimingCache, origin
+from qdqbench.quantize.engine_shapes import Profile, add_profiles
 from qdqbench.quantize.errors import MissingDevice, UserError
 from qdqbench.quantize.gpu import Gpu, find_gpu
 from qdqbench.quantize.trt_log import BuildLog, Progress, capture, hint_for, one_line, progress_monitor
+
+__all__ = [
+    "Backend",
+    "BackendChoice",
+    "BackendName",
+    "BuiltEngine",
+    "Profile",
+    "available_backends",
+    "build_engine",
+    "choose_backend",
+    "preferred_backend",
+]
 
 BackendName = Literal["tensorrt", "tensorrt_rtx"]
 BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
@@ -41,24 +55,6 @@ class Backend:
     gpu: Gpu | None
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Input shapes that an engine accepts, each (batch in sequences, length in tokens).
-
-    Raises:
-        UserError: not 1 <= min <= opt <= max on both axes.
-    """
-
-    min: tuple[int, int]
-    opt: tuple[int, int]
-    max: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        axes = zip(("batch", "length"), self.min, self.opt, self.max, strict=True)
-        if wrong := [f"{name} {a}, {b}, {c}" for name, a, b, c in axes if not 1 <= a <= b <= c]:
-            raise UserError(f"engine shapes must hold 1 <= min <= opt <= max, not {' and '.join(wrong)}")
-
-
 @dataclass
 class BuiltEngine:
     """A serialized engine and what the builder said about it."""
@@ -72,6 +68,7 @@ class BuiltEngine:
     compute_capability: list[str]
     ahead_of_time: bool
     seconds: float
+    notes: list[str] = field(default_factory=list)  # what the user must hear about, such as an ignored cache
 
 
 def _import(name: BackendName) -> Any | None:
@@ -126,19 +123,21 @@ def choose_backend(name: BackendChoice) -> Backend:
     return Backend(name, str(module.__version__), module, gpu)
 
 
-def build_engine(
+def build_engine(  # noqa: PLR0913  the options are keywords
     onnx_path: Path,
     backend: Backend,
     profiles: Sequence[Profile],
     *,
     compute_capability: str | None = None,
+    timing_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> BuiltEngine:
-    """Build a strongly typed engine from an ONNX file whose inputs are all [batch, length].
+    """Build a strongly typed engine from an ONNX file whose inputs are [batch, length, ...].
 
     TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
     or there is no GPU (then DEFAULT_COMPUTE_CAPABILITY); one target at a time, because the log shows the
-    layers of one target only. TensorRT builds for the GPU at hand.
+    layers of one target only. TensorRT builds for the GPU at hand, and reads and writes `timing_cache`, a
+    file of kernel timings that makes the next build quicker; TensorRT-RTX has none in effect.
 
     Raises:
         UserError: the parser or builder refuses the file, the shapes or the target; lists every message.
@@ -155,7 +154,10 @@ def build_engine(
         config = builder.create_builder_config()
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # datatypes in the layer table
         targets, ahead_of_time = _set_target(config, backend, compute_capability)
-        _add_profiles(builder, network, config, profiles)
+        add_profiles(builder, network, config, profiles)
+        timings = None
+        if timing_cache and backend.name == "tensorrt":
+            timings = TimingCache(config, timing_cache, origin(backend.name, backend.version, backend.gpu))
         monitor = progress_monitor(trt, progress) if progress else None
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
@@ -165,9 +167,10 @@ def build_engine(
         if serialized is None:
             raise _refused(f"cannot build an engine from {onnx_path}", log.errors(), backend)
         data = bytes(serialized)
+        notes = timings.save() if timings else []
         del serialized, parser, config, network, builder  # children before the builder that made them
         seconds = time.perf_counter() - started
-        table = None if ahead_of_time else _inspect(trt, logger, data)
+        table = None if ahead_of_time else inspect_engine(trt, logger, data)
     return BuiltEngine(
         data=data,
         layer_lines=log.table,
@@ -178,6 +181,7 @@ def build_engine(
         compute_capability=targets,
         ahead_of_time=ahead_of_time,
         seconds=seconds,
+        notes=notes,
     )
 
 
@@ -234,36 +238,13 @@ def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list
             title = f"{backend.name} {backend.version} cannot build for compute capability {here!r}"
             raise UserError(f"{title}; it builds for {', '.join(known)}")
         target = known[here]
+    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # or CUDA graphs cannot be captured
     config.num_compute_capabilities = 1
     config.set_compute_capability(target, 0)
     return [str(here)], ahead_of_time
 
 
-def _add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Profile]) -> None:
-    """Give every input the shapes of every profile."""
-    tensors = [network.get_input(index) for index in range(network.num_inputs)]
-    inputs = {tensor.name: tuple(tensor.shape) for tensor in tensors}
-    if wrong := [f"{name} {list(shape)}" for name, shape in inputs.items() if len(shape) != 2]:
-        raise UserError(f"inputs must be [batch, length], not {', '.join(wrong)}; export token inputs only")
-    if not profiles and any(-1 in shape for shape in inputs.values()):
-        raise UserError("the model has dynamic inputs and no engine shapes; set engine.shapes in the recipe")
-    for shapes in profiles:
-        profile = builder.create_optimization_profile()
-        for name, shape in inputs.items():
-            asked = zip(shape, shapes.min, shapes.max, strict=True)
-            if any(size != -1 and not low == high == size for size, low, high in asked):
-                raise UserError(
-                    f"input {name} is fixed at {list(shape)} and cannot take {shapes.min} to {shapes.max}; "
-                    "export with dynamic axes or ask for that shape"
-                )
-            profile.set_shape(name, shapes.min, shapes.opt, shapes.max)
-        if config.add_optimization_profile(profile) < 0:
-            raise UserError(
-                f"the builder refuses the shapes {shapes.min}, {shapes.opt}, {shapes.max}; change them"
-            )
-
-
-def _inspect(trt: Any, logger: Any, data: bytes) -> str | None:
+def inspect_engine(trt: Any, logger: Any, data: bytes) -> str | None:
     """Layer table of an engine built for this machine's GPU, as JSON; None where it cannot be loaded."""
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(data)

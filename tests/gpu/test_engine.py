@@ -1,6 +1,7 @@
 """A real engine on a real GPU: what it computes is what the fake-quant model computes."""
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -141,8 +142,126 @@ def test_shapes_outside_of_the_profile_are_refused(run):
     rng = np.random.default_rng(0)
     with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx") as engine:
         for inputs in (batch(rng, 129, 16), batch(rng, 1, 129)):
-            with pytest.raises(CheckFailed, match="profile does not take"):
+            with pytest.raises(CheckFailed, match="no profile of the engine takes"):
                 engine(inputs)
+
+
+@pytest.fixture(scope="module")
+def engine(run):
+    """The engine of a recipe, loaded once."""
+    from qdqbench.quantize.engine_run import Engine
+
+    recipe, folder = run
+    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
+    with Engine(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx") as loaded:
+        yield loaded
+
+
+def test_memory_is_reported(run, engine):
+    _, folder = run
+    memory = engine.memory
+    assert memory.engine_bytes == next((folder / "engine").glob("*.engine")).stat().st_size
+    assert memory.weights_and_code_bytes > 0
+    assert memory.activation_bytes == max(memory.activation_bytes_per_profile) > 0
+    assert "GPU memory" in results(folder)["stages"]["engine"]["detail"]
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 16), (32, 128), (7, 50)])
+def test_a_graph_computes_what_a_run_computes(engine, rows, length):
+    rng = np.random.default_rng(rows)
+    bound = engine.bind(rows, length)
+    assert bound.captured, engine.notes
+    for padding in (0, length // 2):
+        inputs = batch(rng, rows, length, padding)
+        bound.load(inputs)
+        bound.launch()
+        assert np.array_equal(bound.read()["logits"], engine.run(inputs)["logits"])
+    bound.close()
+
+
+def test_graphs_and_streams_do_not_mix(engine):
+    """Four bound runs at once, replayed in turn, each with its own answer."""
+    rng = np.random.default_rng(0)
+    shapes = [(8, 64), (8, 64), (1, 128), (32, 16)]
+    inputs = [batch(rng, rows, length, length // 4) for rows, length in shapes]
+    expected = [engine.run(each)["logits"] for each in inputs]
+    bound = [engine.bind(rows, length, graph=number != 1) for number, (rows, length) in enumerate(shapes)]
+    for each, feeds in zip(bound, inputs, strict=True):
+        each.load(feeds)
+    for _ in range(20):
+        for each in bound:
+            each.launch()
+    for each, logits in zip(bound, expected, strict=True):
+        assert np.array_equal(each.read()["logits"], logits)
+        each.close()
+
+
+def test_kernel_times_are_of_kernels_in_the_layer_table(run, engine):
+    _, folder = run
+    inputs = batch(np.random.default_rng(0), 8, 64)
+    times = engine.kernel_times(inputs, repeats=5)
+    assert all(ms > 0 for ms in times.values())
+    assert 0.001 < sum(times.values()) < 1000
+    names = {row["name"] for row in json.loads((folder / "layers.json").read_text())["layers"]}
+    assert len(names & set(times)) > len(times) / 2
+
+
+def test_the_runtime_cache_is_kept_in_the_run_directory(run):
+    from qdqbench.quantize.engine_run import Engine
+
+    recipe, folder = run
+    name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
+    path = folder / "engine" / "runtime.cache"
+    if results(folder)["engine"]["backend"] != "tensorrt_rtx":
+        assert not path.exists()
+        return
+    before = path.read_bytes()
+    inputs = batch(np.random.default_rng(0), 3, 32)
+    with Engine(folder / "engine" / f"{name}.engine", runtime_cache=path) as loaded:
+        assert loaded.notes == []
+        first = loaded.run(inputs)["logits"]
+    path.write_bytes(before[:-10])
+    with Engine(folder / "engine" / f"{name}.engine", runtime_cache=path) as loaded:
+        assert "ignored" in loaded.notes[0]
+        assert np.array_equal(loaded.run(inputs)["logits"], first)
+
+
+def test_several_profiles(run, tmp_path):
+    """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
+    from qdqbench.eval.runners import onnxruntime_runner
+    from qdqbench.quantize.build import build, gemm_names
+    from qdqbench.quantize.engine_run import Engine, EngineRunner
+    from qdqbench.quantize.trt import Profile
+
+    recipe, folder = run
+    onnx = folder / ("model.fp16.onnx" if recipe == "bert-fp16" else "model.int8.onnx")
+    profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]
+    quantized = results(folder)["engine"]
+    result = build(
+        onnx,
+        tmp_path / "x.engine",
+        backend=quantized["backend"],
+        profiles=profiles,
+        expected_gemms=[] if recipe == "bert-fp16" else gemm_names(onnx)[:1],
+        expected_attention=0,
+        timing_cache=tmp_path / "timing.cache",
+    )
+    assert result.not_int8 == []
+    reference = onnxruntime_runner(onnx)
+    with Engine(tmp_path / "x.engine", onnx) as loaded:
+        assert [loaded.choose_profile(*size) for size in ((1, 20), (2, 128), (4, 16), (64, 128))] == [
+            0,
+            0,
+            1,
+            1,
+        ]
+        sizes = loaded.memory.activation_bytes_per_profile
+        assert 0 < sizes[0] < sizes[1]
+    with EngineRunner(tmp_path / "x.engine", onnx) as runner:
+        for rows, length in [(1, 20), (64, 128), (3, 40), (1, 20), (3, 40), (1, 20)]:  # 3 is between both
+            inputs = batch(np.random.default_rng(rows), rows, length, length // 4)
+            made, expected = runner(inputs), reference(inputs)
+            assert np.linalg.norm(made - expected) / np.linalg.norm(expected) < 0.1
 
 
 def test_second_run_reuses_the_engine(run, sst2, capsys):

@@ -15,7 +15,8 @@ from qdqbench.quantize.recipe import load_recipe, shipped_recipes
 from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, listing, results, rows, write_split
 
 RECIPES = sorted(shipped_recipes())
-STAGES = ["baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime", "build", "engine"]
+STAGES = ["baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime"]
+STAGES += ["build", "verify", "engine"]
 needs_rtx = pytest.mark.skipif(
     "not __import__('importlib').util.find_spec('tensorrt_rtx')",
     reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'",
@@ -170,33 +171,53 @@ def edited(path, change):
 @pytest.mark.parametrize(
     ("change", "options", "rerun"),
     [
-        (lambda recipe: recipe["gate"].update(max_drop=0.5), [], set()),
+        (lambda recipe: recipe["gate"].update(max_drop=0.5), [], {"verify"}),
         (lambda recipe: recipe.update(description="other words"), [], set()),
-        (lambda recipe: None, ["--seed", "7"], {"parity"}),
+        (lambda recipe: None, ["--seed", "7"], {"parity", "verify"}),
         (
             lambda recipe: recipe["calibration"].update(samples=64),
             [],
-            {"quantize", "fake_quant", "export", "check", "parity", "onnxruntime", "build", "engine"},
+            {
+                "quantize",
+                "fake_quant",
+                "export",
+                "check",
+                "parity",
+                "onnxruntime",
+                "build",
+                "verify",
+                "engine",
+            },
         ),
         (
             lambda recipe: recipe["calibration"].update(seed=5, samples=64),
             [],
-            {"quantize", "fake_quant", "export", "check", "parity", "onnxruntime", "build", "engine"},
+            {
+                "quantize",
+                "fake_quant",
+                "export",
+                "check",
+                "parity",
+                "onnxruntime",
+                "build",
+                "verify",
+                "engine",
+            },
         ),
         (
             lambda recipe: recipe["engine"]["shapes"].update(batch=[1, 8, 64]),
             [],
-            {"build", "engine"},
+            {"build", "verify", "engine"},
         ),
         (
             lambda recipe: recipe["export"].update(weights="channel"),
             [],
-            {"export", "check", "parity", "onnxruntime", "build", "engine"},
+            {"export", "check", "parity", "onnxruntime", "build", "verify", "engine"},
         ),
         (
             lambda recipe: None,
             ["--limit", "32"],
-            {"baseline", "fake_quant", "parity", "onnxruntime", "engine"},
+            {"baseline", "fake_quant", "parity", "onnxruntime", "verify", "engine"},
         ),
     ],
     ids=["gate", "description", "seed", "samples", "calibration-seed", "shapes", "weights", "limit"],
@@ -249,7 +270,13 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
             "engine/model.int8.engine.json",
             "layers.json",
         ],
-        "evaluate": ["engine.json", "logits/fake_quant.npz", "logits/fp32.npz", "logits/onnxruntime.npz"],
+        "evaluate": [
+            "engine.json",
+            "logits/fake_quant.npz",
+            "logits/fp32.npz",
+            "logits/onnxruntime.npz",
+            "verify.json",
+        ],
         "report": ["check.json", "parity.json", "report.html", "report.md", "results.json"],
     }
     for command, written in steps.items():
@@ -358,7 +385,7 @@ def test_without_tensorrt_rtx_nothing_is_proven(sst2, tmp_path, qdqbench, monkey
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     assert qdqbench("run", *sst2.options, "--out", out).code == 0  # once it is installed
     timings = results(out)["timings"]
-    assert {name for name, row in timings.items() if not row["reused"]} == {"build", "engine"}
+    assert {name for name, row in timings.items() if not row["reused"]} == {"build", "verify", "engine"}
 
 
 def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):

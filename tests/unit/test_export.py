@@ -9,16 +9,19 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize import export
+from qdqbench.quantize import export, ptq
 from qdqbench.quantize.check import check_model
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.export import ExportSettings, default_weight_form, finish, save, trace
 from qdqbench.quantize.graph import module_of
-from qdqbench.quantize.models import MASK_FILL, load_model
+from qdqbench.quantize.models import MASK_FILL, load_model, use_tanh_gelu
 from qdqbench.quantize.ptq import forward
+from qdqbench.quantize.recipe import Calibration
 
 from .tiny_bert import (
+    LAYERS,
     LINEARS,
+    calibration_batches,
     copied,
     exported,
     padded_batch,
@@ -75,6 +78,35 @@ def test_twins_follow_the_fp32_model(tiny_bert: Path, compute: str) -> None:
         np.testing.assert_allclose(
             run_onnx(twin, batch), forward(model, batch).numpy(), atol=tolerance, rtol=0
         )
+
+
+@pytest.mark.parametrize(("compute", "weights"), [("fp32", "channel"), ("fp16", "factored")])
+def test_the_tanh_gelu_of_a_recipe(tiny_bert: Path, compute: str, weights: str) -> None:
+    model, settings = load_model(str(tiny_bert)), ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    use_tanh_gelu(model, "tiny")
+    plan = plan_of(recipe_with(), model)
+    ptq.calibrate(model, plan, iter(calibration_batches()), Calibration())
+    graph = finish(trace(model, 20), plan, settings)
+    assert check_model(graph, expected_quantized={*plan.int8}).findings == []
+    assert not any(node.op_type in ("Gelu", "Erf") for node in graph.graph.node)
+    exact = quantized(tiny_bert).model
+    for batch in BATCHES:
+        wanted = forward(model, batch).numpy()
+        tolerance = 1e-5 if compute == "fp32" else 0.15
+        np.testing.assert_allclose(run_onnx(graph, batch), wanted, atol=tolerance, rtol=0)
+        assert np.abs(forward(exact, batch).numpy() - wanted).max() > 2e-5  # so the form shows
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert: Path, compute: str) -> None:
+    """Twins are what INT8 is measured against: none of the rewrites touches them."""
+    model = load_model(str(tiny_bert))
+    graph = trace(model, 20)
+    settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
+    twin = finish(graph, plan_of(recipe_with(), model), settings)
+    names = [node.name for node in graph.graph.node]
+    assert [node.name for node in twin.graph.node if not node.name.endswith("/Cast")] == names
+    assert sum(node.op_type == "Gelu" for node in twin.graph.node) == LAYERS
 
 
 def test_the_interface(tiny_bert: Path) -> None:

@@ -7,7 +7,21 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.results import LayerRow
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.layers import coverage, is_int8, parse_inspector_json, parse_log, why_not
+from qdqbench.quantize.layers import (
+    MAX_MERGED,
+    MAX_TABLE_BYTES,
+    MAX_TABLE_LAYERS,
+    base_name,
+    computing_rows,
+    copy_of,
+    coverage,
+    is_int8,
+    name_parts,
+    parse_inspector_json,
+    parse_log,
+    read_table,
+    why_not,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SELF = "/bert/encoder/layer.0/attention/self"
@@ -268,3 +282,73 @@ _json = st.recursive(
 def test_any_layer_objects_are_read(layers):
     rows = parse_inspector_json(json.dumps({"Layers": layers}))
     assert len(rows) == len(layers)
+
+
+# Saved tables.
+
+
+@pytest.mark.parametrize("schema", ["inspector_trt10.json", "inspector_trt11.json"])
+def test_a_saved_table_of_any_kind_gives_the_same_rows(schema, tmp_path):
+    rows = read_table(GOLDEN / schema)
+    assert rows == parse_inspector_json((GOLDEN / schema).read_text(encoding="utf-8"))
+    own = tmp_path / "layers.json"  # as qdqbench writes it; build.json has other keys too
+    own.write_text(json.dumps({"file": "x.engine", "layers": [row.model_dump() for row in rows]}))
+    assert read_table(own) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not engine inspector JSON"),
+        ("[" * 100_000, "not engine inspector JSON"),
+        ('{"Layers": []}', "lists no layers"),
+        ('{"layers": [{"name": "x"}]}', "not engine inspector JSON"),
+        ('{"Layers": ["/a/MatMul"]}', "ProfilingVerbosity.DETAILED"),
+        ('{"Layers": [' + ",".join(["{}"] * (MAX_TABLE_LAYERS + 1)) + "]}", f"at most {MAX_TABLE_LAYERS}"),
+        ('{"layers": [' + ",".join(["{}"] * (MAX_TABLE_LAYERS + 1)) + "]}", f"at most {MAX_TABLE_LAYERS}"),
+    ],
+    ids=["empty", "deep", "no-layers", "half", "names", "many", "many-own"],
+)
+def test_a_saved_table_that_is_none_is_refused(text, message, tmp_path):
+    path = tmp_path / "saved.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as refused:
+        read_table(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    path = tmp_path / "large.json"
+    with path.open("wb") as stream:
+        stream.truncate(MAX_TABLE_BYTES + 1)
+    with pytest.raises(UserError, match=f"at most {MAX_TABLE_BYTES}"):
+        read_table(path)
+
+
+def test_missing_or_binary_files(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_table(tmp_path / "nothing.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(UserError, match="it is not text"):
+        read_table(tmp_path / "binary.json")
+
+
+# Names.
+
+
+def test_name_copy_and_base_of_a_kernel():
+    generated, merged = row("__myl_AddTanh_myl1_12", "kgen"), row("/a/MatMul+/b/MatMul_myl0_3")
+    assert (copy_of(generated), base_name(generated)) == ("1", "AddTanh")
+    assert (copy_of(merged), base_name(merged)) == ("0", "/a/MatMul+/b/MatMul")
+    assert copy_of(row("Reformat_1", "Reformat")) == ""
+    assert {"/a/MatMul", "/b/MatMul"} <= {*name_parts(merged)}
+
+
+def test_a_name_of_nothing_but_pluses_is_not_taken_apart():
+    assert len(name_parts(row("+" * (MAX_MERGED + 1)))) == 2
+    assert len(name_parts(row("+" * MAX_MERGED))) == 2 * (MAX_MERGED + 2)
+
+
+def test_the_rows_that_compute_a_node_come_by_copy():
+    rows = [row(f"/a/MatMul{tail}") for tail in ("_myl0_1", " [profile 1]_myl1_1")]
+    assert computing_rows(rows, ["/a/MatMul", "/b/MatMul"]) == {"/a/MatMul": [[rows[0]], [rows[1]]]}

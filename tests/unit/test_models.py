@@ -17,10 +17,11 @@ from qdqbench.quantize.models import (
     model_fingerprint,
     module_table,
     quiet_transformers,
+    use_tanh_gelu,
 )
 from qdqbench.quantize.ptq import forward
 
-from .tiny_bert import ATTENTIONS, LINEARS, VOCABULARY, new_bert, padded_batch, write_tiny_bert
+from .tiny_bert import ATTENTIONS, LAYERS, LINEARS, VOCABULARY, new_bert, padded_batch, write_tiny_bert
 
 
 @pytest.fixture
@@ -130,6 +131,49 @@ def test_the_tokenizer(tiny_bert: Path) -> None:
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("ab. c")["input_ids"])
     assert tokens == ["[CLS]", "a", "##b", ".", "c", "[SEP]"]
     assert len(tokenizer) == len(VOCABULARY)
+
+
+class TestTanhGelu:
+    def test_every_layer_computes_the_tanh_form(self, tiny_bert: Path) -> None:
+        import torch
+
+        model = load_model(str(tiny_bert))
+        use_tanh_gelu(model, "tiny")
+        x = torch.linspace(-6, 6, 1001)
+        wanted = torch.nn.functional.gelu(x, approximate="tanh")
+        assert (wanted - torch.nn.functional.gelu(x)).abs().max() > 4e-4
+        for layer in model.bert.encoder.layer:
+            torch.testing.assert_close(layer.intermediate.intermediate_act_fn(x), wanted)
+
+    def test_only_the_activations_change(self, tiny_bert: Path) -> None:
+        exact, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
+        use_tanh_gelu(model, "tiny")
+        changed = [
+            name
+            for (name, ours), (_, theirs) in zip(model.named_modules(), exact.named_modules(), strict=True)
+            if type(ours) is not type(theirs)
+        ]
+        assert changed == [
+            f"bert.encoder.layer.{layer}.intermediate.intermediate_act_fn" for layer in range(LAYERS)
+        ]
+        assert module_table(model) == module_table(exact)  # so a recipe's plan is the same
+        batch = padded_batch()
+        difference = (forward(model, batch) - forward(exact, batch)).abs().max()
+        assert 0 < difference < 0.01
+        again = forward(model, batch)
+        use_tanh_gelu(model, "tiny")
+        np.testing.assert_array_equal(forward(model, batch), again)
+
+    @pytest.mark.parametrize("activation", ["relu", "gelu_new", "silu"])
+    def test_another_activation_is_refused(self, folder: Path, activation: str) -> None:
+        edit_json(folder / "config.json", hidden_act=activation)
+        model = load_model(str(folder))
+        before = forward(model, padded_batch())
+        with pytest.raises(
+            UserError, match=rf"model mine computes '{activation}' in its .*; set export\.gelu to exact"
+        ):
+            use_tanh_gelu(model, "mine")
+        np.testing.assert_array_equal(forward(model, padded_batch()), before)
 
 
 class TestRefused:

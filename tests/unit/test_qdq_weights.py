@@ -18,11 +18,12 @@ from qdqbench.eval.parity import compare_layers
 from qdqbench.eval.runners import session_of
 from qdqbench.quantize.errors import CheckFailed
 from qdqbench.quantize.export import ExportSettings, finish, trace
-from qdqbench.quantize.graph import module_of, prune
+from qdqbench.quantize.graph import GraphIndex, module_of, prune
 from qdqbench.quantize.qdq_weights import factor_scales, fold_weights, quantize
 
 from .tiny_bert import (
     INT8,
+    LAYERS,
     LINEARS,
     calibrate,
     exported,
@@ -123,7 +124,8 @@ def test_folded_codes_dequantize_to_the_fake_quant_weights(tiny_bert: Path) -> N
         codes, scale = (tensor(graph, f"{name}.weight_{part}") for part in ("int8", "scale"))
         fake = linear.weight_quantizer(linear.weight).detach().numpy()
         assert codes.dtype == np.int8
-        np.testing.assert_allclose((codes * scale).T, fake, rtol=1e-6, atol=0)
+        assert codes.shape == (linear.out_features, linear.in_features)  # K is contiguous
+        np.testing.assert_allclose(codes * scale[:, None], fake, rtol=1e-6, atol=0)
 
 
 class TestFolding:
@@ -143,6 +145,27 @@ class TestFolding:
         assert not any("/layer/" in n.name for n in graph.graph.node)  # names as the exporter writes them
         quantizers = [n for n in graph.graph.node if n.op_type == "QuantizeLinear"]
         assert len(quantizers) == len(LINEARS)  # of the inputs
+
+    @pytest.mark.parametrize("weights", ["channel", "factored"])
+    def test_codes_are_stored_along_k_behind_a_transpose(self, tiny_bert: Path, weights: str) -> None:
+        graph = exported(tiny_bert, compute="fp32", weights=weights)
+        index = GraphIndex(graph)
+        found = []
+        for node in graph.graph.node:
+            transpose = index.producers.get(node.input[1]) if node.op_type == "MatMul" else None
+            if transpose is None or not transpose.name.endswith("/weight_quantizer/Transpose"):
+                continue
+            (perm,) = transpose.attribute
+            assert list(perm.ints) == [1, 0]
+            dq = index.producers[transpose.input[0]]
+            assert dq.op_type == "DequantizeLinear"
+            axis = [(item.name, item.i) for item in dq.attribute]
+            assert axis == ([("axis", 0)] if weights == "channel" else [])  # the channels are the rows
+            name = module_of(node.name)
+            assert {module_of(n.name) for n in (dq, transpose)} == {f"{name}.weight_quantizer"}
+            assert dq.input[0] == f"{name}.weight_int8"
+            found.append(name)
+        assert found == LINEARS
 
     def test_folding_changes_no_number(self, tiny_bert: Path) -> None:
         graph, batch = traced(tiny_bert), padded_batch()
@@ -211,10 +234,48 @@ class TestFactoring:
         assert len(rows) == len(LINEARS)
         assert max(row.output_rel_error or 0.0 for row in rows) < 1e-5
 
-    def test_per_tensor_weights_stay(self, tiny_bert: Path) -> None:
+    def test_per_tensor_weights_stay_where_the_input_is_their_own(self, tiny_bert: Path) -> None:
         name = "bert-int8-linears-per-tensor"
-        channel, factored = (exported(tiny_bert, name, weights=w) for w in ("channel", "factored"))
-        assert factored.SerializeToString(deterministic=True) == channel.SerializeToString(deterministic=True)
+        channel, factored = (exported(tiny_bert, name, "fp32", form) for form in ("channel", "factored"))
+        scales = {each: tensor(channel, f"{each}.weight_scale") for each in LINEARS}
+        shared = [each for each in LINEARS if ".self." in each]
+        assert len(shared) == 3 * LAYERS
+        names = {t.name for t in factored.graph.initializer}
+        assert {each for each in LINEARS if f"{each}.weight_factor" in names} == set(shared)
+        assert {each for each in LINEARS if f"{each}.weight_scale" in names} == set(LINEARS) - set(shared)
+        for each in set(LINEARS) - set(shared):
+            np.testing.assert_array_equal(tensor(factored, f"{each}.weight_scale"), scales[each])
+        for layer in (shared[:3], shared[3:]):
+            (scalar,) = {self.scalar(factored, each) for each in layer}
+            assert np.log2(scalar) % 1 == 0
+            for each in layer:
+                factor = tensor(factored, f"{each}.weight_factor")
+                assert factor.shape == ()
+                assert factor * np.float32(scalar) == scales[each]
+                assert np.float16(factor) == factor  # so FP16 loses none of it
+        for batch in (padded_batch(), padded_batch((7, 7))):
+            np.testing.assert_allclose(run_onnx(factored, batch), run_onnx(channel, batch), atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize("change", ["input scale", "alone"])
+    def test_per_tensor_weights_without_a_partner_stay(self, tiny_bert: Path, change: str) -> None:
+        """Only linears that read one tensor with one scale can merge."""
+        name = "bert-int8-linears-per-tensor"
+        graph = traced(tiny_bert, name)
+        fold_weights(graph)
+        for number, linear in enumerate(LINEARS[:3]):
+            quantizer = "/" + linear.replace(".", "/").replace("layer/", "layer.") + "/input_quantizer"
+            node = next(n for n in graph.graph.node if n.name == f"{quantizer}/QuantizeLinear")
+            if change == "input scale":
+                store(graph, node.input[1], tensor(graph, node.input[1]) * np.float32(1 + number))
+            else:  # each of the three reads its own copy of the tensor
+                copy = helper.make_node(
+                    "Identity", [node.input[0]], [f"copy{number}"], name=f"/copy{number}/Identity"
+                )
+                node.input[0] = f"copy{number}"
+                graph.graph.node.insert(list(graph.graph.node).index(node), copy)
+        factor_scales(graph)
+        names = {t.name for t in graph.graph.initializer if t.name.endswith(".weight_factor")}
+        assert names == {f"{each}.weight_factor" for each in LINEARS[6:9]}
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +297,7 @@ def test_gemms_become_matmul_and_add(gemms: Any, form: str) -> None:
     assert "Gemm" not in operators.values()
     assert operators["/classifier/Gemm"] == "MatMul"
     assert operators["/classifier/Gemm_bias"] == "Add"
-    assert tensor(done, "classifier.weight_int8").shape == (32, 3)
+    assert tensor(done, "classifier.weight_int8").shape == (3, 32)
     rows = {row.name: row for row in compare_layers(done, model, [padded_batch()]).rows}
     assert len(rows) == 14
     assert max(row.output_rel_error or 0.0 for row in rows.values()) < 1e-5
@@ -278,7 +339,7 @@ def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
     wanted = x @ weight + (initializers["b"] if bias else 0)
     assert fold_weights(model) == ["lin"]
     prune(model)
-    np.testing.assert_array_equal(tensor(model, "w_int8"), [[2, 8, 4], [-16, 2, 127]])
+    np.testing.assert_array_equal(tensor(model, "w_int8"), [[2, -16], [8, 2], [4, 127]])  # [N, K]
     np.testing.assert_allclose(run_onnx(model, {"x": x}), wanted, rtol=1e-6)
     factor_scales(model)
     prune(model)

@@ -72,10 +72,19 @@ def test_a_minimal_recipe_quantizes_nothing() -> None:
         (HEAD + f"rules: [{{match: a, {INT8}, wieghts: x}}]", "rules.0.wieghts", "weights"),
         (HEAD + "Gate: {}", "Gate", "gate"),
         (HEAD + "export: {max_len: 3}", "export.max_len", "max_length"),
+        (HEAD + "export: {glue: tanh}", "export.glue", "gelu"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(text: str, key: str, nearest: str) -> None:
     assert f"unknown key {key!r}, did you mean {nearest!r}?" in refusal(text)
+
+
+def test_the_gelu_of_a_recipe() -> None:
+    """Exact unless a recipe says otherwise; what is shipped takes the faster form where INT8 hides the rest."""
+    assert parse_recipe(HEAD, "a").export.gelu == "exact"
+    assert parse_recipe(HEAD + "export: {gelu: tanh}", "a").export.gelu == "tanh"
+    forms = {name: load_recipe(name).export.gelu for name in SHIPPED}
+    assert forms == {name: "tanh" if "int8" in name else "exact" for name in SHIPPED}
 
 
 def test_an_unknown_key_near_nothing_lists_the_keys() -> None:
@@ -108,6 +117,8 @@ def test_every_mistake_is_named_at_once() -> None:
         (HEAD + "model: {family: gpt}", "model.family: Input should be 'bert'"),
         (HEAD + "qat: {epochs: 1}", "qat"),
         (HEAD + "export: {opset: 19}", "export.opset"),
+        (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
+        (HEAD + "export: {gelu: true}", "export.gelu"),
         (HEAD + "gate: {max_drop: .nan}", "gate.max_drop"),
         (HEAD + "calibration: {samples: -1}", "calibration.samples"),
         (HEAD + "calibration: {seed: -1}", "calibration.seed"),

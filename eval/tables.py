@@ -1,0 +1,175 @@
+"""Measured tables in Markdown, made from `results.json` and `bench.json` files and from nothing else.
+
+The same files give the same bytes, in whatever order they are named; no table exists without its files.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qdqbench.eval.bench_report import (
+    cell_text,
+    clocks,
+    hardware,
+    method,
+    milliseconds,
+    ratio_mark,
+    slow_lines,
+)
+from qdqbench.eval.bench_results import FILE as BENCH
+from qdqbench.eval.bench_results import Bench, BenchCell, read_bench, row_of, speedup_of
+from qdqbench.eval.formats import clean, code, text
+from qdqbench.eval.results import Results
+from qdqbench.eval.tables_accuracy import Places, accuracy_tables, mean_tables, run_key, table
+from qdqbench.quantize import files
+from qdqbench.quantize.errors import UserError
+
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+RESULTS = "results.json"
+
+
+def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
+    """Read every results file that is named, or that lies below a named folder.
+
+    Raises:
+        UserError: nothing found, an unreadable file, or two files with the same measurement.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        below = [file for name in (RESULTS, BENCH) for file in path.rglob(name)] if path.is_dir() else [path]
+        if not below:
+            raise UserError(f"{path} holds no {RESULTS} and no {BENCH}; name the folders of finished runs")
+        found.update(dict.fromkeys(below))
+    runs: dict[tuple[Any, ...], tuple[Path, Results]] = {}
+    benches: dict[tuple[Any, ...], tuple[Path, Bench]] = {}
+    for path in found:
+        value = files.read_json(path)
+        if isinstance(value, dict) and "cells" in value:
+            bench = read_bench(path)
+            _add(benches, _bench_key(bench), path, Bench.model_validate(clean(bench.model_dump(mode="json"))))
+        else:
+            run = _read_run(path)
+            _add(runs, run_key(run), path, Results.model_validate(clean(run.model_dump(mode="json"))))
+    return [runs[key][1] for key in sorted(runs)], [benches[key][1] for key in sorted(benches)]
+
+
+def insert(before: str, tables: str, name: str) -> str:
+    """Put the tables between the markers of a Markdown text.
+
+    Raises:
+        UserError: not exactly one pair of markers, in order.
+    """
+    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
+        raise UserError(f"{name} must hold the line {BEGIN} once and after it {END} once; add them")
+    head, _, rest = before.partition(BEGIN)
+    return f"{head}{BEGIN}\n{tables.strip()}\n{END}{rest.partition(END)[2]}"
+
+
+def tables_markdown(runs: Sequence[Results], benches: Sequence[Bench]) -> str:
+    """All tables: accuracy by task, means over tasks, latency by model shape, and where it was measured."""
+    places = Places()
+    parts = [
+        "Written by `qdqbench tables` from results files; do not edit by hand.",
+        *accuracy_tables(runs, places),
+        *mean_tables(runs, places),
+        *(part for bench in benches for part in _latency(bench)),
+    ]
+    return "\n\n".join(part for part in [*parts, places.text()] if part)
+
+
+def _latency(bench: Bench) -> list[str]:
+    """Latency, speed-ups and throughput of one bench."""
+    about, recipe = bench.target, bench.recipe.get("name")
+    shape, random = about.shape, " (random weights)" if about.random_weights else ""
+    title = (
+        f"### Latency: {text(about.name)}{random}, {code(recipe)}\n\n"
+        f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
+        f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
+        f"Median milliseconds. {text(method(bench))}"
+    )
+    names = [about.name for about in bench.contestants]
+    over = [name for name in ("fp16", "compile-fp16") if _compared(bench, name)]
+    labels = {about.name: about.label for about in bench.contestants}
+    header = [
+        "shape",
+        *(text(labels[name]) for name in names),
+        *(f"INT8 over {text(labels[n])}" for n in over),
+    ]
+    rows = []
+    for cell in bench.cells:
+        ratios = [ratio_mark(speedup_of(cell, "int8", name)) for name in over]
+        shown = [f"**{mark.text}**" if mark.bad else mark.text for mark in ratios]
+        rows.append([text(cell_text(bench, cell)), *(_median(cell, name) for name in names), *shown])
+    said = [*bench.notes, *_proofs(bench), clocks(bench), *slow_lines(bench), *bench.errors, *bench.warnings]
+    notes = [f"- {text(line)}" for line in said]
+    if not bench.complete:
+        notes.insert(0, "- interrupted: not every shape was measured")
+    return [title, table(header, rows), *_throughput(bench, labels), "\n".join(notes)]
+
+
+def _proofs(bench: Bench) -> list[str]:
+    """INT8 GEMMs of the engines that were timed, from their layer tables."""
+    rows = [row for cell in bench.cells for row in cell.rows if row.expected_int8_gemms is not None]
+    counts = sorted({(row.int8_gemms, row.expected_int8_gemms) for row in rows})
+    return [f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in counts]
+
+
+def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:
+    """Sequences per second of each contestant by shape and streams; nothing where it was not measured."""
+    rows = []
+    for cell in bench.cells:
+        for streams in bench.settings.streams:
+            rates = []
+            for name in labels:
+                row = row_of(cell, name)
+                found = [rate for rate in row.throughput if rate.streams == streams] if row else []
+                rates.append(f"{found[0].sequences_per_s:,.0f}" if found else "")
+            if any(rates):
+                rows.append([text(cell_text(bench, cell)), str(streams), *rates])
+    if not rows:
+        return []
+    return ["Sequences per second:", table(["shape", "streams", *map(text, labels.values())], rows)]
+
+
+def _median(cell: BenchCell, name: str) -> str:
+    row = row_of(cell, name)
+    if row is not None:
+        return milliseconds(row.median_ms)
+    failed = any(row.contestant == name and row.status == "error" for row in cell.rows)
+    return "✗ error" if failed else "not measured"
+
+
+def _compared(bench: Bench, name: str) -> bool:
+    return any(speedup_of(cell, "int8", name) for cell in bench.cells)
+
+
+def _bench_key(bench: Bench) -> tuple[Any, ...]:
+    return (
+        bench.device,
+        bench.target.name,
+        str(bench.recipe.get("name")),
+        hardware(bench),
+        bench.settings.profile,
+    )
+
+
+def _add(
+    known: dict[tuple[Any, ...], tuple[Path, Any]], key: tuple[Any, ...], path: Path, value: Any
+) -> None:
+    if key in known:
+        raise UserError(f"{known[key][0]} and {path} measured the same thing; name only one of them")
+    known[key] = (path, value)
+
+
+def _read_run(path: Path) -> Results:
+    try:
+        return Results.model_validate(files.read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is neither results.json nor bench.json of this version ({where}: {first['msg']}); make "
+            "it again"
+        ) from error

@@ -1,0 +1,79 @@
+"""Known faults of TensorRT versions: what to warn about before a figure or an answer is trusted.
+
+One table. Faults that show in the graph itself, such as FP16 scales with per-channel weights in the plain
+form, are found by `qdqbench check`, whatever the version.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """One fault, and the versions and GPUs that have it."""
+
+    backend: str
+    what: str
+    since: str | None = None  # first version that has it
+    fixed: str | None = None  # first version that does not
+    compute_capability: str | None = None  # None: every GPU
+
+    def applies(self, backend: str, version: str, compute_capability: str | None) -> bool:
+        """Whether an engine of this backend, version and GPU has the fault."""
+        here = _numbers(version)
+        return (
+            backend == self.backend
+            and (self.since is None or here >= _numbers(self.since))
+            and (self.fixed is None or here < _numbers(self.fixed))
+            and self.compute_capability in (None, compute_capability)
+        )
+
+
+HAZARDS = (
+    Hazard(
+        backend="tensorrt",
+        since="10.0.0",
+        fixed="10.0.1.6",
+        what="fused attention (_gemm_mha_v2) can differ from the reference in FP16; 10.0.1.6 has the fix",
+    ),
+    Hazard(
+        backend="tensorrt_rtx",
+        compute_capability="9.0",
+        fixed="1.7",
+        what="compute capability 9.0 (Hopper) is not officially supported; kernels are made for Ampere, so "
+        "speed is not what TensorRT itself reaches there",
+    ),
+    Hazard(
+        backend="tensorrt_rtx",
+        compute_capability="9.0",
+        since="1.7",
+        what="compute capability 9.0 (Hopper) is not supported and this version refuses it; 1.4 to 1.6 run "
+        "there unofficially",
+    ),
+)
+
+
+def hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
+    """Warnings for an engine, one sentence each.
+
+    Args:
+        backend: tensorrt or tensorrt_rtx.
+        version: such as "10.0.0.6".
+        compute_capability: of the engine's GPU, such as "8.9"; None where it is not known.
+    """
+    found = [hazard for hazard in HAZARDS if hazard.applies(backend, version, compute_capability)]
+    return [f"{backend} {version}: {hazard.what}" for hazard in found]
+
+
+def is_older(version: str, other: str) -> bool:
+    """Whether a version (of a backend or a driver) comes before another."""
+    return _numbers(version) < _numbers(other)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Release numbers without trailing zeros: `10.0.1.6` is later than `10.0.1`, `10.0` equals `10.0.0`."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -1,0 +1,70 @@
+"""A bench on a real GPU: every contestant runs, agrees with the others, and is faster where it must be."""
+
+import importlib.util
+
+import pytest
+
+from qdqbench.eval.bench_results import read_bench, row_of
+from qdqbench.quantize.gpu import find_gpu
+
+from ..integration.tiny import write_model  # noqa: TID252
+from ..unit.test_bench_cli import invoke  # noqa: TID252
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_gpu() is None, reason="needs an NVIDIA GPU; CUDA shows none here"),
+    pytest.mark.skipif(
+        not any(importlib.util.find_spec(name) for name in ("tensorrt_rtx", "tensorrt")),
+        reason="needs tensorrt_rtx or tensorrt: pip install 'qdqbench[rtx]'",
+    ),
+]
+GRID = ["--length", "32", "--batch", "1", "--batch", "8", "--rounds", "6", "--seconds", "0.1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_cuda_torch():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("engines run on torch's CUDA buffers; this torch has no CUDA")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bench")
+    model = write_model(root / "model", "sst2")
+    outcome = invoke("bench", "--model", model, "--out", root / "out", *GRID)
+    assert outcome.exit_code == 0, outcome.exception
+    return read_bench(root / "out" / "bench.json")
+
+
+def test_all_engines_and_eager_peers_are_measured(measured):
+    for cell in measured.cells:
+        for name in ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16"):
+            row = row_of(cell, name)
+            assert row is not None, (name, [row.reason for row in cell.rows])
+            assert "CUDA graph" in (row.detail or "")
+            assert len(row.round_ms) == 6
+            assert 0 < row.p50_ms <= row.p90_ms
+            assert {rate.streams for rate in row.throughput} == {1, 2}
+        assert row_of(cell, "compile-fp16") or any("torch.compile" in line for line in measured.warnings)
+
+
+def test_the_engine_runs_in_int8_and_its_answers_are_right(measured):
+    for cell in measured.cells:
+        row = row_of(cell, "int8")
+        assert row.int8_gemms == row.expected_int8_gemms > 0
+        assert row.rel_error < 0.3
+        assert row_of(cell, "fp16").rel_error < 0.05
+
+
+def test_clocks_are_read_or_said_not_to_be(measured):
+    read = [row.clock_mhz for cell in measured.cells for row in cell.rows if row.clock_mhz is not None]
+    assert read or any("were not read" in line for line in measured.warnings)
+
+
+def test_repeated_measurements_agree(measured):
+    """Rounds of one contestant are within a factor of three: anything else is no measurement."""
+    for cell in measured.cells:
+        for row in cell.rows:
+            if row.status == "done":
+                assert max(row.round_ms) < 3 * min(row.round_ms)

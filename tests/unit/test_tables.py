@@ -1,0 +1,150 @@
+"""Measured tables: the golden files give the golden text, byte for byte, in any order."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qdqbench.eval.bench_results import write_bench
+from qdqbench.eval.tables import BEGIN, END, find_results, insert, tables_markdown
+from qdqbench.quantize.errors import UserError
+
+from .test_bench_results import sample_bench
+from .test_report import sample as sample_run
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tables"
+
+
+def test_golden_results_give_the_golden_tables():
+    made = tables_markdown(*find_results([GOLDEN]))
+    assert made == (GOLDEN / "expected.md").read_text(encoding="utf-8").rstrip("\n")
+
+
+def test_the_order_of_the_files_does_not_matter():
+    paths = sorted(GOLDEN.rglob("*.json"))
+    assert len(paths) == 4
+    expected = tables_markdown(*find_results([GOLDEN]))
+    for order in itertools.permutations(paths):
+        assert tables_markdown(*find_results(order)) == expected
+
+
+def test_every_number_is_from_a_file():
+    """Changing a figure in a file changes the table, and without files there is no table."""
+    runs, benches = find_results([GOLDEN])
+    before = tables_markdown(runs, benches)
+    runs[0].stages["fp32"].metrics[runs[0].task["metrics"][0]] = 0.123456
+    benches[0].cells[0].rows[0].median_ms = 777.25
+    after = tables_markdown(runs, benches)
+    assert "12.35" in after
+    assert "777.2" in after
+    assert "12.35" not in before
+    assert "|" not in tables_markdown([], [])
+
+
+def test_no_path_of_the_machine_gets_into_the_tables():
+    runs, benches = find_results([GOLDEN])
+    for run in runs:
+        run.model["name"] = f"/home/someone/{run.model['name']}"
+    made = tables_markdown(runs, benches)
+    assert "/home" not in made
+    assert "minilm-l6-sst2" in made
+
+
+def test_what_a_reader_must_know_stands_beside_the_figures():
+    made = tables_markdown(*find_results([GOLDEN]))
+    for needle in (
+        "bert-base (random weights)",
+        "NVIDIA H200",
+        "TensorRT-RTX 1.4.0.76",
+        "not officially supported",
+        "torch 2.11.0",
+        "36/36",
+        "INT8 proven in 72 of 72 GEMMs",
+        "1755 to 1755 MHz",
+        "± 1.03",
+        "✗ slower",
+        r"Partial data: `bert-fp16`: \--limit 64",
+        "no engine",
+    ):
+        assert needle in made, needle
+
+
+def test_every_row_has_the_width_of_its_table():
+    widths = []
+    for line in tables_markdown(*find_results([GOLDEN])).splitlines():
+        if not line.startswith("|"):
+            widths = []
+            continue
+        widths.append(line.count("|") - line.count(r"\|"))
+        assert widths[-1] == widths[0]
+
+
+def test_the_mean_is_over_recipes_that_have_every_task():
+    made = tables_markdown(*find_results([GOLDEN]))
+    section = made.partition("### Mean over")[2].partition("###")[0]
+    assert "`bert-int8-linears`" in section
+    assert "`bert-fp16`" not in section  # only one task
+    assert "Mean over" not in tables_markdown(find_results([GOLDEN])[0][:1], [])
+
+
+TEXT = f"# Recipes\n\nbefore\n\n{BEGIN}\nold | table\n{END}\n\nafter\n"
+
+
+def test_only_what_is_between_the_markers_changes():
+    made = insert(TEXT, "new\n\n", "README.md")
+    assert made == f"# Recipes\n\nbefore\n\n{BEGIN}\nnew\n{END}\n\nafter\n"
+    assert insert(made, "new", "README.md") == made
+
+
+@pytest.mark.parametrize(
+    "text", ["nothing", BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}", f"{BEGIN}\n{END}\n{END}"]
+)
+def test_markers_must_be_there_once(text):
+    with pytest.raises(UserError, match=r"README\.md must hold the line"):
+        insert(text, "new", "README.md")
+
+
+def test_two_files_of_one_measurement_are_refused(tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(GOLDEN, tmp_path / name)
+    with pytest.raises(UserError, match="measured the same thing; name only one"):
+        find_results([tmp_path])
+
+
+def test_the_same_file_named_twice_counts_once():
+    assert find_results([GOLDEN, *GOLDEN.rglob("*.json")]) == find_results([GOLDEN])
+
+
+@pytest.mark.parametrize("content", ['{"cells": []}', "{}", "[]", "3"])
+def test_files_of_something_else_are_refused(tmp_path, content):
+    path = tmp_path / "results.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="of this version"):
+        find_results([path])
+
+
+def test_folders_without_results_and_missing_files(tmp_path):
+    with pytest.raises(UserError, match=r"holds no results\.json"):
+        find_results([tmp_path])
+    with pytest.raises(UserError, match="does not exist"):
+        find_results([tmp_path / "results.json"])
+
+
+def test_attention_and_gate_are_shown():
+    run = sample_run()
+    run.gate.passed = False
+    assert run.engine is not None
+    run.engine.expected_attention_int8, run.engine.attention_int8 = 6, 5
+    made = tables_markdown([run], [])
+    assert "36/36, attention 5/6" in made
+    assert "| ✗ |" in made
+
+
+def test_throughput_and_interrupted_benches(tmp_path):
+    write_bench(tmp_path / "bench.json", sample_bench(complete=False))
+    made = tables_markdown(*find_results([tmp_path]))
+    assert "interrupted" in made
+    assert "Sequences per second" in made
+    assert json.loads((tmp_path / "bench.json").read_text())["complete"] is False
