@@ -82,16 +82,15 @@ class BoundRun:
         """Capture one enqueue as a CUDA graph, or note that the backend cannot."""
         torch, context = self._torch, self._context
         where = f"{self._owner.name} at {what}"
-        if not self._owner.is_capturable(context, self.stream):
-            self._owner.notes.append(f"{where} cannot be captured as a CUDA graph; it runs without")
-            return None
         graph, enqueued = torch.cuda.CUDAGraph(), False
         try:
             # thread_local: compiler threads of the backend may allocate meanwhile
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 enqueued = context.execute_async_v3(self.stream.cuda_stream)
         except RuntimeError as error:
-            raise CheckFailed(f"{where}: capturing a CUDA graph fails: {error}") from error
+            reason = " ".join(str(error).split())[:200]
+            self._owner.notes.append(f"{where} runs without a CUDA graph: capturing fails ({reason})")
+            return None
         if not enqueued:
             raise CheckFailed(f"{where}: the engine fails to run while it is captured")
         self.stream.synchronize()

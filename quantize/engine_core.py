@@ -16,7 +16,7 @@ import numpy.typing as npt
 from qdqbench.quantize.build import check_sidecar, sidecar_notes
 from qdqbench.quantize.engine_bound import BoundRun
 from qdqbench.quantize.engine_cache import origin
-from qdqbench.quantize.engine_rtx import RuntimeCache, Specialize, capturable
+from qdqbench.quantize.engine_rtx import RuntimeCache, Specialize
 from qdqbench.quantize.engine_shapes import choose, distance
 from qdqbench.quantize.engine_tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype
 from qdqbench.quantize.errors import CheckFailed, MissingDevice
@@ -225,10 +225,6 @@ class Engine:
         with capture(self._trt) as (_, log):
             if not context.execute_async_v3(stream.cuda_stream):
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
-
-    def is_capturable(self, context: Any, stream: Any) -> bool:
-        """Whether a context can be captured into a CUDA graph; TensorRT always is."""
-        return self._jit is None or capturable(context, stream.cuda_stream)
 
     def _profile_of(self, shapes: Shapes) -> int:
         """The profile that takes the shapes of all inputs, the one whose opt is nearest."""

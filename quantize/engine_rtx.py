@@ -47,8 +47,3 @@ class RuntimeCache:
         if self.path is None or runtime_cache is None:
             return
         self.notes += keep(self.path, self.here, runtime_cache.serialize(), self._found)
-
-
-def capturable(context: Any, stream: int) -> bool:
-    """Whether enqueueing this context, with its shapes and buffers set, can be captured on a stream."""
-    return bool(context.is_stream_capturable(stream))

@@ -181,7 +181,7 @@ def _behind_transpose(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
 
 
 def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
-    """D of a Reshape to [B, L, H, D], whose shape is constant or a Concat that ends in D; 0 or -1 if unknown."""
+    """D of a Reshape whose shape [B, L, H, D] is constant or a Concat that ends in D; 0 or -1 if unknown."""
     shape = index.constant(reshape.input[1])
     if shape is not None:
         return int(np.ravel(shape)[-1])

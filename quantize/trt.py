@@ -238,7 +238,6 @@ def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list
             title = f"{backend.name} {backend.version} cannot build for compute capability {here!r}"
             raise UserError(f"{title}; it builds for {', '.join(known)}")
         target = known[here]
-    config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # or CUDA graphs cannot be captured
     config.num_compute_capabilities = 1
     config.set_compute_capability(target, 0)
     return [str(here)], ahead_of_time

@@ -55,7 +55,6 @@ class State:
     free: int = 1000_000
     fails: bool = False
     refuses_cache: bool = False
-    capturable: bool = True
     unwritten: bool = False
     silent: bool = False
     order: list = field(default_factory=list)
@@ -92,9 +91,6 @@ class Context:
 
     def get_tensor_shape(self, name):
         return (self.shapes["ids"][0], 2) if name == "logits" else self.shapes[name]
-
-    def is_stream_capturable(self, stream):
-        return state.capturable
 
     def execute_async_v3(self, stream):
         assert stream == Stream.cuda_stream

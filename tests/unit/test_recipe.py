@@ -80,7 +80,7 @@ def test_an_unknown_key_names_the_nearest(text: str, key: str, nearest: str) -> 
 
 
 def test_the_gelu_of_a_recipe() -> None:
-    """Exact unless a recipe says otherwise; what is shipped takes the faster form where INT8 hides the rest."""
+    """Exact unless a recipe says otherwise, as every shipped INT8 recipe does."""
     assert parse_recipe(HEAD, "a").export.gelu == "exact"
     assert parse_recipe(HEAD + "export: {gelu: tanh}", "a").export.gelu == "tanh"
     forms = {name: load_recipe(name).export.gelu for name in SHIPPED}

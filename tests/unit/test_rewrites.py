@@ -240,7 +240,7 @@ def assert_untouched(graph: onnx.ModelProto) -> None:
 
 
 @functools.cache
-def one_gelu(dtype: str) -> ReferenceEvaluator:
+def one_gelu(dtype: str) -> Any:
     """The sigmoid form of one tanh GELU; every operation rounds to `dtype`."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     graph = helper.make_graph(

@@ -72,7 +72,6 @@ PLAIN = {
     "where",
 }  # not followed
 RTX_ONLY = {
-    "BuilderFlag.REQUIRE_USER_ALLOCATION",
     "CudaGraphStrategy",
     "CudaGraphStrategy.DISABLED",
     "ComputeCapability",
@@ -80,7 +79,6 @@ RTX_ONLY = {
     "ComputeCapability.__members__",
     "IBuilderConfig.num_compute_capabilities",
     "IBuilderConfig.set_compute_capability",
-    "IExecutionContext.is_stream_capturable",
     "IRuntimeCache.deserialize",
     "IRuntimeCache.serialize",
     "IRuntimeConfig.create_runtime_cache",
@@ -90,7 +88,7 @@ RTX_ONLY = {
     "DynamicShapesKernelSpecializationStrategy",
     "DynamicShapesKernelSpecializationStrategy.__members__",
 }
-RTX_CODE = {"_set_target", "RuntimeCache", "capturable"}  # what is called for TensorRT-RTX only
+RTX_CODE = {"_set_target", "RuntimeCache"}  # what is called for TensorRT-RTX only
 PROBE = """
 import functools, importlib, json, sys
 name, folder, paths = sys.argv[1], sys.argv[2], sys.argv[3:]

@@ -427,6 +427,7 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return SimpleNamespace(
         folder=tmp_path,
         config=SimpleNamespace(task=task, seed=0, batch_size=8),
+        notes=[],
         recipe=load_recipe("bert-int8-linears"),
         plan=made.plan,
         fp32_model=fp32,
