@@ -14,6 +14,8 @@ from qdqbench.quantize.errors import UserError
 from .test_bench_results import sample_bench
 from .test_report import sample as sample_run
 
+ROOT = Path(__file__).parents[2]
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "tables"
 
 
@@ -148,3 +150,9 @@ def test_throughput_and_interrupted_benches(tmp_path):
     assert "interrupted" in made
     assert "Sequences per second" in made
     assert json.loads((tmp_path / "bench.json").read_text())["complete"] is False
+
+
+def test_the_shipped_tables_are_those_of_the_shipped_results():
+    runs, benches = find_results([ROOT / "docs" / "measured"])
+    text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert insert(text, tables_markdown(runs, benches), "recipes/README.md") == text
