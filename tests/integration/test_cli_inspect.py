@@ -281,11 +281,11 @@ def test_the_inspector_reads_an_engine_without_a_table(lone_engine, a_run, qdqbe
     rows, asked = read_table(a_run / "layers.json"), []
     for module in (gpu, build, trt):
         monkeypatch.setattr(module, "find_gpu", lambda: H200)
-    monkeypatch.setattr(trt, "_inspect", lambda *given: asked.append(given[2]) or inspector_json(rows))
+    monkeypatch.setattr(trt, "inspect_engine", lambda *given: asked.append(given[2]) or inspector_json(rows))
     told = json.loads(qdqbench("inspect", lone_engine, "--json").out)
     assert asked == [lone_engine.read_bytes()]
     assert told["int8_gemms"] == 12
-    monkeypatch.setattr(trt, "_inspect", lambda *given: None)
+    monkeypatch.setattr(trt, "inspect_engine", lambda *given: None)
     done = qdqbench("inspect", lone_engine)
     assert done.code == 3
     assert "cannot load" in done.err

@@ -283,7 +283,7 @@ class FakeEngine:
 @pytest.fixture
 def device(monkeypatch, tmp_path):
     """Everything of a GPU that `prepare` asks for; `asked` has the builds."""
-    from qdqbench.quantize import build, engine_core, stages
+    from qdqbench.quantize import build, engine_core, stage_common
 
     asked = []
 
@@ -302,7 +302,7 @@ def device(monkeypatch, tmp_path):
     FakeEngine.opened = []
     monkeypatch.setattr(build, "build", built)
     monkeypatch.setattr(engine_core, "Engine", FakeEngine)
-    monkeypatch.setattr(stages, "expected_gemms", lambda session: ["/a/MatMul"])
+    monkeypatch.setattr(stage_common, "expected_gemms", lambda session: ["/a/MatMul"])
     monkeypatch.setattr(bench_prepare, "CudaTimer", lambda: "timer")
     monkeypatch.setattr(bench_prepare, "to_device", dict)
     monkeypatch.setattr(
