@@ -28,6 +28,7 @@ from qdqbench.quantize.errors import UserError
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 RESULTS = "results.json"
+SHAPES = {"static": "engines for one shape each", "recipe": "engines for the recipe's shapes"}
 
 
 def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
@@ -84,7 +85,7 @@ def _latency(bench: Bench) -> list[str]:
     about, recipe = bench.target, bench.recipe.get("name")
     shape, random = about.shape, " (random weights)" if about.random_weights else ""
     title = (
-        f"### Latency: {text(about.name)}{random}, {code(recipe)}\n\n"
+        f"### Latency: {text(about.name)}{random}, {code(recipe)}, {SHAPES[bench.settings.profile]}\n\n"
         f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"

@@ -40,8 +40,8 @@ HAZARDS = (
         backend="tensorrt_rtx",
         compute_capability="9.0",
         fixed="1.7",
-        what="compute capability 9.0 (Hopper) is not officially supported; kernels are made for Ampere, so "
-        "speed is not what TensorRT itself reaches there",
+        what="compute capability 9.0 (Hopper) is not officially supported, so speed is not what TensorRT "
+        "itself reaches there",
     ),
     Hazard(
         backend="tensorrt_rtx",
