@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from qdqbench.quantize import cli_bench, cli_inspect, cli_tools
-from qdqbench.quantize.cli_tools import Json, Run, console, print_json
+from qdqbench.quantize.cli_tools import Json, Run, command_line, console, print_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,7 +123,7 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
         limit=limit,
         batch_size=batch_size,
         seed=seed,
-        command=_command_line(),
+        command=command_line(),
     )
     folder = out or Path("runs") / f"{loaded.name}-{chosen.name}"
     _go(open_run(config, folder), until, json)
@@ -210,12 +210,6 @@ def _judge_build(session: Any, json: bool) -> None:
             f"{result.file} gives wrong outputs: {'; '.join(verified['failures'])}; find the tensor with "
             f"`qdqbench inspect {session.folder} --bisect`"
         )
-
-
-def _command_line() -> str:
-    import shlex
-
-    return shlex.join(["qdqbench", *sys.argv[1:]])
 
 
 def _invoke() -> None:

@@ -4,9 +4,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from qdqbench.quantize.cli_tools import command_line, console
 
 if TYPE_CHECKING:
     from qdqbench.eval.bench_prepare import Options
@@ -123,7 +125,7 @@ def tables(
             raise CheckFailed(f"{into} does not hold these results; write it with `qdqbench tables`")
         return
     files.write_text(into, after)
-    _console().print(f"{into}: {len(runs)} runs, {len(benches)} benches", highlight=False, soft_wrap=True)
+    console().print(f"{into}: {len(runs)} runs, {len(benches)} benches", highlight=False, soft_wrap=True)
 
 
 def _check_target(
@@ -167,16 +169,13 @@ def _open(
 
 
 def _measure(target: "Target", options: "Options", folder: Path, announce: Callable[[str], None]) -> "Bench":
-    import shlex
-
     from qdqbench.eval.bench_results import FILE, write_bench
     from qdqbench.eval.bench_run import run_bench
 
-    command = shlex.join(["qdqbench", *sys.argv[1:]])
     return run_bench(
         target,
         options,
-        command=command,
+        command=command_line(),
         save=lambda found: write_bench(folder / FILE, found),
         announce=announce,
     )
@@ -191,10 +190,9 @@ def _finish(found: "Bench", folder: Path, json: bool) -> None:
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
     else:
-        console = _console()
-        console.print(summary(found))
+        console().print(summary(found))
         for path in written:
-            console.print(f"report: {path}", highlight=False, soft_wrap=True)
+            console().print(f"report: {path}", highlight=False, soft_wrap=True)
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
 
@@ -209,9 +207,3 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield status.update
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()

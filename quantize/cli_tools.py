@@ -96,3 +96,10 @@ def console() -> Any:
     from rich.console import Console
 
     return Console()
+
+
+def command_line() -> str:
+    """What was typed, as a shell takes it."""
+    import shlex
+
+    return shlex.join(["qdqbench", *sys.argv[1:]])

@@ -1,7 +1,7 @@
 """INT8 weights in the file: Q of a constant becomes INT8 codes with a DQ, per-channel or factored.
 
 Codes are stored [N, K], as `nn.Linear` has them, with a Transpose behind the DQ: INT8 tensor cores read both
-operands along K. Stored [K, N], the same recipe ran at half the speed of FP16 (docs/performance.md).
+operands along K. Stored [K, N] they still run in INT8, and slower than FP16 (docs/performance.md).
 """
 
 from collections import defaultdict
@@ -137,13 +137,13 @@ def factor_scales(model: onnx.ModelProto) -> None:
     linear with an input of its own stays as it is: its scalar is in the GEMM already.
     """
     index = GraphIndex(model)
-    groups: dict[bytes, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
+    groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
     for node in model.graph.node:
-        dq = _weight_dq(index, node) if node.op_type == "MatMul" else None
+        dq = weight_dq(index, node) if node.op_type == "MatMul" else None
         if dq is None or dq.op_type != "DequantizeLinear" or index.constant(dq.input[0]) is None:
             continue
         scale = np.asarray(index.constant(dq.input[1]), dtype=np.float32)
-        groups[_input_key(index, node)].append((node, dq, scale))
+        groups[input_key(index, node)].append((node, dq, scale))
     behind: dict[int, onnx.NodeProto] = {}
     for members in groups.values():
         if len(members) == 1 and not members[0][2].ndim:
@@ -157,7 +157,7 @@ def factor_scales(model: onnx.ModelProto) -> None:
     model.graph.node.extend(nodes)
 
 
-def _weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:
+def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:
     """What makes a MatMul's weight, behind the Transpose that `fold_weights` writes."""
     node = index.producers.get(matmul.input[1])
     return index.producers.get(node.input[0]) if node is not None and node.op_type == "Transpose" else node
@@ -182,11 +182,11 @@ def _factor(
     return helper.make_node("Mul", [node.output[0], f"{name}_factor"], [final], name=f"{node.name}_factor")
 
 
-def _input_key(index: GraphIndex, node: onnx.NodeProto) -> bytes:
+def input_key(index: GraphIndex, node: onnx.NodeProto) -> str:
     """Same key for linears that read the same codes: one tensor quantized with one scale."""
     dq = index.producers.get(node.input[0])
     q = index.producers.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
     if q is None or q.op_type != "QuantizeLinear":
-        return node.name.encode()
+        return node.name
     scale = index.constant(q.input[1])
-    return f"{q.input[0]} {scale}".encode()
+    return f"{q.input[0]} {scale}"

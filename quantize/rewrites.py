@@ -11,6 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from qdqbench.quantize.graph import GraphIndex
+from qdqbench.quantize.qdq_weights import input_key, weight_dq
 
 _HEADS_PERM = {(0, 2, 1, 3): False, (0, 2, 3, 1): True}  # [B, L, H, D] to [B, H, L, D], or transposed again
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -43,7 +44,7 @@ def join_heads(model: onnx.ModelProto) -> int:
     groups: dict[str, list[_Branch]] = defaultdict(list)
     for node in model.graph.node:
         if (branch := _branch(index, node)) is not None:
-            groups[f"{_source(index, node.input[0])} {branch.size} {branch.width}"].append(branch)
+            groups[f"{input_key(index, node)} {branch.size} {branch.width}"].append(branch)
     before: dict[int, list[onnx.NodeProto]] = {}
     dropped: set[int] = set()
     joined = [members for members in groups.values() if len(members) == 3]
@@ -84,7 +85,8 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
 
 def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     """The branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
-    if matmul.op_type != "MatMul" or not _int8_weight(index, matmul.input[1]):
+    width = _width(index, matmul) if matmul.op_type == "MatMul" else 0
+    if not width:
         return None
     tensor = matmul.output[0]
     while (node := _only_consumer(index, tensor)) is not None and node.op_type in ("Mul", "Add"):
@@ -93,7 +95,7 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     if node is None or transpose is None or (node.op_type, transpose.op_type) != ("Reshape", "Transpose"):
         return None
     perm = tuple(size for item in transpose.attribute for size in item.ints)
-    size, width = _head_size(index, node), _width(index, matmul.input[1])
+    size = _head_size(index, node)
     if perm not in _HEADS_PERM or size < 1 or width % size:
         return None
     heads = transpose.output[0]
@@ -163,21 +165,14 @@ def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.Nod
     ]
 
 
-def _int8_weight(index: GraphIndex, tensor: str) -> bool:
-    dq = _behind_transpose(index, tensor)
-    return dq is not None and dq.op_type == "DequantizeLinear" and index.constant(dq.input[0]) is not None
-
-
-def _width(index: GraphIndex, tensor: str) -> int:
-    """Output features of a [N, K] weight behind its Transpose."""
-    dq = _behind_transpose(index, tensor)
-    codes = index.constant(dq.input[0]) if dq is not None else None
+def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
+    """Output features of a MatMul whose weight is INT8 codes [N, K], as `fold_weights` writes it; else 0."""
+    dq = weight_dq(index, matmul)
+    behind = index.producers.get(matmul.input[1])
+    if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":
+        return 0
+    codes = index.constant(dq.input[0])
     return int(codes.shape[0]) if codes is not None else 0
-
-
-def _behind_transpose(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
-    node = index.producers.get(tensor)
-    return index.producers.get(node.input[0]) if node is not None and node.op_type == "Transpose" else None
 
 
 def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
@@ -192,15 +187,6 @@ def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
     unsqueeze = index.producers.get(last)
     value = index.constant(unsqueeze.input[0] if unsqueeze is not None and unsqueeze.input else last)
     return int(np.ravel(value)[-1]) if value is not None else 0
-
-
-def _source(index: GraphIndex, tensor: str) -> str:
-    """The tensor and scale behind a Q/DQ pair; q, k and v have a pair each on the same tensor."""
-    dq = index.producers.get(tensor)
-    q = index.producers.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
-    if q is None or q.op_type != "QuantizeLinear":
-        return tensor
-    return f"{q.input[0]} {index.constant(q.input[1])}"
 
 
 def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
