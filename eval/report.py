@@ -110,9 +110,9 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     if shrunk is not None:
         tiles.append(("ONNX file against FP32", f"{shrunk[1]:.2f}", f"{size(shrunk[2])}, {shrunk[0]}", True))
     if parity is not None and parity.rows:
-        worst = max(map(share, parity.rows))
-        remark = f"codes differ at worst, limit {parity.limit_fraction:.2%}"
-        tiles.append(("layer parity", f"{worst:.2%}", remark, parity.passed))
+        worst = max(parity.rows, key=lambda row: share(row) / row.limit)  # a row's limit may be its own
+        remark = f"codes differ at worst, limit {worst.limit:.2%}"
+        tiles.append(("layer parity", f"{share(worst):.2%}", remark, parity.passed))
     if (verified := results.verification) is not None:
         held = sum(row.holds for row in verified.blocks)
         remark = f"follow {label(verified.reference)} on the GPU"
