@@ -43,10 +43,12 @@ class Options:
     seconds: float
     repeats: int | None
     peers: bool
+    fp32: bool  # the FP32 twin too
     compile_mode: str
     profile: Literal["static", "recipe"]
     seed: int
     cpu: bool
+    keep_engines: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def contestants(target: Target, options: Options, backend: str) -> list[BenchCon
             backend=host if options.cpu else backend,
         )
         for name in target.twins
+        if name != "fp32" or options.fp32
     ]
     if options.peers:
         fp32 = "PyTorch FP32 CPU" if options.cpu else "PyTorch FP32 SDPA"
@@ -278,14 +281,22 @@ def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:
 def _build(
     target: Target, options: Options, shape: Shape, precision: str, stack: ExitStack
 ) -> "tuple[Path, EngineResult]":
-    """Build a twin's engine for a cell; the engine is deleted after the cell, its layer table stays."""
+    """Build a twin's engine; for the recipe's shapes once for all cells. Its layer table stays behind.
+
+    The engine is deleted after the cell or at the end of the bench, unless engines are kept.
+    """
     from qdqbench.quantize import stage_common
     from qdqbench.quantize.build import build, sidecar_path
 
     session, int8 = target.session, precision == "int8"
-    path = session.folder / "bench" / f"{precision}.{shape.stem}.engine"
-    stack.callback(sidecar_path(path).unlink, missing_ok=True)
-    stack.callback(path.unlink, missing_ok=True)
+    shared = options.profile == "recipe"
+    path = session.folder / "bench" / f"{precision}.{'recipe' if shared else shape.stem}.engine"
+    if shared and precision in target.built:
+        return path, target.built[precision]
+    owner = target.stack if shared else stack
+    if not options.keep_engines:
+        owner.callback(sidecar_path(path).unlink, missing_ok=True)
+        owner.callback(path.unlink, missing_ok=True)
     result = build(
         target.twins[precision],
         path,
@@ -295,4 +306,6 @@ def _build(
         expected_attention=len(session.plan.attention) if int8 else 0,
         layers_path=path.with_suffix(".layers.json"),
     )
+    if shared:
+        target.built[precision] = result
     return path, result

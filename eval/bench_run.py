@@ -99,7 +99,7 @@ def run_bench(
         environment=environment(),
     )
     monitor = None if options.cpu else GpuMonitor(_uuid())
-    with monitor or nullcontext():
+    with monitor or nullcontext(), target.stack:
         for shape in shapes(options):
             label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
             _measure_cell(result, target, options, shape, monitor, _prefixed(announce, label))

@@ -1,7 +1,8 @@
 """What a bench measures: a finished run, a model folder, or a built-in shape with random weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from qdqbench.quantize.stage_common import FP16, FP32, INT8
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from qdqbench.eval.results import EngineResult
 
 # Devlin et al. 2019, "BERT", section 3; the vocabulary is that of the uncased models
 SHAPES = {
@@ -35,6 +38,10 @@ class Target:
 
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
+    built: "dict[str, EngineResult]" = field(
+        default_factory=dict
+    )  # engines that all cells share, by precision
+    stack: ExitStack = field(default_factory=ExitStack)  # removes them
 
     @property
     def twins(self) -> dict[str, Path]:
@@ -58,7 +65,7 @@ def run_target(folder: Path) -> Target:
     wanted = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
     if lost := [name for name in wanted if not (folder / name).is_file()]:
         raise UserError(f"{folder} has no {', '.join(lost)}; write them with `qdqbench export {folder}`")
-    from qdqbench.quantize.ptq import read_record
+    from qdqbench.quantize.calibration import read_record
 
     calibration = "none: nothing is quantized"
     if session.recipe.quantizes:
@@ -194,21 +201,24 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
 def _calibrate(session: Session) -> list[Path]:
     """`quantize` on random token ids: any finite scales make the same kernels."""
     from qdqbench.quantize import ptq
+    from qdqbench.quantize.calibration import write_record
 
     model = session.new_int8_model()
     length = min(session.recipe.export.max_length, int(model.config.max_position_embeddings))
     count = RANDOM_SAMPLES // RANDOM_BATCH
-    batches = random_sets(
-        batch=RANDOM_BATCH,
-        length=length,
-        vocabulary=int(model.config.vocab_size),
-        sets=count,
-        seed=session.config.seed,
+    batches = list(
+        random_sets(
+            batch=RANDOM_BATCH,
+            length=length,
+            vocabulary=int(model.config.vocab_size),
+            sets=count,
+            seed=session.config.seed,
+        )
     )
-    record = ptq.calibrate(model, session.plan, iter(batches), session.recipe.calibration)
+    record = ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
     record.data |= {"source": "random token ids", "split": "none"}
     path = session.folder / "calibration.json"
-    ptq.write_record(path, record)
+    write_record(path, record)
     return [path]
 
 

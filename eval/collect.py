@@ -200,7 +200,7 @@ def _parity(session: "Session") -> Parity:
 
 
 def _quantizers(folder: Path) -> list[Any]:
-    from qdqbench.quantize.ptq import read_record
+    from qdqbench.quantize.calibration import read_record
 
     return list(read_record(folder / "calibration.json").rows())
 

@@ -241,3 +241,20 @@ def equal_length_batches(samples: Iterable[Sample], batch_size: int, *, pad_id: 
     for _, bucket in sorted(buckets.items()):
         if bucket:
             yield pad(bucket, pad_id)
+
+
+@dataclass(frozen=True)
+class CalibrationBatches:
+    """Batches of equal length over a split, made anew on each pass, so that memory holds few samples."""
+
+    split: Split
+    task: Task
+    tokenizer: Any
+    max_length: int
+    batch_size: int
+    pad_id: int
+
+    def __iter__(self) -> Iterator[dict[str, Ints]]:
+        samples = iter_encoded(self.split, self.task, self.tokenizer, self.max_length)
+        for _, batch in equal_length_batches(samples, self.batch_size, pad_id=self.pad_id):
+            yield batch

@@ -183,6 +183,8 @@ def _recorded(
     model: "PreTrainedModel", quantizers: list[str], linears: list[str]
 ) -> Iterator[tuple[dict[str, Floats], dict[str, Floats]]]:
     """Inputs of quantizers and outputs of linears while the block runs."""
+    from qdqbench.quantize.ptq import seen_by
+
     modules = dict(model.named_modules())
     inputs: dict[str, Floats] = {}
     outputs: dict[str, Floats] = {}
@@ -191,7 +193,9 @@ def _recorded(
         target[name] = value.detach().float().cpu().numpy()
 
     hooks = [
-        modules[name].register_forward_pre_hook(lambda _, args, name=name: keep(inputs, name, args[0]))
+        modules[name].register_forward_pre_hook(
+            lambda module, args, name=name: keep(inputs, name, seen_by(module, args[0]))
+        )
         for name in quantizers
     ] + [
         modules[name].register_forward_hook(lambda _, __, out, name=name: keep(outputs, name, out))

@@ -27,6 +27,7 @@ from qdqbench.quantize.check_rules import (
     is_whole,
 )
 from qdqbench.quantize.check_types import check_constants, walk_types
+from qdqbench.quantize.check_weights import check_weights
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.graph import module_of
 
@@ -118,6 +119,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
         *check_operators(graph),
         *check_pairs(graph),
         *check_matmuls(graph),
+        *check_weights(graph),
         *check_attentions(graph),
         *check_protected(graph),
         *check_constants(graph),

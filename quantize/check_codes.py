@@ -36,6 +36,11 @@ CODES: dict[str, tuple[Severity, str]] = {
         "keep the scales in FP32, use one scale per weight, or the factored form (scalar scale, then Mul)",
     ),
     "float-weight": ("warning", "store the weight as INT8 followed by DequantizeLinear alone"),
+    "slow-weight-order": (
+        "warning",
+        "store the codes [N, K] and put a Transpose [1, 0] behind the DequantizeLinear, or export with "
+        "qdqbench",
+    ),
     "q-without-dq": ("error", "follow QuantizeLinear by DequantizeLinear with the same scale"),
     "dq-without-q": ("error", "feed DequantizeLinear from QuantizeLinear or from an INT8 constant"),
     "quantized-layernorm": ("error", "take the Q/DQ off LayerNorm, or allow quantized-layernorm"),

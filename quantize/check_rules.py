@@ -1,4 +1,4 @@
-"""Rules of `check` on Q/DQ: pairs and scales, weights, matmuls, attention, LayerNorm and softmax."""
+"""Rules of `check` on Q/DQ: pairs and scales, matmuls, attention, LayerNorm and softmax."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,6 @@ from qdqbench.quantize.check_graph import (
     MOVES,
     Attention,
     CheckGraph,
-    Operand,
     is_dequantize,
     is_quantize,
     operator,
@@ -141,7 +140,7 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
 
 
 def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Q/DQ on both inputs, the axis of weight scales, and the FP16 overflow pattern."""
+    """Q/DQ on both inputs or on neither."""
     attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
     for node in graph.matmuls:
         pair = graph.operands[node.output[0]]
@@ -153,60 +152,6 @@ def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
                 "the engine runs it in floating point without a word"
             )
             yield finding("half-quantized", label(node), why)
-        for position, operand in enumerate(pair):
-            if operand.dq is not None and operand.constant:
-                yield from _check_weight(graph, node, position, operand)
-                yield from _check_overflow(graph, node, operand, pair[1 - position])
-
-
-def _check_weight(
-    graph: CheckGraph, node: onnx.NodeProto, position: int, weight: Operand
-) -> Iterator[FindingRow]:
-    dq = weight.dq
-    assert dq is not None
-    source = graph.index.producers.get(dq.input[0])
-    if source is not None and is_quantize(source):
-        why = "its weight is stored in floating point with Q/DQ, so the file is 2 to 4 times larger"
-        yield finding("float-weight", label(source), why)
-    scale, shape = graph.value(dq.input[1]), graph.shape(dq.input[0])
-    if scale is None or scale.size < 2 or scale.ndim > 1 or not shape:
-        return
-    rank = len(shape)
-    axis = attribute(dq, "axis", 1)
-    axis += rank if axis < 0 else 0
-    sizes = f"weight {shape}, {scale.size} scales along axis {axis}"
-    if not 0 <= axis < rank or shape[axis] != scale.size:
-        yield finding("wrong-weight-axis", label(dq), f"{sizes}: they do not fit")
-    elif not weight.reshaped and rank > 1 and (wanted := _channel_axis(node, position, weight, rank)) != axis:
-        why = f"{sizes}, but the output channels of {label(node)!r} are axis {wanted}"
-        yield finding("wrong-weight-axis", label(dq), f"{why}; it is accepted and does not run in INT8")
-
-
-def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int:
-    """Axis of the output channels of a weight in the frame of its DequantizeLinear."""
-    axis = rank - 1 if position == 1 else rank - 2
-    if node.op_type == "Gemm" and attribute(node, "transB" if position == 1 else "transA"):
-        axis = rank - 1 - axis
-    for permutation in weight.permutations:
-        axis = rank - 1 - axis if permutation is None else permutation[axis]
-    return axis
-
-
-def _check_overflow(
-    graph: CheckGraph, node: onnx.NodeProto, weight: Operand, other: Operand
-) -> Iterator[FindingRow]:
-    assert weight.dq is not None
-    scale = graph.value(weight.dq.input[1])
-    if scale is None or scale.size < 2 or other.dq is None:
-        return
-    types = [graph.types.get(dq.input[1], 0) for dq in (weight.dq, other.dq)]
-    if TensorProto.FLOAT16 in types:
-        which = "weight" if types[0] == TensorProto.FLOAT16 else "activation"
-        why = (
-            f"its {which} scale is FP16 and the weight has {scale.size} scales: TensorRT-RTX stores the "
-            "INT32 sums as FP16 before scaling, and sums over 65504 become infinite"
-        )
-        yield finding("fp16-overflow", label(node), why)
 
 
 def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:

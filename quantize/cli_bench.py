@@ -55,6 +55,7 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
         int | None, typer.Option(min=1, help="Launches per round, instead of --seconds.")
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure PyTorch and torch.compile too.")] = True,
+    fp32: Annotated[bool, typer.Option(help="Measure the FP32 twin too.")] = True,
     compile_mode: Annotated[
         str, typer.Option(help="torch.compile mode: default, or a max-autotune one.")
     ] = "default",
@@ -63,6 +64,9 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
         typer.Option(help="Engines for exactly each shape (static), or for the recipe's shapes (recipe)."),
     ] = "static",
     cpu: Annotated[bool, typer.Option(help="ONNX Runtime and PyTorch on the CPU, no engine.")] = False,
+    keep_engines: Annotated[
+        bool, typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and bootstrap.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -95,10 +99,12 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
             seconds=seconds,
             repeats=repeats,
             peers=peers,
+            fp32=fp32,
             compile_mode=compile_mode,
             profile=profile,  # type: ignore[arg-type]
             seed=seed,
             cpu=cpu,
+            keep_engines=keep_engines,
         )
         found = _measure(chosen, options, folder, announce)
     _finish(found, folder, json)

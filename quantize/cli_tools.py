@@ -25,7 +25,7 @@ def check(
         print_json(to_json(report))
     else:
         _print_check(report)
-    if report.findings:
+    if report.errors:
         raise typer.Exit(2)
 
 

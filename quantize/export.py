@@ -21,7 +21,7 @@ from qdqbench.quantize.graph import prune
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.qdq_weights import factor_scales, fold_weights
-from qdqbench.quantize.rewrites import join_heads, shorten_gelu
+from qdqbench.quantize.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,8 +86,16 @@ def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
     return traced
 
 
-def finish(traced: onnx.ModelProto, plan: Plan, settings: ExportSettings) -> onnx.ModelProto:
+def finish(
+    traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, notes: list[str] | None = None
+) -> onnx.ModelProto:
     """Typed graph of a traced model: INT8 weights, weight form, FP16 compute with FP32 islands. A new model.
+
+    Args:
+        traced: not changed.
+        plan: what is INT8 in a traced model that has quantizers.
+        settings: how it is written.
+        notes: what the user should know of the graph is added here.
 
     Raises:
         CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
@@ -98,10 +106,14 @@ def finish(traced: onnx.ModelProto, plan: Plan, settings: ExportSettings) -> onn
     # a traced model without quantizers is a twin: nothing to fold
     if folded and (lost := sorted(set(plan.int8) - set(folded))):
         raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
+    if folded:
+        share_scaled_inputs(model)
     if settings.weights == "factored":
         factor_scales(model)
     if folded:
-        join_heads(model)
+        note = unjoined_note(plan, join_heads(model))
+        if note and notes is not None:
+            notes.append(note)
         shorten_gelu(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)

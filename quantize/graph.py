@@ -39,7 +39,7 @@ class GraphIndex:
         return found
 
     def constant(self, name: str) -> Array | None:
-        """Value of an initializer, a Constant node, or a Cast of one; None for anything computed."""
+        """Value of an initializer or a Constant node, or a Cast or Identity of one; None if computed."""
         if name not in self._constants:
             self._constants[name] = self._read_constant(name)
         return self._constants[name]
@@ -52,6 +52,8 @@ class GraphIndex:
             return None
         if node.op_type == "Constant":
             return constant_value(node)
+        if node.op_type == "Identity":  # the exporter writes equal initializers once
+            return self.constant(node.input[0])
         if node.op_type == "Cast" and (value := self.constant(node.input[0])) is not None:
             return value.astype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "to")))
         return None

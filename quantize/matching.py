@@ -4,9 +4,11 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.kinds import linear_kind
 from qdqbench.quantize.recipe import Recipe, Rule
 
 INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
@@ -22,6 +24,15 @@ class ModuleInfo:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How the scales of one INT8 linear or attention are found."""
+
+    method: str = "max"  # of activations
+    weights: str = "max"
+    smooth: float | str = "none"
+
+
+@dataclass(frozen=True)
 class Plan:
     """A recipe resolved for one model. Names are full module paths, in model order."""
 
@@ -29,6 +40,11 @@ class Plan:
     high: tuple[str, ...] = ()  # linears that stay in FP16 or FP32
     attention: tuple[str, ...] = ()  # attention modules in INT8
     fp32: tuple[str, ...] = ()  # modules (linears, LayerNorms, softmax, ...) that compute in FP32
+    scaling: dict[str, Scaling] = field(default_factory=dict)  # of every INT8 linear and attention
+
+    def scaling_of(self, name: str) -> Scaling:
+        """How the scales of an INT8 linear or attention are found."""
+        return self.scaling.get(name, Scaling())
 
 
 def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "") -> Plan:
@@ -46,19 +62,48 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     """
     _refuse_unmatched(recipe.rules, modules, prefix)
     formats: dict[str, str] = {}
+    if recipe.attention == "int8":
+        formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
     for rule in recipe.rules:
-        formats.update(dict.fromkeys(matched(rule, modules, prefix), _target(rule)))
+        if target := _target(rule):
+            formats.update(dict.fromkeys(matched(rule, modules, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     inherited = {name: _inherited(name, formats) for name in modules}
     int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
+    attention = _int8_attention(recipe, modules, formats)
     plan = Plan(
         int8=int8,
         high=tuple(name for name in linears if name not in int8),
-        attention=_int8_attention(recipe, modules),
+        attention=attention,
         fp32=tuple(name for name in modules if inherited[name] == "fp32"),
+        scaling=_scaling(recipe, modules, prefix, {*int8, *attention}),
     )
     _require_quantized_outputs(plan)
     return plan
+
+
+def _scaling(
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str, int8: set[str]
+) -> dict[str, Scaling]:
+    """Calibration of every INT8 module: the recipe's section, refined by its rules."""
+    section = recipe.calibration
+    found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
+    # not the others: outliers of GELU are rare, and factors from them fail on data that has more
+    smoothed = [n for n in found if modules[n].kind == "Attention" or linear_kind(n) in ("qkv", "ffn-in")]
+    found |= {name: replace(found[name], smooth=section.smooth) for name in smoothed}
+    idle = []
+    for rule in (rule for rule in recipe.rules if rule.refines):
+        changes = {"method": rule.method, "weights": rule.weights_method, "smooth": rule.smooth}
+        given: Any = {key: value for key, value in changes.items() if value is not None}
+        names = [name for name in matched(rule, modules, prefix) if name in found]
+        idle += [] if names else [rule.match]
+        found.update({name: replace(found[name], **given) for name in names})
+    if idle:
+        raise UserError(
+            f"rules {', '.join(map(repr, idle))} say how to calibrate, but nothing that they match is INT8; "
+            "quantize it with a rule before, or drop them"
+        )
+    return found
 
 
 def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
@@ -83,8 +128,9 @@ def _short(name: str, prefix: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-def _target(rule: Rule) -> str:
-    return rule.precision or str(rule.weights).removeprefix("int8/")
+def _target(rule: Rule) -> str | None:
+    """Format that a rule gives; None when it only says how to calibrate."""
+    return rule.precision or (rule.weights.removeprefix("int8/") if rule.weights else None)
 
 
 def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
@@ -113,14 +159,15 @@ def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> st
     return f"{what} of this model; near names: {', '.join(near)}" if near else f"{what}: it has none"
 
 
-def _int8_attention(recipe: Recipe, modules: Mapping[str, ModuleInfo]) -> tuple[str, ...]:
-    if recipe.attention != "int8":
-        return ()
-    found = {name: info for name, info in modules.items() if info.kind == "Attention"}
-    if not found:
+def _int8_attention(
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], formats: Mapping[str, str]
+) -> tuple[str, ...]:
+    known = {name: info for name, info in modules.items() if info.kind == "Attention"}
+    if recipe.attention == "int8" and not known:
         raise UserError(
             "attention: int8 is asked for, but the model has no self-attention that is known here"
         )
+    found = {name: info for name, info in known.items() if formats.get(name) == "int8"}
     sizes = {info.head_size for info in found.values()} - set(INT8_HEAD_SIZES)
     if sizes:
         raise UserError(

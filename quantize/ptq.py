@@ -5,15 +5,20 @@ import io
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
 
-from qdqbench.eval.results import QuantizerRow
-from qdqbench.quantize import files
+from qdqbench.quantize import smoothing
+from qdqbench.quantize.bias_correction import apply_biases, correct_biases
+from qdqbench.quantize.calibration import (
+    CalibrationRecord,
+    QuantizerState,
+    Smoothing,
+    kind_of,
+    require_plausible,
+)
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.matching import Plan, name_list
 from qdqbench.quantize.recipe import Calibration
@@ -23,52 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Batch = dict[str, npt.NDArray[np.int64]]
-Kind = Literal["weight", "input", "query", "key", "value", "softmax"]
 
-# An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
-# Activations are FP16 tensors in the engine, so they end at 65504, and below 1e-6 FP16 holds no seven bits.
-AMAX_BOUNDS = {"weight": (1e-8, 65504.0), "activation": (1e-6, 65504.0)}
-MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves the other codes at zero
 INT8_MAX = 127
 FP16_BITS = 11  # significant bits, the hidden one included
 SOFTMAX_AMAX = 1.0  # probabilities; scale 1/127
-
-_KINDS: dict[str, Kind] = {
-    "weight_quantizer": "weight",
-    "input_quantizer": "input",
-    "q_bmm_quantizer": "query",
-    "k_bmm_quantizer": "key",
-    "v_bmm_quantizer": "value",
-    "p_bmm_quantizer": "softmax",
-}
-
-
-class QuantizerState(BaseModel):
-    """One quantizer: enough to rebuild it with a bit-identical scale."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Kind
-    axis: int | None
-    amax: float | list[float]  # a list when per-channel; float32 values, exact in JSON
-    rms: float | None = None  # of an activation while calibrating
-
-
-class CalibrationRecord(BaseModel):
-    """`calibration.json`: every amax, and the data that it came from."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    schema_version: Literal[1] = 1
-    method: str
-    seed: int
-    data: dict[str, Any]  # source, split, fingerprint, samples, tokens, lengths
-    notes: list[str]
-    quantizers: dict[str, QuantizerState]
-
-    def rows(self) -> list[QuantizerRow]:
-        """The quantizers as rows of results.json."""
-        return [_row(name, state) for name, state in self.quantizers.items()]
 
 
 def modelopt_config(plan: Plan) -> dict[str, Any]:
@@ -128,13 +91,15 @@ def calibrate(
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
 ) -> CalibrationRecord:
-    """Insert quantizers and calibrate them in one pass; memory does not grow with the samples.
+    """Insert quantizers and calibrate them; memory does not grow with the samples.
 
     Args:
         model: FP32 model, changed in place.
-        plan: what becomes INT8.
+        plan: what becomes INT8, and how its scales are found.
         batches: int64 [B, L] arrays input_ids, attention_mask and token_type_ids. Batches of equal length
-            hold no padding, so no quantizer sees a padded position (Model-Optimizer issue 1261).
+            hold no padding, so no quantizer sees a padded position (Model-Optimizer issue 1261). They are
+            gone through once, once more before that where the plan smooths, and in part after it where
+            biases are corrected.
         settings: the recipe's calibration section.
         progress: called with the number of samples of each batch.
 
@@ -142,32 +107,55 @@ def calibrate(
         UserError: no batches.
         CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
+    from qdqbench.quantize import calibrators
+
     mtq = import_modelopt()
     _require_finite_weights(model)
     quantizers = insert_quantizers(model, plan)
     lengths: list[int] = []
 
     def forward_loop(inner: "PreTrainedModel") -> None:
+        lengths.clear()
         for batch in batches:
             forward(inner, batch)
             lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
             progress(len(batch["input_ids"]))
+        if not lengths:
+            raise UserError(
+                f"calibration saw no samples of split {settings.split!r}; give a split that has rows"
+            )
 
+    moved = _smooth(model, plan, forward_loop)
+    calibrators.install(quantizers, plan)
     with _silent(), _moments(quantizers) as moments:
-        mtq.calibrate(model, settings.method, forward_loop=forward_loop)
-    if not lengths:
-        raise UserError(f"calibration saw no samples of split {settings.split!r}; give a split that has rows")
+        mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = _revive_dead_channels(model, quantizers)
+    for name in plan.int8:
+        if plan.scaling_of(name).weights == "mse":
+            linear: Any = model.get_submodule(name)
+            calibrators.clip_weight(linear.weight_quantizer, linear.weight.detach())
     _round_weight_scales(quantizers)
     states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
+    biases = correct_biases(model, plan.int8, batches) if settings.bias_correction else {}
     return CalibrationRecord(
         method=settings.method,
+        methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
+        smoothing=moved,
+        biases=biases,
         seed=settings.seed,
         data={"samples": len(lengths), **_lengths(lengths)},
         notes=notes,
         quantizers=states,
     )
+
+
+def _smooth(
+    model: "PreTrainedModel", plan: Plan, forward_loop: Callable[["PreTrainedModel"], None]
+) -> Smoothing:
+    if all(plan.scaling_of(name).smooth == "none" for name in (*plan.int8, *plan.attention)):
+        return Smoothing()
+    return smoothing.smooth(model, plan, forward_loop)
 
 
 def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> None:
@@ -181,42 +169,13 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     quantizers = insert_quantizers(model, plan)
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
+    smoothing.apply(model, record.smoothing)
+    apply_biases(model, record.biases)
     device = next(model.parameters()).device
     for name, quantizer in quantizers.items():
         state = record.quantizers[name]
         amax = torch.tensor(state.amax, dtype=torch.float32, device=device)
         quantizer.amax = amax.reshape(-1, 1) if state.axis is not None else amax
-
-
-def read_record(path: Path) -> CalibrationRecord:
-    """Read `calibration.json`.
-
-    Raises:
-        UserError: missing or not of this schema.
-    """
-    try:
-        return CalibrationRecord.model_validate(files.read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path} is not a calibration record of this version; quantize again") from error
-
-
-def write_record(path: Path, record: CalibrationRecord) -> None:
-    """Write `calibration.json` atomically."""
-    files.write_text(path, record.model_dump_json() + "\n")
-
-
-def require_plausible(states: dict[str, QuantizerState]) -> None:
-    """Hold every amax to be finite, positive and plausible.
-
-    Raises:
-        CheckFailed: names every offender with its value.
-    """
-    problems = [f"{name}: {why}" for name, state in states.items() if (why := _implausible(state))]
-    if problems:
-        raise CheckFailed(
-            f"calibration gave {len(problems)} unusable amax values ({'; '.join(problems)}); check the "
-            f"weights for NaN and the calibration data, or keep these layers in FP16 with a rule"
-        )
 
 
 def _require_finite_weights(model: "PreTrainedModel") -> None:
@@ -229,18 +188,10 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
         )
 
 
-def _implausible(state: QuantizerState) -> str | None:
-    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
-    low, high = AMAX_BOUNDS["weight" if state.kind == "weight" else "activation"]
-    if not values.size or not np.isfinite(values).all():
-        return "not finite"
-    if (values <= 0).any():
-        return f"not positive ({values.min():g})"
-    if values.min() < low or values.max() > high:
-        return f"{values.min():g} to {values.max():g}, outside {low:g} to {high:g}"
-    if state.rms and state.kind != "softmax" and values.max() / state.rms > MAX_AMAX_OVER_RMS:
-        return f"{values.max() / state.rms:.0f} times its root mean square"
-    return None
+def seen_by(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
+    """What a quantizer rounds: its input, times the factors of smoothing where it has them."""
+    factors = quantizer.pre_quant_scale
+    return value if factors is None else value * factors
 
 
 def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
@@ -277,7 +228,7 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
     def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
         def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-            power = float(inputs[0].double().square().sum())
+            power = float(seen_by(quantizers[name], inputs[0]).double().square().sum())
             if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
                 raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
             sums[name] = sums.get(name, 0.0) + power
@@ -285,7 +236,7 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
         return hook
 
-    hooks = [q.register_forward_pre_hook(watch(n)) for n, q in quantizers.items() if _kind(n) != "weight"]
+    hooks = [q.register_forward_pre_hook(watch(n)) for n, q in quantizers.items() if kind_of(n) != "weight"]
     try:
         yield result
     finally:
@@ -301,7 +252,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if _kind(name) != "weight" or amax is None or amax.numel() == 1 or not torch.isfinite(amax).all():
+        if kind_of(name) != "weight" or amax is None or amax.numel() == 1 or not torch.isfinite(amax).all():
             continue
         dead = amax == 0
         if dead.any() and not dead.all():
@@ -319,7 +270,7 @@ def _round_weight_scales(quantizers: dict[str, Any]) -> None:
     import torch
 
     for name, quantizer in quantizers.items():
-        if _kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
+        if kind_of(name) != "weight" or not torch.isfinite(quantizer.amax).all():
             continue
         mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
         scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
@@ -331,24 +282,7 @@ def _state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
     return QuantizerState(
-        kind=_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
-    )
-
-
-def _kind(name: str) -> Kind:
-    return _KINDS[name.rpartition(".")[2]]
-
-
-def _row(name: str, state: QuantizerState) -> QuantizerRow:
-    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
-    return QuantizerRow(
-        name=name,
-        module=name.rpartition(".")[0],
-        kind=state.kind,
-        axis=state.axis,
-        amax=float(values.max()),
-        amax_min=float(values.min()),
-        amax_over_rms=float(values.max() / state.rms) if state.rms else None,
+        kind=kind_of(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
     )
 
 

@@ -8,13 +8,47 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from qdqbench.quantize.errors import UserError
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
 Positive = Annotated[int, Field(gt=0)]
 Range = tuple[Positive, Positive, Positive]
+# how the amax of an activation follows from what calibration saw: "percentile/99.99" clips 0.01% of it
+Method = Annotated[str, AfterValidator(lambda text: _method(text))]  # noqa: PLW0108  (defined below)
+WeightMethod = Literal["max", "mse"]
+# SmoothQuant with this alpha; "gain" moves the gain of the LayerNorm before into the linear. Strict, as YAML
+# reads `no` as false, which is not alpha 0.
+Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "none"]
+
+
+def percentile_of(method: str) -> float | None:
+    """Percentile of a method such as "percentile/99.99", else None."""
+    kind, _, value = method.partition("/")
+    try:
+        return float(value) if kind == "percentile" else None
+    except ValueError:
+        return None
+
+
+def _method(text: str) -> str:
+    percentile = percentile_of(text)
+    if text not in ("max", "mse", "entropy") and not (percentile and 50 < percentile <= 100):
+        raise ValueError(
+            f"method {text!r} is none of max, mse, entropy and percentile/P with P from 50 to 100, such as "
+            "percentile/99.99"
+        )
+    return text
 
 
 class _Section(BaseModel):
@@ -35,23 +69,42 @@ class Precision(_Section):
 
 
 class Rule(_Section):
-    """Quantize the matched linears, or keep the matched modules in FP16 or FP32."""
+    """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
 
     match: str = Field(min_length=1)
-    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax"] | None = None
+    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention"] | None = None
     weights: Literal["int8/channel", "int8/tensor"] | None = None
     input: Literal["int8/tensor"] | None = None
-    precision: Literal["fp16", "fp32"] | None = None
+    precision: Literal["int8", "fp16", "fp32"] | None = None  # int8: of an Attention
+    method: Method | None = None  # of the activations; this and the next two refine the calibration section
+    weights_method: WeightMethod | None = None
+    smooth: Smooth | None = None
 
     @model_validator(mode="after")
     def _one_intent(self) -> "Rule":
         if (self.weights is None) != (self.input is None):
             raise ValueError("give both weights and input: a GEMM with one INT8 operand runs in FP16")
-        if (self.weights is None) == (self.precision is None):
+        if self.weights is not None and self.precision is not None:
             raise ValueError("give either weights and input (INT8) or precision (fp16 or fp32)")
+        if self.weights is None and self.precision is None and not self.refines:
+            raise ValueError(
+                "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate: method, "
+                "weights_method, smooth"
+            )
         if self.weights is not None and self.type not in (None, "Linear"):
             raise ValueError(f"type {self.type} is protected from Q/DQ by class; only Linear becomes INT8")
+        if self.precision == "int8" and self.type != "Attention":
+            raise ValueError("precision int8 is for type Attention; a Linear takes weights and input")
+        if self.refines and self.precision in ("fp16", "fp32"):
+            raise ValueError(f"precision {self.precision} needs no calibration; drop method and smooth")
+        if self.refines and self.type not in (None, "Linear", "Attention"):
+            raise ValueError(f"type {self.type} is never quantized, so it has no calibration")
         return self
+
+    @property
+    def refines(self) -> bool:
+        """Whether the rule says how to calibrate."""
+        return any(value is not None for value in (self.method, self.weights_method, self.smooth))
 
 
 class Calibration(_Section):
@@ -60,7 +113,10 @@ class Calibration(_Section):
     split: str = "train"
     samples: Positive = 512
     batch_size: Positive = 32
-    method: Literal["max"] = "max"
+    method: Method = "max"
+    weights_method: WeightMethod = "max"
+    smooth: Smooth = "none"  # of linears that read a LayerNorm, and of q against k; a rule can smooth others
+    bias_correction: bool = False  # of the INT8 linears of the encoder
     seed: Annotated[int, Field(ge=0)] = 0
 
 
@@ -119,6 +175,7 @@ class Gate(_Section):
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = 0.01
     int8_layers: Literal["all"] | None = "all"
+    min_speedup: Annotated[float, Field(gt=0)] | None = None  # over the FP16 twin; judged by `search`
 
 
 class Recipe(_Section):
@@ -145,17 +202,22 @@ class Recipe(_Section):
                 f"engine.shapes.length goes to {longest}, but export.max_length "
                 f"truncates at {self.export.max_length}; make them agree"
             )
-        if self.attention == "int8" and "softmax" in self.precision.keep:
+        if self.int8_attention and "softmax" in self.precision.keep:
             raise ValueError(
                 "attention: int8 quantizes the softmax output, but precision.keep protects softmax; "
                 "set keep: [layernorm] or attention: fp16"
             )
-        if self.attention == "int8" and self.export.max_length > 512:
+        if self.int8_attention and self.export.max_length > 512:
             raise ValueError(
                 f"attention: int8 is fused for lengths up to 512 only, and export.max_length is "
                 f"{self.export.max_length}; shorten it or set attention: fp16"
             )
         return self
+
+    @property
+    def int8_attention(self) -> bool:
+        """Whether any attention is asked for in INT8."""
+        return self.attention == "int8" or any(rule.precision == "int8" for rule in self.rules)
 
     @property
     def quantizes(self) -> bool:

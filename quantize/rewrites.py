@@ -11,8 +11,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 from qdqbench.quantize.graph import GraphIndex
+from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.qdq_weights import input_key, weight_dq
 
+_QKV = {"query", "key", "value"}  # linears of a BERT self-attention
 _HEADS_PERM = {(0, 2, 1, 3): False, (0, 2, 3, 1): True}  # [B, L, H, D] to [B, H, L, D], or transposed again
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 _GELU_LINEAR, _GELU_CUBIC = 2 * np.sqrt(2 / np.pi), 2 * np.sqrt(2 / np.pi) * 0.044715
@@ -29,6 +31,30 @@ class _Branch:
     size: int  # D
     width: int  # H * D
     nodes: list[onnx.NodeProto]  # Reshape and Transpose, replaced
+
+
+def share_scaled_inputs(model: onnx.ModelProto) -> int:
+    """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul, in place.
+
+    Without it the inputs of q, k and v are three tensors, and their GEMMs cannot be merged.
+
+    Returns:
+        Mul nodes that became needless.
+    """
+    index = GraphIndex(model)
+    first: dict[tuple[str, bytes], str] = {}
+    replaced: dict[str, str] = {}
+    for node in model.graph.node:
+        factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
+        if factors is None or factors.ndim != 1:
+            continue
+        output = first.setdefault((node.input[0], factors.tobytes()), node.output[0])
+        if output != node.output[0]:
+            replaced[node.output[0]] = output
+    for node in model.graph.node:
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    return len(replaced)
 
 
 def join_heads(model: onnx.ModelProto) -> int:
@@ -59,6 +85,22 @@ def join_heads(model: onnx.ModelProto) -> int:
             nodes.append(node)
     _replace_nodes(model, nodes)
     return len(joined)
+
+
+def unjoined_note(plan: Plan, joined: int) -> str | None:
+    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None."""
+    parts: dict[str, set[str]] = defaultdict(set)
+    for name in plan.int8:
+        attention, _, part = name.rpartition(".")
+        parts[attention].add(part)
+    possible = sum(found >= _QKV for found in parts.values())
+    if joined >= possible:
+        return None
+    return (
+        f"q, k and v of {possible - joined} of {possible} attentions were not joined, as their inputs are "
+        "quantized with different scales or the installed torch or transformers writes another graph: the "
+        "engine moves them to their heads in separate kernels, which is slower and not wrong"
+    )
 
 
 def shorten_gelu(model: onnx.ModelProto) -> int:

@@ -16,7 +16,7 @@ from qdqbench.quantize.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qdqbench.eval.data import Encoded
+    from qdqbench.eval.data import CalibrationBatches, Encoded
     from qdqbench.eval.sources import Split
     from qdqbench.quantize.matching import Plan
 
@@ -146,9 +146,10 @@ class Session:
     def fake_quant_model(self) -> "PreTrainedModel":
         """The calibrated fake-quant model, rebuilt from calibration.json."""
         from qdqbench.quantize import ptq
+        from qdqbench.quantize.calibration import read_record
 
         model = self.new_int8_model()
-        ptq.restore(model, self.plan, ptq.read_record(self.folder / "calibration.json"))
+        ptq.restore(model, self.plan, read_record(self.folder / "calibration.json"))
         return model
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None) -> "Split":
@@ -158,6 +159,21 @@ class Session:
         split = load_split(self.config.task, self.data_source, name, limit=limit, seed=seed)
         self.notes += [note for note in split.notes if note not in self.notes]
         return split
+
+    def calibration_batches(self) -> "CalibrationBatches":
+        """The draw of the recipe's calibration section."""
+        from qdqbench.eval.data import CalibrationBatches
+
+        settings = self.recipe.calibration
+        split = self.split(settings.split, limit=settings.samples, seed=settings.seed)
+        return CalibrationBatches(
+            split,
+            self.config.task,
+            self.tokenizer,
+            self.recipe.export.max_length,
+            settings.batch_size,
+            self.pad_id,
+        )
 
     @functools.cached_property
     def eval_splits(self) -> "dict[str, tuple[Split, Encoded]]":

@@ -44,27 +44,24 @@ def baseline(session: Session) -> list[Path]:
 
 def quantize(session: Session) -> list[Path]:
     """Calibrate and record every amax."""
-    from qdqbench.eval.data import equal_length_batches, iter_encoded
     from qdqbench.quantize import ptq
+    from qdqbench.quantize.calibration import write_record
 
     settings = session.recipe.calibration
-    plan = session.plan
-    split = session.split(settings.split, limit=settings.samples, seed=settings.seed)
-    samples = iter_encoded(split, session.config.task, session.tokenizer, session.recipe.export.max_length)
-    batches = equal_length_batches(samples, settings.batch_size, pad_id=session.pad_id)
-    total, seen = len(split.dataset), 0
+    batches = session.calibration_batches()
+    total, seen = len(batches.split.dataset), 0
 
     def progress(count: int) -> None:
         nonlocal seen
-        seen += count
+        seen = seen % total + count  # smoothing goes through the data twice
         session.progress(seen, total)
 
-    model = session.new_int8_model()
-    record = ptq.calibrate(model, plan, (batch for _, batch in batches), settings, progress)
+    record = ptq.calibrate(session.new_int8_model(), session.plan, batches, settings, progress)
+    split = batches.split
     record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += record.notes
     path = session.folder / "calibration.json"
-    ptq.write_record(path, record)
+    write_record(path, record)
     return [path]
 
 
@@ -91,7 +88,7 @@ def export(session: Session) -> list[Path]:
     paths = []
     for number, (traced, compute, name) in enumerate(jobs):
         settings = ExportSettings(recipe.export.opset, compute, form)  # type: ignore[arg-type]
-        save(exporter.finish(traced, plan, settings), session.folder / name, recipe.name)
+        save(exporter.finish(traced, plan, settings, session.notes), session.folder / name, recipe.name)
         paths.append(session.folder / name)
         session.progress(number + 1, len(jobs))
     return paths

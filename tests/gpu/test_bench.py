@@ -1,40 +1,20 @@
 """A bench on a real GPU: every contestant runs, agrees with the others, and is faster where it must be."""
 
-import importlib.util
-
 import pytest
 
 from qdqbench.eval.bench_results import read_bench, row_of
-from qdqbench.quantize.gpu import find_gpu
 
-from ..integration.tiny import write_model  # noqa: TID252
 from ..unit.test_bench_cli import invoke  # noqa: TID252
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_gpu() is None, reason="needs an NVIDIA GPU; CUDA shows none here"),
-    pytest.mark.skipif(
-        not any(importlib.util.find_spec(name) for name in ("tensorrt_rtx", "tensorrt")),
-        reason="needs tensorrt_rtx or tensorrt: pip install 'qdqbench[rtx]'",
-    ),
-]
 GRID = ["--length", "32", "--batch", "1", "--batch", "8", "--rounds", "6", "--seconds", "0.1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def needs_cuda_torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("engines run on torch's CUDA buffers; this torch has no CUDA")
-
-
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    root = tmp_path_factory.mktemp("bench")
-    model = write_model(root / "model", "sst2")
-    outcome = invoke("bench", "--model", model, "--out", root / "out", *GRID)
+def measured(sst2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "out"
+    outcome = invoke("bench", "--model", sst2.model, "--out", folder, *GRID)
     assert outcome.exit_code == 0, outcome.exception
-    return read_bench(root / "out" / "bench.json")
+    return read_bench(folder / "bench.json")
 
 
 def test_all_engines_and_eager_peers_are_measured(measured):

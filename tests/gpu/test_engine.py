@@ -1,58 +1,14 @@
 """A real engine on a real GPU: what it computes is what the fake-quant model computes."""
 
-import importlib.util
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from qdqbench.quantize.gpu import find_gpu
-from qdqbench.quantize.recipe import load_recipe
 
-from ..integration.tiny import EVAL_ROWS, Given, call, results, write_data, write_model  # noqa: TID252
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_gpu() is None, reason="needs an NVIDIA GPU; CUDA shows none here"),
-    pytest.mark.skipif(
-        not any(importlib.util.find_spec(name) for name in ("tensorrt_rtx", "tensorrt")),
-        reason="needs tensorrt_rtx or tensorrt: pip install 'qdqbench[rtx]'",
-    ),
-]
-RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention", "bert-fp16"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def needs_cuda_torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("engines run on torch's CUDA buffers; this torch has no CUDA")
-
-
-@pytest.fixture(scope="module")
-def sst2(tmp_path_factory):
-    root = tmp_path_factory.mktemp("given")
-    write_data(root / "data", "sst2")
-    return Given(write_model(root / "model", "sst2"), "sst2", root / "data")
-
-
-@pytest.fixture(scope="module", params=RECIPES)
-def run(request, sst2, tmp_path_factory):
-    """A recipe and its run directory."""
-    from qdqbench.eval.tasks import get_task
-    from qdqbench.quantize.pipeline import open_run
-    from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import RunConfig
-
-    folder = tmp_path_factory.mktemp("runs") / request.param
-    config = RunConfig(
-        recipe=load_recipe(request.param),
-        model=str(sst2.model),
-        task=get_task("sst2"),
-        data=str(sst2.data),
-    )
-    run_until(open_run(config, folder), None)
-    return request.param, folder
+from ..integration.tiny import EVAL_ROWS, call, results  # noqa: TID252
 
 
 def logits(folder, stage):
@@ -206,15 +162,16 @@ def test_kernel_times_are_of_kernels_in_the_layer_table(run, engine):
     assert len(names & set(times)) > len(times) / 2
 
 
-def test_the_runtime_cache_is_kept_in_the_run_directory(run):
+def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
     from qdqbench.quantize.engine_run import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
-    path = folder / "engine" / "runtime.cache"
+    kept, path = folder / "engine" / "runtime.cache", tmp_path / "runtime.cache"
     if results(folder)["engine"]["backend"] != "tensorrt_rtx":
-        assert not path.exists()
+        assert not kept.exists()
         return
+    shutil.copy(kept, path)  # an engine writes to its cache
     before = path.read_bytes()
     inputs = batch(np.random.default_rng(0), 3, 32)
     with Engine(folder / "engine" / f"{name}.engine", runtime_cache=path) as loaded:
@@ -226,23 +183,21 @@ def test_the_runtime_cache_is_kept_in_the_run_directory(run):
         assert np.array_equal(loaded.run(inputs)["logits"], first)
 
 
-def test_several_profiles(run, tmp_path):
+def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
     from qdqbench.eval.runners import onnxruntime_runner
     from qdqbench.quantize.build import build, gemm_names
     from qdqbench.quantize.engine_run import Engine, EngineRunner
     from qdqbench.quantize.trt import Profile
 
-    recipe, folder = run
-    onnx = folder / ("model.fp16.onnx" if recipe == "bert-fp16" else "model.int8.onnx")
+    onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]
-    quantized = results(folder)["engine"]
     result = build(
         onnx,
         tmp_path / "x.engine",
-        backend=quantized["backend"],
+        backend=results(linears)["engine"]["backend"],
         profiles=profiles,
-        expected_gemms=[] if recipe == "bert-fp16" else gemm_names(onnx)[:1],
+        expected_gemms=gemm_names(onnx)[:1],
         expected_attention=0,
         timing_cache=tmp_path / "timing.cache",
     )
@@ -264,8 +219,11 @@ def test_several_profiles(run, tmp_path):
             assert np.linalg.norm(made - expected) / np.linalg.norm(expected) < 0.1
 
 
-def test_second_run_reuses_the_engine(run, sst2, capsys):
+def test_second_run_reuses_the_engine_and_its_verification(run, sst2, tmp_path, capsys):
     recipe, folder = run
-    done = call(capsys, "run", recipe, *sst2.options, "--out", folder)
+    again = shutil.copytree(folder, tmp_path / "run")
+    done = call(capsys, "run", recipe, *sst2.options, "--out", again)
     assert (done.code, done.err) == (0, "")
-    assert all(row["reused"] for row in results(folder)["timings"].values())
+    timings = results(again)["timings"]
+    assert {"build", "verify", "engine"} <= set(timings)
+    assert all(row["reused"] for row in timings.values())

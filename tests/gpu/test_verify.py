@@ -1,6 +1,5 @@
 """Real engines on a real GPU: a right one is verified, a wrong one caught, and bisecting names the tensor."""
 
-import importlib.util
 import shutil
 
 import numpy as np
@@ -8,58 +7,9 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from qdqbench.quantize.gpu import find_gpu
-from qdqbench.quantize.recipe import load_recipe
+from ..integration.tiny import results  # noqa: TID252
 
-from ..integration.tiny import Given, call, results, write_data, write_model  # noqa: TID252
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_gpu() is None, reason="needs an NVIDIA GPU; CUDA shows none here"),
-    pytest.mark.skipif(
-        not any(importlib.util.find_spec(name) for name in ("tensorrt_rtx", "tensorrt")),
-        reason="needs tensorrt_rtx or tensorrt: pip install 'qdqbench[rtx]'",
-    ),
-]
-RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention", "bert-fp16"]
 FAULTY = "bert.encoder.layer.1.output.dense.bias_fp16"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def needs_cuda_torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("engines run on torch's CUDA buffers; this torch has no CUDA")
-
-
-@pytest.fixture(scope="module")
-def sst2(tmp_path_factory):
-    root = tmp_path_factory.mktemp("given")
-    write_data(root / "data", "sst2")
-    return Given(write_model(root / "model", "sst2"), "sst2", root / "data")
-
-
-def new_run(sst2, recipe, folder):
-    from qdqbench.eval.tasks import get_task
-    from qdqbench.quantize.pipeline import open_run
-    from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import RunConfig
-
-    config = RunConfig(
-        recipe=load_recipe(recipe), model=str(sst2.model), task=get_task("sst2"), data=str(sst2.data)
-    )
-    run_until(open_run(config, folder), None)
-    return folder
-
-
-@pytest.fixture(scope="module", params=RECIPES)
-def run(request, sst2, tmp_path_factory):
-    return request.param, new_run(sst2, request.param, tmp_path_factory.mktemp("runs") / request.param)
-
-
-@pytest.fixture(scope="module")
-def linears(sst2, tmp_path_factory):
-    return new_run(sst2, "bert-int8-linears", tmp_path_factory.mktemp("linears") / "run")
 
 
 def test_every_run_is_verified(run):
@@ -74,46 +24,43 @@ def test_every_run_is_verified(run):
     assert {(row["batch"], row["length"]) for row in found["shapes"]} >= {(1, 16), (32, 128), (128, 128)}
 
 
-def spoiled(folder, target, change):
-    """A copy of a run whose ONNX file is wrong, with the engine of that file."""
+FAULTS = {"offset": lambda bias: bias + 1.0 * np.sign(bias), "nan": lambda bias: bias * np.nan}
+
+
+@pytest.fixture(scope="module", params=FAULTS)
+def faulty(request, linears, tmp_path_factory):
+    """A copy of a run whose ONNX file is wrong, with the engine of that file, verified."""
     from qdqbench.quantize import engine_stages
     from qdqbench.quantize.session import Session, read_config
 
-    shutil.copytree(folder, target)
+    target = shutil.copytree(linears, tmp_path_factory.mktemp("faulty") / request.param)
     path = target / "model.int8.onnx"
     model = onnx.load(path)
     tensor = next(t for t in model.graph.initializer if t.name == FAULTY)
     value = numpy_helper.to_array(tensor).copy()
-    tensor.CopyFrom(numpy_helper.from_array(change(value).astype(value.dtype), FAULTY))
+    changed = FAULTS[request.param](value).astype(value.dtype)
+    tensor.CopyFrom(numpy_helper.from_array(changed, FAULTY))
     onnx.save(model, path)
     session = Session(read_config(target), target)
     engine_stages.build(session)
+    engine_stages.verify(session)
     return session
 
 
-FAULTS = {"offset": lambda bias: bias + 1.0 * np.sign(bias), "nan": lambda bias: bias * np.nan}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_block_is_named(linears, tmp_path, fault):
+def test_a_wrong_block_is_named(faulty):
     from qdqbench.eval.results import Verification
-    from qdqbench.quantize import engine_stages
 
-    session = spoiled(linears, tmp_path / "run", FAULTS[fault])
-    (record,) = engine_stages.verify(session)
-    found = Verification.model_validate_json(record.read_text())
+    found = Verification.model_validate_json((faulty.folder / "verify.json").read_text())
     assert [row.name for row in found.blocks if not row.holds] == ["layer.1"]
     assert not found.passed
     assert any("--bisect" in line and "layer.1" in line for line in found.failures)
 
 
-def test_the_gate_fails_with_the_verification(linears, tmp_path):
+@pytest.mark.parametrize("faulty", ["offset"], indirect=True)
+def test_the_gate_fails_with_the_verification(faulty):
     from qdqbench.eval.collect import collect
-    from qdqbench.quantize import engine_stages
 
-    session = spoiled(linears, tmp_path / "run", FAULTS["offset"])
-    engine_stages.verify(session)
-    found = collect(session, {})
+    found = collect(faulty, {})
     assert not found.gate.passed
     assert any("layer.1 is wrong" in line for line in found.gate.failures)
 
@@ -154,9 +101,3 @@ def test_bisecting_names_the_tensor(linears):
     result = bisect(linears / "model.int8.onnx", feeds, run_engine, run_onnxruntime, suspects=["layer.1"])
     assert result.block == "layer.1"
     assert result.node == "/bert/encoder/layer.1/output/dense/Add"
-
-
-def test_a_second_run_reuses_the_verification(linears, sst2, capsys):
-    done = call(capsys, "run", "bert-int8-linears", *sst2.options, "--out", linears)
-    assert (done.code, done.err) == (0, "")
-    assert results(linears)["timings"]["verify"]["reused"]

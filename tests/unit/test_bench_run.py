@@ -1,6 +1,7 @@
 """A whole bench with fake contestants: cells, errors, speed-ups, files after every cell."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ OPTIONS = Options(
     seconds=0.1,
     repeats=30,
     peers=True,
+    fp32=True,
     compile_mode="default",
     profile="static",
     seed=0,
@@ -101,7 +103,7 @@ def target():
         kind="shape", name="bert-base", random_weights=True, calibration="random", shape={}, files={}
     )
     session = SimpleNamespace(recipe=load_recipe("bert-int8-linears"))
-    return SimpleNamespace(about=about, session=session)
+    return SimpleNamespace(about=about, session=session, stack=ExitStack())
 
 
 @pytest.fixture

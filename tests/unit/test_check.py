@@ -1,11 +1,12 @@
 """`check` on a tiny BERT layer: clean when healthy, and each broken one names its node alone."""
 
 import json
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.check import CheckReport, check_model, to_json
 from qdqbench.quantize.check_codes import CODES
@@ -39,7 +40,16 @@ from .tiny_layer import (
     set_axis,
     skip_qdq,
     store,
+    stored,
+    unquantized,
 )
+
+ORDER = "slow-weight-order"
+
+
+def checked(model: onnx.ModelProto, allow: tuple[str, ...] = (), **options: Any) -> CheckReport:
+    """The report without the order of weights: the tiny layer has them [K, N], and tests of its own below."""
+    return check_model(model, allow=(*allow, ORDER), **options)
 
 
 def found(report: CheckReport) -> list[tuple[str, str]]:
@@ -48,19 +58,19 @@ def found(report: CheckReport) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
-    report = check_model(case.broken())
+    report = checked(case.broken())
 
     assert found(report) == [(case.code, case.node)]
     severity, fix = CODES[case.code]
     fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
     assert report.findings[0].severity == ("warning" if fp32_mask else severity)
     assert report.findings[0].fix == fix
-    assert check_model(case.broken(), allow=[case.code]).findings == []
+    assert checked(case.broken(), allow=(case.code,)).findings == []
 
 
 def test_every_code_has_a_broken_model() -> None:
-    by_recipe = {"no-qdq", "recipe-missing", "recipe-surplus"}
-    assert {case.code for case in CASES} | by_recipe == set(CODES)
+    below = {"no-qdq", "recipe-missing", "recipe-surplus", ORDER}
+    assert {case.code for case in CASES} | below == set(CODES)
 
 
 def test_the_parser_agrees() -> None:
@@ -83,7 +93,7 @@ def test_the_healthy_model_is_clean(form: str, int8_attention: bool) -> None:
     model = healthy(form, int8_attention=int8_attention)
     before = model.SerializeToString(deterministic=True)
 
-    report = check_model(model)
+    report = checked(model)
 
     attention = ["/layer/self/MatMul", CONTEXT]
     assert report.findings == []
@@ -139,7 +149,7 @@ def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: Edit) -> None:
     model = healthy(form)
     edit(model)
 
-    report = check_model(model)
+    report = checked(model)
 
     assert report.findings == []
     assert QUERY in report.quantized
@@ -149,39 +159,164 @@ def test_uint8_is_not_counted_as_quantized() -> None:
     model = healthy()
     store(model, "/layer/query/input.zero_point", 0, np.uint8)
 
-    assert QUERY in check_model(model).not_quantized
+    assert QUERY in checked(model).not_quantized
+
+
+def in_nk(model: onnx.ModelProto, *modules: str) -> onnx.ModelProto:
+    """Weights as `fold_weights` stores them: codes [N, K], scales along axis 0, a Transpose behind the DQ."""
+    for name in modules:
+        dq = node(model, f"/layer/{name}/weight/DQ")
+        codes = next(t for t in model.graph.initializer if t.name == f"/layer/{name}.weight")
+        store(model, codes.name, numpy_helper.to_array(codes).T)
+        if dq.attribute:
+            set_axis(model, dq.name, 0)
+        insert(model, f"/layer/{name}/MatMul", 1, make("Transpose", f"/layer/{name}/t", perm=[1, 0]))
+    return model
+
+
+ALL = ("query", "key", "value", "output")
+
+
+def orders(model: onnx.ModelProto) -> list[tuple[str, str]]:
+    return [(row.node, row.why.partition(" stored [K, N]")[0]) for row in check_model(model).findings]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_stored_k_n_are_one_warning(form: str) -> None:
+    report = check_model(healthy(form))
+
+    assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, QUERY)]
+    assert report.findings[0].fix == CODES[ORDER][1]
+    assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
+    assert set(LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_stored_n_k_are_clean(form: str) -> None:
+    report = check_model(in_nk(healthy(form), *ALL))
+
+    assert report.findings == []
+    assert set(LINEARS) <= set(report.quantized)
+
+
+def test_the_weights_that_are_stored_k_n_are_named() -> None:
+    two, one = in_nk(healthy(), "query", "output"), in_nk(healthy(), *ALL[:3])
+
+    names = "/layer/key/MatMul, /layer/value/MatMul"
+    assert orders(two) == [("/layer/key/MatMul", f"2 of 4 INT8 weights ({names}) are")]
+    assert orders(one) == [("/layer/output/MatMul", "its INT8 weight is")]
+
+
+def gemm_without_trans_b(model: onnx.ModelProto) -> None:
+    """The classifier in INT8, its weight [32, 3]."""
+    right_gemm(model)
+    store(model, "classifier.weight", np.ones((HIDDEN, 3)))
+    set_axis(model, "/classifier/weight/DQ", 1)
+    del node(model, "/classifier/Gemm").attribute[:]
+
+
+def two_transposes(model: onnx.ModelProto) -> None:
+    insert(model, QUERY, 1, make("Transpose", "/t1", perm=[1, 0]), make("Transpose", "/t2"))
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "where"),
+    [
+        ("fp32", float_weight, QUERY),  # a builder folds Q and DQ of FP32 into codes of the same order
+        ("fp32", gemm_without_trans_b, "/classifier/Gemm"),
+        ("factored", two_transposes, QUERY),
+    ],
+)
+def test_other_forms_of_a_weight_stored_k_n(form: str, edit: Edit, where: str) -> None:
+    model = healthy(form)
+    edit(model)
+    in_nk(model, *(name for name in ALL if f"/layer/{name}/MatMul" != where))
+
+    assert (ORDER, where) in found(check_model(model))
+    assert {row.code for row in check_model(model).findings} <= {ORDER, "float-weight"}
+
+
+def single_output(model: onnx.ModelProto) -> None:
+    """One output channel: [K, 1] and [1, K] are the same bytes."""
+    gemm_without_trans_b(model)
+    store(model, "classifier.weight", np.ones((HIDDEN, 1)))
+    for name, value in {"classifier.s": 0.01, "classifier.z": 0, "classifier.bias": 0}.items():
+        store(model, name, [value])
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+
+
+def reshaped(model: onnx.ModelProto) -> None:
+    shape = give(model, "square", [HIDDEN, HIDDEN], np.int64)
+    insert(model, QUERY, 1, make("Reshape", "/square", shape))
+
+
+def float_weight_n_k(model: onnx.ModelProto) -> None:
+    """As ModelOpt's exporter has it: FP32 [N, K] -> Q -> DQ -> Transpose."""
+    float_weight(model)
+    in_nk(model, "query")
+    set_axis(model, "/layer/query/weight/Q", 0)
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "others"),
+    [
+        ("fp32", right_gemm, ALL),  # [N, K] and transB
+        ("fp32", single_output, ALL),
+        ("fp32", float_weight_n_k, ALL[1:]),
+        ("factored", reshaped, ALL[1:]),  # nothing is claimed where the axes cannot be followed
+        ("factored", unquantized("/layer/query/input"), ALL[1:]),  # not in INT8 at all
+        ("factored", stored("/layer/query/input.zero_point", 0, np.uint8), ALL[1:]),
+    ],
+)
+def test_what_is_not_a_slow_order(form: str, edit: Edit, others: tuple[str, ...]) -> None:
+    model = healthy(form)
+    in_nk(model, *others)
+    edit(model)
+
+    assert ORDER not in {row.code for row in check_model(model).findings}
+
+
+@pytest.mark.parametrize("perm", [[], [0], [5, 7], [0, 0], [1, 0, 2], [-9, 3]])
+@pytest.mark.parametrize("form", ["fp16", "factored"])
+def test_a_transpose_that_does_not_fit_its_weight(form: str, perm: list[int]) -> None:
+    model = healthy(form)
+    transpose = make("Transpose", "/t")
+    transpose.attribute.append(helper.make_attribute("perm", perm, attr_type=onnx.AttributeProto.INTS))
+    insert(model, QUERY, 1, transpose)
+
+    assert found(checked(model)) == [("wrong-weight-axis", WEIGHT)] * (form == "fp16")
 
 
 MODULES = {"layer.query", "layer.key", "layer.value", "layer.output", "layer.self"}
 
 
 def test_the_recipe_holds() -> None:
-    assert check_model(healthy(), expected_quantized=MODULES).findings == []
+    assert checked(healthy(), expected_quantized=MODULES).findings == []
     plain = healthy(int8_attention=False)
-    assert check_model(plain, expected_quantized=MODULES - {"layer.self"}).findings == []
+    assert checked(plain, expected_quantized=MODULES - {"layer.self"}).findings == []
 
 
 def test_a_module_that_the_recipe_wants_and_the_file_lacks() -> None:
-    report = check_model(healthy(), expected_quantized=MODULES | {"classifier", "layer.kee"})
+    report = checked(healthy(), expected_quantized=MODULES | {"classifier", "layer.kee"})
 
     assert found(report) == [("recipe-missing", "/classifier/Gemm"), ("recipe-missing", "layer.kee")]
     assert "layer.key" in report.findings[1].why
 
 
 def test_attention_that_the_recipe_wants_and_the_file_lacks() -> None:
-    report = check_model(healthy(int8_attention=False), expected_quantized=MODULES)
+    report = checked(healthy(int8_attention=False), expected_quantized=MODULES)
 
     assert found(report) == [("recipe-missing", "/layer/self/MatMul"), ("recipe-missing", CONTEXT)]
 
 
 def test_a_module_that_the_recipe_keeps_in_floating_point() -> None:
-    report = check_model(healthy(), expected_quantized=MODULES - {"layer.key"})
+    report = checked(healthy(), expected_quantized=MODULES - {"layer.key"})
 
     assert found(report) == [("recipe-surplus", "/layer/key/MatMul")]
 
 
 def test_a_recipe_that_quantizes_nothing() -> None:
-    report = check_model(healthy(int8_attention=False), expected_quantized=())
+    report = checked(healthy(int8_attention=False), expected_quantized=())
 
     assert found(report) == [("recipe-surplus", name) for name in LINEARS]
 
@@ -200,9 +335,9 @@ def without_qdq() -> onnx.ModelProto:
 
 
 def test_a_twin_without_qdq() -> None:
-    assert check_model(without_qdq()).findings == []
-    assert check_model(without_qdq(), expected_quantized=()).findings == []
-    assert found(check_model(without_qdq(), expected_quantized=MODULES)) == [("no-qdq", "tiny")]
+    assert checked(without_qdq()).findings == []
+    assert checked(without_qdq(), expected_quantized=()).findings == []
+    assert found(checked(without_qdq(), expected_quantized=MODULES)) == [("no-qdq", "tiny")]
 
 
 def test_errors_come_before_warnings() -> None:
@@ -211,7 +346,7 @@ def test_errors_come_before_warnings() -> None:
     float_weight(model)
     store(model, "/layer/output/input.zero_point", 1)
 
-    report = check_model(model)
+    report = checked(model)
 
     assert [row.severity for row in report.findings] == ["error", "warning", "warning"]
     assert [row.code for row in report.errors] == ["non-zero-zero-point"]
@@ -222,20 +357,20 @@ def test_a_node_without_a_name_is_called_by_its_output() -> None:
     node(model, QUERY).name = ""
     skip_qdq(model, "/layer/query/input")
 
-    assert found(check_model(model)) == [("half-quantized", f"MatMul (output '{QUERY}.out')")]
+    assert found(checked(model)) == [("half-quantized", f"MatMul (output '{QUERY}.out')")]
 
 
 def test_the_report_is_json() -> None:
     model = healthy()
     skip_qdq(model, "/layer/query/input")
-    report = check_model(model)
+    report = checked(model)
 
     assert CheckReport.model_validate_json(json.dumps(to_json(report))) == report
 
 
 def test_a_code_that_does_not_exist() -> None:
     with pytest.raises(UserError, match="half-quantised; did you mean half-quantized"):
-        check_model(healthy(), allow=["half-quantised"])
+        checked(healthy(), allow=("half-quantised",))
 
 
 @pytest.mark.parametrize(
@@ -255,4 +390,4 @@ def test_a_model_that_cannot_be_read(edit: Edit) -> None:
     edit(model)
 
     with pytest.raises(UserError):
-        check_model(model)
+        checked(model)

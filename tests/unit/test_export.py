@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize import export, ptq
+from qdqbench.quantize import export, ptq, stages
 from qdqbench.quantize.check import check_model
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.export import ExportSettings, default_weight_form, finish, save, trace
 from qdqbench.quantize.graph import module_of
 from qdqbench.quantize.models import MASK_FILL, load_model, use_tanh_gelu
 from qdqbench.quantize.ptq import forward
-from qdqbench.quantize.recipe import Calibration
+from qdqbench.quantize.recipe import Calibration, load_recipe
 
 from .tiny_bert import (
     LAYERS,
@@ -29,8 +30,10 @@ from .tiny_bert import (
     quantized,
     recipe_with,
     run_onnx,
+    tensor,
     traced,
 )
+from .tiny_layer import store
 
 INT8_RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-ffn", "bert-int8-attention"]
 BATCHES = [padded_batch(), padded_batch((1,)), padded_batch((128, 5), seed=3)]
@@ -207,6 +210,61 @@ def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("backend", "form"), [("tensorrt_rtx", "factored"), ("tensorrt", "channel")])
 def test_the_default_form_of_a_backend(backend: str, form: str) -> None:
     assert default_weight_form(backend) == form
+
+
+class TestUnjoined:
+    """What the export says where q, k and v could not be joined."""
+
+    @staticmethod
+    def with_other_scale(graph: onnx.ModelProto, *layers: int) -> onnx.ModelProto:
+        for layer in layers:
+            path = f"/bert/encoder/layer.{layer}/attention/self/key/input_quantizer/QuantizeLinear"
+            scale = next(node for node in graph.graph.node if node.name == path).input[1]
+            store(graph, scale, tensor(graph, scale) * np.float32(1.01))
+        return graph
+
+    @pytest.mark.parametrize("weights", ["channel", "factored"])
+    @pytest.mark.parametrize("name", INT8_RECIPES)
+    def test_nothing_is_noted_of_a_shipped_recipe(self, tiny_bert: Path, name: str, weights: str) -> None:
+        notes: list[str] = []
+        settings = ExportSettings(20, "fp16", weights)  # type: ignore[arg-type]
+        finish(traced(tiny_bert, name), quantized(tiny_bert, name).plan, settings, notes)
+        assert notes == []
+
+    @pytest.mark.parametrize("layers", [(0,), (0, 1)])
+    def test_attentions_are_counted(self, tiny_bert: Path, layers: tuple[int, ...]) -> None:
+        notes = ["before"]
+        graph = self.with_other_scale(traced(tiny_bert), *layers)
+        settings = ExportSettings(20, "fp16", "factored")
+        finish(graph, quantized(tiny_bert).plan, settings, notes)
+        assert len(notes) == 2
+        assert f"q, k and v of {len(layers)} of {LAYERS} attentions were not joined" in notes[1]
+        finish(graph, quantized(tiny_bert).plan, settings)  # who asks for no notes gets the same graph
+
+    def test_a_twin_has_nothing_to_join(self, tiny_bert: Path) -> None:
+        notes: list[str] = []
+        model = load_model(str(tiny_bert))
+        settings = ExportSettings(20, "fp16", "factored")
+        finish(trace(model, 20), plan_of(recipe_with(), model), settings, notes)
+        assert notes == []
+
+    def test_the_stage_notes_it_once(
+        self, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(export, "join_heads", lambda model: 0)
+        model, plan, _ = quantized(tiny_bert)
+        session = SimpleNamespace(
+            recipe=load_recipe("bert-int8-linears"),
+            plan=plan,
+            fp32_model=load_model(str(tiny_bert)),
+            fake_quant_model=model,
+            folder=tmp_path,
+            notes=[],
+            progress=lambda done, total: None,
+        )
+        stages.export(session)  # type: ignore[arg-type]
+        (note,) = session.notes
+        assert f"{LAYERS} of {LAYERS} attentions" in note
 
 
 class TestSave:

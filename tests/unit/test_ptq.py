@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import math
 import weakref
 from collections.abc import Iterator
@@ -11,9 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from qdqbench.eval.data import Sample, equal_length_batches
-from qdqbench.quantize import ptq
+from qdqbench.quantize import calibration, ptq
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.models import load_model
@@ -146,9 +150,9 @@ def test_restored_from_the_file_bit_for_bit(tiny_bert: Path, tmp_path: Path, nam
     import torch
 
     model, plan, record = quantized(tiny_bert, name)
-    ptq.write_record(tmp_path / "calibration.json", record)
+    calibration.write_record(tmp_path / "calibration.json", record)
     twin = load_model(str(tiny_bert))
-    ptq.restore(twin, plan, ptq.read_record(tmp_path / "calibration.json"))
+    ptq.restore(twin, plan, calibration.read_record(tmp_path / "calibration.json"))
     mine, other = ptq.enabled_quantizers(model), ptq.enabled_quantizers(twin)
     assert list(mine) == list(other)
     assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
@@ -156,6 +160,152 @@ def test_restored_from_the_file_bit_for_bit(tiny_bert: Path, tmp_path: Path, nam
     batch = padded_batch()
     assert torch.equal(ptq.forward(model, batch), ptq.forward(twin, batch))
     assert not torch.equal(ptq.forward(model, batch), ptq.forward(load_model(str(tiny_bert)), batch))
+
+
+ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"keep": ["layernorm"]}}
+EVERY = {"match": "encoder.layer.*"} | INT8
+WAYS: dict[str, dict[str, Any]] = {
+    "percentile": {"calibration": {"method": "percentile/99.9"}} | ATTENTION,
+    "mse": {"calibration": {"method": "mse", "weights_method": "mse"}} | ATTENTION,
+    "entropy": {"rules": [EVERY, {"match": "encoder.layer.0.output.dense", "method": "entropy"}]},
+    "smooth": {"calibration": {"smooth": 0.65}} | ATTENTION,
+    "gain": {"calibration": {"smooth": "gain"}},
+    "value": {"rules": [EVERY, {"match": "*.attention.output.dense", "smooth": 0.5}]},
+    "biases": {"calibration": {"bias_correction": True}},
+    "everything": {
+        "calibration": {"method": "percentile/99", "smooth": 0.5, "bias_correction": True},
+        "rules": [
+            EVERY,
+            {"match": "encoder.layer.1.*", "method": "mse", "weights_method": "mse"},
+            {"match": "*.output.dense", "smooth": 0.6},
+        ],
+    }
+    | ATTENTION,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_path: Path, way: str) -> None:
+    import torch
+
+    model, plan, record = calibrate(tiny_bert, recipe_with(**WAYS[way]))
+    calibration.write_record(tmp_path / "calibration.json", record)
+    twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
+    assert read == record
+    ptq.restore(twin, plan, read)
+    mine, other = ptq.enabled_quantizers(model), ptq.enabled_quantizers(twin)
+    assert list(mine) == list(other)
+    assert all(torch.equal(mine[n].amax, other[n].amax) for n in mine)
+    assert set(record.smoothing.inputs) == {
+        name.removesuffix(".input_quantizer") for name in mine if mine[name].pre_quant_scale is not None
+    }
+    state, restored = model.state_dict(), twin.state_dict()
+    assert list(state) == list(restored)
+    assert [name for name in state if not torch.equal(state[name], restored[name])] == []
+    for batch in (padded_batch(), padded_batch((12, 5), seed=4)):
+        assert torch.equal(ptq.forward(model, batch), ptq.forward(twin, batch))
+
+
+def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
+    record = calibrate(tiny_bert, recipe_with(**WAYS["everything"])).record
+    assert record.method == "percentile/99"
+    second = [name for name in (*LINEARS, *ATTENTIONS) if "layer.1." in name]
+    assert record.methods == dict.fromkeys(second, "mse")
+    plain = quantized(tiny_bert).record
+    assert (plain.methods, plain.smoothing, plain.biases) == ({}, calibration.Smoothing(), {})
+
+
+def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> None:
+    class Counted(list[Batch]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Batch]:
+            self.passes += 1
+            return super().__iter__()
+
+    passes = []
+    for way in ("mse", "smooth", "everything"):
+        model, batches, seen = load_model(str(tiny_bert)), Counted(calibration_batches()), []
+        recipe = recipe_with(**WAYS[way])
+        record = ptq.calibrate(model, plan_of(recipe, model), batches, recipe.calibration, seen.append)
+        passes.append(batches.passes)
+        assert record.data["samples"] == 24  # each sample counts once
+        assert sum(seen) == 24 * (1 if way == "mse" else 2)
+    assert passes == [1, 2, 3]
+
+
+def test_amax_and_rms_are_of_what_is_rounded(tiny_bert: Path) -> None:
+    """Behind the factors of smoothing."""
+    record = calibrate(tiny_bert, recipe_with(calibration={"smooth": 0.65})).record
+    model, values = load_model(str(tiny_bert)), []
+    factors = np.array(record.smoothing.inputs[LINEARS[0]], dtype=np.float32)
+    model.get_submodule(LINEARS[0]).register_forward_pre_hook(
+        lambda _, inputs: values.append((inputs[0].numpy() * factors).ravel())
+    )
+    for batch in calibration_batches():
+        ptq.forward(model, batch)
+    rounded, state = np.concatenate(values), record.quantizers[f"{LINEARS[0]}.input_quantizer"]
+    assert state.amax == pytest.approx(np.abs(rounded).max(), rel=1e-6)
+    assert state.rms == pytest.approx(math.sqrt(float(np.square(rounded.astype(np.float64)).mean())))
+
+
+def test_a_smoothed_record_of_another_model(tiny_bert: Path) -> None:
+    record = calibrate(tiny_bert, recipe_with(**WAYS["everything"])).record.model_copy(deep=True)
+    for named in (record.smoothing.inputs, record.biases, record.quantizers):
+        for name in [n for n in named if "layer.1." in n]:
+            named[name.replace("layer.1.", "layer.7.")] = named.pop(name)  # type: ignore[attr-defined]
+    model = load_model(str(tiny_bert))
+    with pytest.raises(UserError, match="is of another recipe or model"):
+        ptq.restore(model, plan_of(recipe_with(**WAYS["everything"]), model), record)
+
+
+def test_a_record_of_an_older_version(tiny_bert: Path, tmp_path: Path) -> None:
+    fields = quantized(tiny_bert).record.model_dump(mode="json", exclude={"methods", "smoothing", "biases"})
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(fields | {"schema_version": 1}))
+    with pytest.raises(
+        UserError, match=r"calibration\.json is not a calibration record of this version; quantize again$"
+    ):
+        calibration.read_record(path)
+
+
+codes = hnp.arrays(np.int8, hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=9))
+scales = st.floats(2.0**-60, 2.0**20, width=32)
+
+
+class TestMaximumOfCodes:
+    """max(x) = max(q) * scale for scale > 0: a softmax may take its maximum on INT8 data."""
+
+    @given(q=codes, scale=scales | st.just(float(np.float32(1 / 127))))
+    def test_on_codes_and_on_values(self, q: npt.NDArray[np.int8], scale: float) -> None:
+        values = q.astype(np.float32) * np.float32(scale)
+        assert np.array_equal(values.max(axis=-1), q.max(axis=-1).astype(np.float32) * np.float32(scale))
+        assert np.array_equal(values.argmax(axis=-1), q.argmax(axis=-1))
+
+    @given(q=codes.filter(lambda q: (q.max(axis=-1) > q.min(axis=-1)).any()), scale=scales)
+    def test_it_takes_a_positive_scale(self, q: npt.NDArray[np.int8], scale: float) -> None:
+        values = q.astype(np.float32) * -np.float32(scale)
+        wrong = q.max(axis=-1).astype(np.float32) * -np.float32(scale)
+        assert not np.array_equal(values.max(axis=-1), wrong)
+        assert np.array_equal(values.max(axis=-1), q.min(axis=-1).astype(np.float32) * -np.float32(scale))
+
+    @given(
+        rows=hnp.arrays(
+            np.float32,
+            st.tuples(st.integers(1, 4), st.integers(1, 12)),
+            elements=st.floats(-40, 40, width=32),
+        )
+    )
+    def test_on_the_quantizer_of_the_softmax(self, rows: npt.NDArray[np.float32]) -> None:
+        import torch
+
+        probabilities = torch.softmax(torch.from_numpy(rows), dim=-1)
+        scale = np.float32(ptq.SOFTMAX_AMAX) / np.float32(ptq.INT8_MAX)
+        q = np.rint(probabilities.numpy() / scale).astype(np.int8)
+        rounded = q.astype(np.float32) * scale
+        assert np.array_equal(rounded.max(axis=-1), q.max(axis=-1).astype(np.float32) * scale)
+        of_largest = np.rint(probabilities.numpy().max(axis=-1) / scale).astype(np.int8)
+        assert np.array_equal(of_largest, q.max(axis=-1))
 
 
 def test_a_record_of_another_recipe(tiny_bert: Path) -> None:
@@ -169,7 +319,7 @@ def test_a_record_of_another_recipe(tiny_bert: Path) -> None:
 def test_a_record_that_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(UserError, match=r"c\.json is not"):
-        ptq.read_record(tmp_path / "c.json")
+        calibration.read_record(tmp_path / "c.json")
 
 
 def test_rows_of_the_results(tiny_bert: Path) -> None:
@@ -240,19 +390,19 @@ class TestUnusable:
         assert "outside 1e-06 to 65504" in message
 
     def test_an_implausible_outlier(self) -> None:
-        good = ptq.QuantizerState(kind="input", axis=None, amax=90.0, rms=1.0)
-        ptq.require_plausible({"good": good})
+        good = calibration.QuantizerState(kind="input", axis=None, amax=90.0, rms=1.0)
+        calibration.require_plausible({"good": good})
         bad = good.model_copy(update={"amax": 6000.0})
         with pytest.raises(
             CheckFailed, match=r"2 unusable .*a: 6000 times its root mean square; b: 6000 times"
         ):
-            ptq.require_plausible({"a": bad, "good": good, "b": bad})
-        ptq.require_plausible({"softmax": bad.model_copy(update={"kind": "softmax"})})
+            calibration.require_plausible({"a": bad, "good": good, "b": bad})
+        calibration.require_plausible({"softmax": bad.model_copy(update={"kind": "softmax"})})
 
     def test_a_quantizer_that_saw_nothing(self) -> None:
-        state = ptq.QuantizerState(kind="input", axis=None, amax=[])
+        state = calibration.QuantizerState(kind="input", axis=None, amax=[])
         with pytest.raises(CheckFailed, match="x: not finite"):
-            ptq.require_plausible({"x": state})
+            calibration.require_plausible({"x": state})
 
     @pytest.mark.parametrize("batches", [[], iter(())])
     def test_no_batches(self, tiny_bert: Path, batches: Any) -> None:

@@ -21,10 +21,11 @@ from qdqbench.quantize.engine_shapes import Profile
 from qdqbench.quantize.export import ExportSettings, finish, trace
 from qdqbench.quantize.graph import GraphIndex, module_of
 from qdqbench.quantize.layers import is_int8, name_parts, parse_log
+from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.models import load_model, use_tanh_gelu
 from qdqbench.quantize.qdq_weights import fold_weights
 from qdqbench.quantize.recipe import Calibration, load_recipe
-from qdqbench.quantize.rewrites import join_heads, shorten_gelu
+from qdqbench.quantize.rewrites import join_heads, shorten_gelu, unjoined_note
 
 from .tiny_bert import (
     ATTENTIONS,
@@ -32,6 +33,7 @@ from .tiny_bert import (
     HIDDEN,
     INT8,
     LAYERS,
+    LINEARS,
     Quantized,
     calibrate,
     calibration_batches,
@@ -218,6 +220,24 @@ class TestJoining:
         graph.graph.node.append(helper.make_node("Neg", list(product.output), ["minus"], name="/x/Neg"))
         assert join_heads(graph) == LAYERS - 1
         assert joined_modules(graph) == ATTENTIONS[1:]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "joined", "says"),
+    [
+        ([], LAYERS, None),
+        ([], 1, "q, k and v of 1 of 2 attentions"),
+        ([], 0, "q, k and v of 2 of 2 attentions"),
+        (["0.attention.self.key"], LAYERS - 1, None),
+        (["0.attention.self.key"], 0, "q, k and v of 1 of 1 attentions"),
+        (["0.attention.self.key", "1.attention.self.query"], 0, None),
+    ],
+)
+def test_attentions_that_were_not_joined(left_out: list[str], joined: int, says: str | None) -> None:
+    """Only an attention with all of q, k and v in INT8 can be joined."""
+    plan = Plan(int8={name: "channel" for name in LINEARS if not name.endswith(tuple(left_out))})
+    note = unjoined_note(plan, joined)
+    assert (note is None) if says is None else (note is not None and note.startswith(says))
 
 
 def with_constants(graph: onnx.ModelProto, shape: list[int]) -> None:

@@ -10,10 +10,10 @@ import onnx
 from onnx import numpy_helper
 
 from qdqbench.eval.runners import session_of
-from qdqbench.quantize import export, ptq
+from qdqbench.quantize import calibration, export, ptq
 from qdqbench.quantize.matching import Plan, resolve
 from qdqbench.quantize.models import load_model, module_table, quiet_transformers
-from qdqbench.quantize.recipe import Calibration, Recipe, load_recipe
+from qdqbench.quantize.recipe import Recipe, load_recipe
 
 LAYERS, HIDDEN, HEADS, INTERMEDIATE = 2, 32, 2, 64
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -38,7 +38,7 @@ class Quantized(NamedTuple):
 
     model: Any
     plan: Plan
-    record: ptq.CalibrationRecord
+    record: calibration.CalibrationRecord
 
 
 def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
@@ -90,8 +90,9 @@ def calibration_batches() -> list[Batch]:
 
 
 def recipe_with(name: str = "bert-int8-linears", **changes: Any) -> Recipe:
-    """A shipped recipe with some top-level keys replaced."""
-    return Recipe.model_validate(load_recipe(name).model_dump(mode="json") | changes)
+    """A shipped recipe with max calibration and nothing more, and with some top-level keys replaced."""
+    plain: dict[str, Any] = {"calibration": {}}
+    return Recipe.model_validate(load_recipe(name).model_dump(mode="json") | plain | changes)
 
 
 def plan_of(recipe: Recipe, model: Any) -> Plan:
@@ -102,13 +103,14 @@ def calibrate(folder: Path, recipe: Recipe) -> Quantized:
     """A fresh fake-quant model."""
     model = load_model(str(folder))
     plan = plan_of(recipe, model)
-    return Quantized(model, plan, ptq.calibrate(model, plan, iter(calibration_batches()), Calibration()))
+    record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    return Quantized(model, plan, record)
 
 
 @functools.cache
 def quantized(folder: Path, name: str = "bert-int8-linears") -> Quantized:
-    """The fake-quant model of a shipped recipe, made once."""
-    return calibrate(folder, load_recipe(name))
+    """The fake-quant model of `recipe_with(name)`, made once."""
+    return calibrate(folder, recipe_with(name))
 
 
 @functools.cache
