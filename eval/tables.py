@@ -103,11 +103,29 @@ def _latency(bench: Bench) -> list[str]:
         ratios = [ratio_mark(speedup_of(cell, "int8", name)) for name in over]
         shown = [f"**{mark.text}**" if mark.bad else mark.text for mark in ratios]
         rows.append([text(cell_text(bench, cell)), *(_median(cell, name) for name in names), *shown])
-    said = [*bench.notes, *_proofs(bench), clocks(bench), *slow_lines(bench), *bench.errors, *bench.warnings]
+    said = [
+        *bench.notes,
+        *_built_as(bench),
+        *_proofs(bench),
+        clocks(bench),
+        *slow_lines(bench),
+        *bench.errors,
+        *bench.warnings,
+    ]
     notes = [f"- {text(line)}" for line in said]
     if not bench.complete:
         notes.insert(0, "- interrupted: not every shape was measured")
     return [title, table(header, rows), *_throughput(bench, labels), "\n".join(notes)]
+
+
+def _built_as(bench: Bench) -> list[str]:
+    """Shapes and form of engines that were built as the recipe says."""
+    if bench.settings.profile != "recipe" or bench.device == "cpu":
+        return []
+    shapes = bench.recipe["engine"]["shapes"]
+    profiles = [shapes] if isinstance(shapes, dict) else shapes
+    said = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
+    return [f"optimization profiles [min, opt, max]: {said}"]
 
 
 def _proofs(bench: Bench) -> list[str]:

@@ -39,6 +39,7 @@ class ExportSettings:
     opset: int
     compute: Literal["fp16", "fp32"]
     weights: WeightForm
+    merge_qkv: bool = True  # one scalar for the factored weights of q, k and v, so that an engine merges them
 
 
 def default_weight_form(backend: str) -> WeightForm:
@@ -109,7 +110,7 @@ def finish(
     if folded:
         share_scaled_inputs(model)
     if settings.weights == "factored":
-        factor_scales(model)
+        factor_scales(model, merge=settings.merge_qkv)
     if folded:
         note = unjoined_note(plan, join_heads(model))
         if note and notes is not None:

@@ -8,7 +8,7 @@ from qdqbench.eval.results import LayerRow
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.kernels import block_of, block_of_node, block_order, kind_of, short
 from qdqbench.quantize.layer_facts import Facts, Graph, facts_of, graph_from_table
-from qdqbench.quantize.layers import Coverage, coverage, name_parts, why_not
+from qdqbench.quantize.layers import Coverage, copy_of, coverage, name_parts, why_not
 
 MAX_NAMED = 6
 
@@ -84,16 +84,24 @@ def inspect_layers(
     for row in layers:
         for name in dict.fromkeys((*name_parts(row), *row.onnx)):
             naming[name].append(row)
+    ran = layers if times is None else _copies_that_ran(layers, times)
     return Inspection(
         proof=proof,
-        facts=facts_of(layers, graph),
+        facts=facts_of(ran, graph),
         graph=graph,
         gemms=len({*graph.linears, *wanted}),
         expected=None if expected is None else wanted,
         expected_attention=expected_attention,
         reasons={node: why_not(naming[node], node) for node in proof.not_int8},
-        time=None if times is None else split_time(layers, times),
+        time=None if times is None else split_time(ran, times),
     )
+
+
+def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> list[LayerRow]:
+    """Kernels of the profiles that were measured; each profile has kernels of its own for every layer."""
+    ran = {copy_of(row) for row in layers if row.name in times} | {""}
+    rows = [row for row in layers if copy_of(row) in ran]
+    return rows if len(ran) > 1 else list(layers)
 
 
 def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
@@ -194,7 +202,7 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
     return found
 
 
-_QKV_FIX = "give them one scale, as `export.weights: factored` does"
+_QKV_FIX = "for small batches set `export.qkv: merged` with factored weights, which makes it one"
 
 
 def _dequantized(facts: Facts) -> str:

@@ -127,7 +127,7 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
     return nodes
 
 
-def factor_scales(model: onnx.ModelProto) -> None:
+def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     """Split weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
     The INT8 codes stay, so the result is the per-channel recipe exactly; S is free. Linears with the same
@@ -135,6 +135,12 @@ def factor_scales(model: onnx.ModelProto) -> None:
     geometric mean of the extreme scales: the unscaled product stays near the final one, so neither overflows
     FP16, and codes times S are exact in FP16, as is s/S for the scales that calibration makes. A per-tensor
     linear with an input of its own stays as it is: its scalar is in the GEMM already.
+
+    Args:
+        model: graph after `fold_weights`.
+        merge: linears with the same input share one S. Without it each has another one, which keeps an engine
+            from merging them: one large GEMM is faster for small batches, three for large ones
+            (docs/performance.md).
     """
     index = GraphIndex(model)
     groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
@@ -148,13 +154,23 @@ def factor_scales(model: onnx.ModelProto) -> None:
     for members in groups.values():
         if len(members) == 1 and not members[0][2].ndim:
             continue
-        every = np.concatenate([np.atleast_1d(scale) for _, _, scale in members]).astype(np.float64)
-        shared = np.float32(np.exp2(np.rint((np.log2(every.min()) + np.log2(every.max())) / 2)))
+        shared = _middle(np.concatenate([np.atleast_1d(scale) for _, _, scale in members]))
+        taken: set[np.float32] = set()
         for node, dq, scale in members:
-            behind[id(node)] = _factor(model, node, dq, scale, shared)
+            scalar = shared if merge else _middle(np.atleast_1d(scale))
+            while not merge and scalar in taken:
+                scalar *= np.float32(2)
+            taken.add(scalar)
+            behind[id(node)] = _factor(model, node, dq, scale, scalar)
     nodes = [n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def _middle(scales: Floats) -> np.float32:
+    """Power of two nearest to the geometric mean of the extreme scales."""
+    extremes = np.log2(scales.astype(np.float64).min()) + np.log2(scales.astype(np.float64).max())
+    return np.float32(np.exp2(np.rint(extremes / 2)))
 
 
 def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:

@@ -126,6 +126,7 @@ class Export(_Section):
     opset: Annotated[int, Field(ge=20, le=22)] = 20
     max_length: Annotated[int, Field(ge=8, le=8192)] = 128
     weights: Literal["auto", "channel", "factored"] = "auto"
+    qkv: Literal["merged", "separate"] = "merged"  # GEMMs of q, k and v in the factored form
     gelu: Literal["exact", "tanh"] = "exact"  # of the INT8 graph; tanh is off by 5e-4 at most, and faster
 
 

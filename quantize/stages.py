@@ -87,7 +87,8 @@ def export(session: Session) -> list[Path]:
         )
     paths = []
     for number, (traced, compute, name) in enumerate(jobs):
-        settings = ExportSettings(recipe.export.opset, compute, form)  # type: ignore[arg-type]
+        merge = recipe.export.qkv == "merged"
+        settings = ExportSettings(recipe.export.opset, compute, form, merge)  # type: ignore[arg-type]
         save(exporter.finish(traced, plan, settings, session.notes), session.folder / name, recipe.name)
         paths.append(session.folder / name)
         session.progress(number + 1, len(jobs))

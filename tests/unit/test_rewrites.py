@@ -375,7 +375,7 @@ class TestGelu:
 def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> Quantized:
     model = load_model(str(folder))
     use_tanh_gelu(model, "tiny")
-    plan = plan_of(load_recipe(name), model)
+    plan = plan_of(recipe_with(name), model)
     return Quantized(model, plan, ptq.calibrate(model, plan, iter(calibration_batches()), Calibration()))
 
 
