@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from qdqbench.quantize import cli_bench, cli_inspect, cli_tools
+from qdqbench.quantize import (
+    cli_bench,
+    cli_cost,
+    cli_inspect,
+    cli_methods,
+    cli_search,
+    cli_sensitivity,
+    cli_tools,
+)
+from qdqbench.quantize import cli_options as options
 from qdqbench.quantize.cli_tools import Json, Run, command_line, console, print_json
 
 app = typer.Typer(
@@ -18,8 +27,6 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show and validate recipes.")
 app.add_typer(recipes_app, name="recipes")
-
-DEFAULT_RECIPE = "bert-int8-linears"
 
 
 @recipes_app.command("list")
@@ -67,25 +74,19 @@ def recipes_validate(recipe: list[str]) -> None:
 
 @app.command()
 def run(  # noqa: PLR0913, PLR0917  (a command's options)
-    recipe: Annotated[str, typer.Argument(help="Shipped name or YAML file.")] = DEFAULT_RECIPE,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id; none: the embedded default.")] = None,
-    task: Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")] = None,
-    data: Annotated[str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG] or a folder.")] = "hub",
+    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    model: options.ModelName = None,
+    task: options.TaskName = None,
+    data: options.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
     ] = None,
-    text_column: Annotated[
-        list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")
-    ] = None,
-    label_column: Annotated[str | None, typer.Option(help="Label column of your own data.")] = None,
-    num_labels: Annotated[
-        int | None, typer.Option(min=1, help="Classes of your own data; 1 is regression.")
-    ] = None,
-    metric: Annotated[
-        list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Evaluation batch size.")] = 32,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    num_labels: options.NumLabels = None,
+    metric: options.Metrics = None,
+    batch_size: options.BatchSize = 32,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
     ] = 0,
@@ -95,25 +96,18 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Json = False,
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
-    from qdqbench.eval.tasks import EMBEDDED, get_task
-    from qdqbench.quantize.errors import UserError
     from qdqbench.quantize.pipeline import open_run
     from qdqbench.quantize.recipe import load_recipe
     from qdqbench.quantize.session import RunConfig
 
     loaded = load_recipe(recipe)
-    if (model is None) != (task is None):
-        raise UserError("--model and --task belong together; give both, or neither for the embedded default")
-    chosen = (
-        EMBEDDED
-        if task is None
-        else get_task(
-            task,
-            text_columns=text_column or (),
-            label_column=label_column,
-            num_labels=num_labels,
-            metrics=metric or (),
-        )
+    chosen = options.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
     )
     config = RunConfig(
         recipe=loaded,
@@ -155,6 +149,10 @@ app.command()(cli_tools.profile)
 app.command("inspect")(cli_inspect.inspect)
 app.command("bench")(cli_bench.bench)
 app.command("tables")(cli_bench.tables)
+app.command("search")(cli_search.search)
+app.add_typer(cli_cost.cost_app, name="cost")
+app.command("sensitivity")(cli_sensitivity.sensitivity)
+app.command("methods")(cli_methods.methods)
 
 
 def _go(session: Any, until: str | None, json: bool) -> None:

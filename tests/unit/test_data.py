@@ -347,3 +347,46 @@ def test_equal_length_batches_have_no_padding_and_hold_few_samples(lengths, batc
         assert batch["attention_mask"].all()
         batches.append((rows, batch))
     check_batches(batches, lengths, batch_size)
+
+
+class TestCalibrationBatches:
+    def made(self, folder, tokenizer, rows=10):
+        texts = ["good " * (1 + row % 4) for row in range(rows)]
+        sst2(folder / "train.csv", rows, sentence=texts)
+        split = load(folder, split="train", limit=rows, seed=1)
+        return data.CalibrationBatches(split, SST2, tokenizer, 5, 3, 0)
+
+    def test_each_pass_gives_the_same_batches(self, tmp_path, tokenizer):
+        batches = self.made(tmp_path, tokenizer)
+        first, second = list(batches), list(batches)
+        assert len(first) == len(second) > 3
+        for one, other in zip(first, second, strict=True):
+            assert set(one) == {"input_ids", "attention_mask", "token_type_ids"}
+            assert all((one[name] == other[name]).all() for name in one)
+
+    def test_a_pass_may_end_early(self, tmp_path, tokenizer):
+        batches = self.made(tmp_path, tokenizer)
+        head = next(iter(batches))
+        assert (next(iter(batches))["input_ids"] == head["input_ids"]).all()
+        assert sum(len(batch["input_ids"]) for batch in batches) == 10
+
+    def test_they_hold_no_padding_and_are_cut(self, tmp_path, tokenizer):
+        batches = list(self.made(tmp_path, tokenizer))
+        assert all(batch["attention_mask"].all() for batch in batches)
+        assert all(len(batch["input_ids"]) <= 3 for batch in batches)
+        assert {batch["input_ids"].shape[1] for batch in batches} == {3, 4, 5}
+
+    def test_samples_are_tokenized_when_they_are_asked_for(self, tmp_path, tokenizer, monkeypatch):
+        asked = []
+        encoded = data.iter_encoded
+
+        def watched(*args):
+            for sample in encoded(*args):
+                asked.append(sample.row)
+                yield sample
+
+        monkeypatch.setattr(data, "iter_encoded", watched)
+        batches = self.made(tmp_path, tokenizer, rows=40)
+        assert asked == []
+        next(iter(batches))
+        assert len(asked) < 10

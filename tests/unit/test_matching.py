@@ -1,11 +1,11 @@
 """Rules against modules: which linear becomes what, and the sentences when a rule makes no sense."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.matching import MAX_NAMED, ModuleInfo, Plan, matched, name_list, resolve
+from qdqbench.quantize.matching import MAX_NAMED, ModuleInfo, Plan, Scaling, matched, name_list, resolve
 from qdqbench.quantize.recipe import Recipe, Rule, load_recipe
 
 from .tiny_bert import INT8, OF_A_LAYER, recipe_with
@@ -101,6 +101,7 @@ def test_near_names_do_not_repeat_layers() -> None:
     assert str(error.value).count("attention.self.query") == 1
 
 
+@settings(deadline=None)
 @given(pattern=st.text(alphabet="*?[]!abdeklnorty.012", min_size=1, max_size=12) | st.just("*"))
 def test_only_linears_become_int8_whatever_the_pattern(pattern: str) -> None:
     table = modules()
@@ -202,6 +203,131 @@ class TestAttention:
         table = {name: info for name, info in modules().items() if info.kind != "Attention"}
         with pytest.raises(UserError, match="no self-attention"):
             resolve(self.recipe, table, "bert")
+
+    def by_rule(self, *rules: dict[str, object], attention: str = "fp16") -> Plan:
+        every = [{"match": "encoder.layer.*"} | INT8]
+        changes = {"rules": [*every, *rules], "attention": attention, "precision": {"keep": ["layernorm"]}}
+        return resolve(recipe_with(**changes), modules(), "bert")
+
+    def test_in_by_rule(self) -> None:
+        rule = {"match": "encoder.layer.1.*", "type": "Attention", "precision": "int8"}
+        assert self.by_rule(rule).attention == ("bert.encoder.layer.1.attention.self",)
+        assert self.by_rule(rule | {"match": "*"}).attention == tuple(
+            f"bert.encoder.layer.{i}.attention.self" for i in range(2)
+        )
+
+    def test_the_later_rule_wins(self) -> None:
+        both = {"match": "*", "type": "Attention", "precision": "int8"}
+        out = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "fp16"}
+        assert self.by_rule(both, out).attention == ("bert.encoder.layer.1.attention.self",)
+        assert len(self.by_rule(out, both).attention) == 2
+
+    @pytest.mark.parametrize("precision", ["fp16", "fp32"])
+    def test_out_by_rule_leaves_the_output_linear_free(self, precision: str) -> None:
+        out = {"match": "encoder.layer.0.attention.self", "type": "Attention", "precision": precision}
+        free = {"match": "encoder.layer.0.attention.output.dense", "precision": "fp16"}
+        plan = self.by_rule(out, free, attention="int8")
+        assert plan.attention == ("bert.encoder.layer.1.attention.self",)
+        assert "bert.encoder.layer.0.attention.output.dense" in plan.high
+        with pytest.raises(
+            UserError, match=r"add a rule for bert\.encoder\.layer\.0\.attention\.output\.dense"
+        ):
+            self.by_rule(free, attention="int8")
+
+    def test_a_whole_layer_out(self) -> None:
+        plan = self.by_rule({"match": "encoder.layer.1.*", "precision": "fp16"}, attention="int8")
+        assert plan.attention == ("bert.encoder.layer.0.attention.self",)
+        assert list(plan.int8) == in_encoder(1)
+
+    def test_sizes_count_where_it_is_int8_only(self) -> None:
+        table = modules(head_size=24)
+        out = {"match": "*", "type": "Attention", "precision": "fp16"}
+        recipe = recipe_with("bert-int8-attention", rules=[{"match": "encoder.layer.*"} | INT8, out])
+        assert resolve(recipe, table, "bert").attention == ()
+        table["bert.encoder.layer.0.attention.self"] = ModuleInfo("Attention", 32)
+        inside = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "int8"}
+        rules = [{"match": "encoder.layer.*"} | INT8, inside]
+        recipe = recipe_with(rules=rules, precision={"keep": ["layernorm"]})
+        assert resolve(recipe, table, "bert").attention == ("bert.encoder.layer.0.attention.self",)
+
+
+class TestScaling:
+    every = {"match": "*"} | INT8
+
+    def of(self, *rules: dict[str, object], **changes: object) -> dict[str, Scaling]:
+        plan = resolve(recipe_with(rules=[self.every, *rules], **changes), modules(), "bert")
+        assert set(plan.scaling) == {*plan.int8, *plan.attention}
+        return plan.scaling
+
+    def test_the_section_is_for_all(self) -> None:
+        calibration = {"method": "percentile/99.9", "weights_method": "mse"}
+        found = self.of(calibration=calibration)
+        assert set(found) == {*in_encoder(), "bert.pooler.dense", "classifier"}
+        assert {*found.values()} == {Scaling("percentile/99.9", "mse", "none")}
+
+    def test_the_section_smooths_what_reads_a_layernorm_and_attentions(self) -> None:
+        found = self.of(calibration={"smooth": 0.65}, attention="int8", precision={"keep": ["layernorm"]})
+        names = ("self", "query", "key", "value", "intermediate.dense")
+        smoothed = [name for name in found if name.endswith(names)]
+        assert len(smoothed) == 10
+        assert {name: scaling.smooth for name, scaling in found.items()} == (
+            dict.fromkeys(found, "none") | dict.fromkeys(smoothed, 0.65)
+        )
+
+    def test_rules_refine_field_by_field_and_the_later_wins(self) -> None:
+        found = self.of(
+            {"match": "encoder.layer.0.*", "method": "mse", "smooth": 0.3},
+            {"match": "*.output.dense", "smooth": 0.8},
+            {"match": "*.0.attention.output.dense", "type": "Linear", "weights_method": "mse"},
+            {"match": "encoder.layer.0.output.dense", "method": "entropy", "smooth": "none"},
+            calibration={"method": "percentile/99", "smooth": 0.5},
+        )
+        layer = "bert.encoder.layer."
+        assert found[f"{layer}0.attention.self.query"] == Scaling("mse", "max", 0.3)
+        assert found[f"{layer}0.attention.output.dense"] == Scaling("mse", "mse", 0.8)
+        assert found[f"{layer}0.output.dense"] == Scaling("entropy", "max", "none")
+        assert found[f"{layer}1.output.dense"] == Scaling("percentile/99", "max", 0.8)
+        assert found[f"{layer}1.intermediate.dense"] == Scaling("percentile/99", "max", 0.5)
+        assert found["classifier"] == Scaling("percentile/99", "max", "none")
+
+    def test_a_rule_can_quantize_and_refine_at_once(self) -> None:
+        both = {"match": "*.query", "method": "mse"} | INT8 | {"weights": "int8/tensor"}
+        plan = resolve(recipe_with(rules=[both]), modules(), "bert")
+        assert set(plan.int8.values()) == {"tensor"}
+        assert plan.scaling == dict.fromkeys(plan.int8, Scaling("mse"))
+
+    def test_refining_changes_no_placement(self) -> None:
+        plain = resolve(recipe_with(), modules(), "bert")
+        rules = [*recipe_with().model_dump(mode="json")["rules"], {"match": "*", "smooth": 0.5}]
+        refined = resolve(recipe_with(rules=rules), modules(), "bert")
+        assert (refined.int8, refined.high, refined.attention, refined.fp32) == (
+            plain.int8,
+            plain.high,
+            plain.attention,
+            plain.fp32,
+        )
+
+    def test_rules_that_refine_nothing_in_int8_are_all_named(self) -> None:
+        with pytest.raises(UserError) as error:
+            plan_for(
+                {"match": "encoder.layer.0.*"} | INT8,
+                {"match": "classifier", "method": "mse"},
+                {"match": "encoder.layer.1.*", "smooth": 0.5},
+                {"match": "encoder.layer.0.*", "smooth": 0.5},
+                {"match": "*", "type": "Attention", "method": "mse"},
+            )
+        message = str(error.value)
+        assert message.startswith("rules 'classifier', 'encoder.layer.1.*', '*' say how to calibrate, but")
+        assert "encoder.layer.0" not in message
+        assert "\n" not in message
+
+    def test_what_a_later_rule_keeps_in_fp16_cannot_be_refined(self) -> None:
+        with pytest.raises(UserError, match=r"rules '\*\.query' say how to calibrate"):
+            plan_for(
+                {"match": "*"} | INT8,
+                {"match": "*.query", "method": "mse"},
+                {"match": "*.query", "precision": "fp16"},
+            )
 
 
 def test_long_lists_are_cut() -> None:

@@ -1,18 +1,36 @@
 """Layer-local parity: it passes for the right graph, and any fault in one layer fails and is named."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from qdqbench.eval.parity import LIMIT_FRACTION, compare_layers, force
 from qdqbench.eval.results import MAX_OUTPUT_ERROR, Parity, ParityRow
-from qdqbench.quantize.graph import module_of
+from qdqbench.quantize import export
+from qdqbench.quantize.check import check_model
+from qdqbench.quantize.graph import GraphIndex, module_of
 from qdqbench.quantize.models import MASK_FILL
 
-from .tiny_bert import ATTENTIONS, LINEARS, exported, padded_batch, quantized, tensor
+from .tiny_bert import (
+    ATTENTIONS,
+    INT8,
+    LINEARS,
+    Quantized,
+    calibrate,
+    copied,
+    exported,
+    new_bert,
+    padded_batch,
+    quantized,
+    recipe_with,
+    tensor,
+    write_tiny_bert,
+)
 from .tiny_layer import store
 
 BATCHES = [padded_batch((9, 4, 16)), padded_batch((12, 12, 3, 7), seed=1)]
@@ -181,3 +199,87 @@ def test_each_quantizer_is_cut(tiny_bert: Path) -> None:
 def test_limits(change: dict[str, float], passes: bool) -> None:
     row = ParityRow(name="a", codes=1000, differing=1, max_step=1, output_rel_error=None)
     assert row.model_copy(update=change).holds == passes
+
+
+@pytest.fixture(scope="module")
+def uneven_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT whose channels differ by orders, so that smoothing has something to do."""
+    model = new_bert()
+    for name, value in model.named_parameters():
+        if "LayerNorm" in name:
+            value.data *= 2.0 ** (torch.arange(len(value)) % 5 - 2)
+    return write_tiny_bert(tmp_path_factory.mktemp("uneven-bert"), model)
+
+
+@functools.cache
+def smoothed(folder: Path) -> Quantized:
+    """Everything at once: smoothing of every kind, an INT8 attention, and corrected biases."""
+    rules = [{"match": "encoder.layer.*"} | INT8, {"match": "*.attention.output.dense", "smooth": 0.5}]
+    return calibrate(
+        folder,
+        recipe_with(
+            "bert-int8-attention", rules=rules, calibration={"smooth": 0.65, "bias_correction": True}
+        ),
+    )
+
+
+@functools.cache
+def _smoothed_graph(folder: Path, compute: str, weights: str) -> onnx.ModelProto:
+    model, plan, _ = smoothed(folder)
+    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return export.finish(export.trace(model, 20), plan, settings)
+
+
+def multipliers(graph: onnx.ModelProto) -> dict[str, str]:
+    """Factors in front of the Q of each linear's input: module to initializer."""
+    index, found = GraphIndex(graph), {}
+    for node in graph.graph.node:
+        if node.op_type != "QuantizeLinear" or not module_of(node.name).endswith(".input_quantizer"):
+            continue
+        made = index.producers[node.input[0]]
+        if made.op_type == "Cast":
+            made = index.producers[made.input[0]]
+        if made.op_type == "Mul":
+            found[module_of(node.name).removesuffix(".input_quantizer")] = made.input[1]
+    return found
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+@pytest.mark.parametrize("weights", ["channel", "factored"])
+def test_the_whole_path_with_smoothing_and_correction(uneven_bert: Path, weights: str, compute: str) -> None:
+    model, plan, record = smoothed(uneven_bert)
+    assert len(record.biases) > 3
+    graph = copied(_smoothed_graph(uneven_bert, compute, weights))
+    assert check_model(graph, expected_quantized={*plan.int8, *plan.attention}).findings == []
+    found = multipliers(graph)
+    assert set(found) == set(record.smoothing.inputs) == {*LINEARS[:3], FFN1, *LINEARS[6:9], LINEARS[10]}
+    for name, factors in found.items():
+        assert np.array_equal(tensor(graph, factors).astype(float), record.smoothing.inputs[name])
+        assert len(set(record.smoothing.inputs[name])) > 2
+    parity = compare_layers(graph, model, BATCHES)
+    assert failing(parity) == []
+    assert {row.name for row in parity.rows} >= {*LINEARS}
+    assert max(row.max_step for row in parity.rows if not row.name.endswith("softmax")) <= 1
+
+
+def test_another_factor_is_seen(uneven_bert: Path) -> None:
+    graph = copied(_smoothed_graph(uneven_bert, "fp16", "channel"))
+    factors = multipliers(graph)[FFN1]
+    store(graph, factors, np.ones_like(tensor(graph, factors)))
+    assert failing(compare_layers(graph, smoothed(uneven_bert).model, BATCHES)) == [FFN1]
+
+
+def test_a_dropped_correction_is_seen(uneven_bert: Path) -> None:
+    graph = copied(_smoothed_graph(uneven_bert, "fp32", "channel"))
+    model, _, record = smoothed(uneven_bert)
+    name = max(record.biases, key=lambda n: np.abs(record.biases[n]).max())
+    before = compare_layers(graph, model, BATCHES)
+    bias = f"{name}.bias"
+    store(graph, bias, tensor(graph, bias) - np.array(record.biases[name], np.float32))
+    errors = [
+        next(row.output_rel_error for row in parity.rows if row.name == name)
+        for parity in (before, compare_layers(graph, model, BATCHES))
+    ]
+    assert errors[0] is not None
+    assert errors[1] is not None
+    assert errors[1] > 10 * errors[0]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -276,12 +276,14 @@ scales = st.floats(2.0**-60, 2.0**20, width=32)
 class TestMaximumOfCodes:
     """max(x) = max(q) * scale for scale > 0: a softmax may take its maximum on INT8 data."""
 
+    @settings(deadline=None)
     @given(q=codes, scale=scales | st.just(float(np.float32(1 / 127))))
     def test_on_codes_and_on_values(self, q: npt.NDArray[np.int8], scale: float) -> None:
         values = q.astype(np.float32) * np.float32(scale)
         assert np.array_equal(values.max(axis=-1), q.max(axis=-1).astype(np.float32) * np.float32(scale))
         assert np.array_equal(values.argmax(axis=-1), q.argmax(axis=-1))
 
+    @settings(deadline=None)
     @given(q=codes.filter(lambda q: (q.max(axis=-1) > q.min(axis=-1)).any()), scale=scales)
     def test_it_takes_a_positive_scale(self, q: npt.NDArray[np.int8], scale: float) -> None:
         values = q.astype(np.float32) * -np.float32(scale)
@@ -289,6 +291,7 @@ class TestMaximumOfCodes:
         assert not np.array_equal(values.max(axis=-1), wrong)
         assert np.array_equal(values.max(axis=-1), q.min(axis=-1).astype(np.float32) * -np.float32(scale))
 
+    @settings(deadline=None)
     @given(
         rows=hnp.arrays(
             np.float32,

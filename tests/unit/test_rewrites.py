@@ -24,7 +24,7 @@ from qdqbench.quantize.layers import is_int8, name_parts, parse_log
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.models import load_model, use_tanh_gelu
 from qdqbench.quantize.qdq_weights import fold_weights
-from qdqbench.quantize.recipe import Calibration, load_recipe
+from qdqbench.quantize.recipe import Calibration
 from qdqbench.quantize.rewrites import join_heads, shorten_gelu, unjoined_note
 
 from .tiny_bert import (

@@ -1,0 +1,58 @@
+"""The order in which a search keeps units in FP16: what INT8 costs in each of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.search_space import Space, ranked_by
+from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.session import Session
+
+if TYPE_CHECKING:
+    from qdqbench.eval.search_trial import Workspace
+
+SAMPLES = 128  # enough to tell the worst units from the others
+
+
+def rank(work: "Workspace", file: Path | None) -> tuple[Space, str]:
+    """The space in order of the ranking, and where that comes from.
+
+    Raises:
+        UserError: the file is not a sensitivity of this model.
+    """
+    if file is not None:
+        from qdqbench.eval.sensitivity_results import read_sensitivity
+
+        return from_rows(work.space, read_sensitivity(file).rows, str(file)), f"sensitivity file {file.name}"
+    from qdqbench.eval.search_calibration import without_corrections
+    from qdqbench.eval.sensitivity import Measurement
+
+    work.progress("measuring sensitivity")
+    session = work.session
+    how = {"method": "max", "smooth": "none", "weights_method": "max"}
+    whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), how))
+    everything = session.config.model_copy(update={"recipe": whole})
+    samples = min(SAMPLES, work.samples)
+    found = Measurement(Session(everything, session.folder), samples).run()
+    return from_rows(work.space, found.rows, "the sensitivity"), f"sensitivity on {samples} train rows"
+
+
+def from_rows(space: Space, rows: Any, source: str) -> Space:
+    """Rank units and attentions by the divergence of "only this in INT8".
+
+    Raises:
+        UserError: no row is of this model.
+    """
+    linears: dict[str, float] = {}
+    attention: dict[int, float] = {}
+    for row in rows:
+        judged = row.only or row.all_but
+        if judged is None or judged.divergence is None:
+            continue
+        if row.group == "linear":
+            linears |= dict.fromkeys(row.modules or [row.name], float(judged.divergence))
+        elif row.group == "attention" and row.layer is not None:
+            attention[int(row.layer)] = float(judged.divergence)
+    known = {name for names in space.units.values() for name in names}
+    if not known & set(linears):
+        raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
+    return ranked_by(space, linears, attention)

@@ -1,0 +1,204 @@
+"""The command `search`; registered in cli.py. Everything heavy is imported inside."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.quantize import cli_options as given
+from qdqbench.quantize.cli_tools import Json, command_line, console, plain
+
+if TYPE_CHECKING:
+    from qdqbench.eval.search import Options
+    from qdqbench.eval.search_results import Search
+    from qdqbench.quantize.session import Session
+
+WORK = "work"
+
+
+def search(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: given.RecipeName = given.DEFAULT_RECIPE,
+    model: given.ModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40,
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="File of `qdqbench sensitivity`: which layers to keep in FP16 first.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL shared by all workers; none: OUT/study.db.")
+    ] = None,
+    study_name: Annotated[str | None, typer.Option(help="None: RECIPE-TASK.")] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Train rows that judge a trial; none of them calibrates.")
+    ] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of the latency.")] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence of the latency.")] = 128,
+    latency: Annotated[
+        str, typer.Option(help="engine: measured on this GPU; model: modelled; auto: engine where a GPU is.")
+    ] = "auto",
+    cost_model: Annotated[
+        Path | None, typer.Option(help="File of `qdqbench cost fit`; none: the shipped one.")
+    ] = None,
+    accuracy: Annotated[
+        str, typer.Option(help="First objective: divergence from FP32's logits, or drop of the metric.")
+    ] = "divergence",
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    batch_size: given.BatchSize = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampler, bootstrap and inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Find the recipe for your model, data and GPU: accuracy against latency, confirmed on validation."""
+    from qdqbench.eval.search import Options
+    from qdqbench.quantize.errors import UserError
+    from qdqbench.quantize.recipe import load_recipe
+    from qdqbench.quantize.session import RunConfig, Session
+
+    if latency not in ("auto", "engine", "model"):
+        raise UserError(f"--latency {latency!r} is unknown; use auto, engine or model")
+    if accuracy not in ("divergence", "drop"):
+        raise UserError(f"--accuracy {accuracy!r} is unknown; use divergence or drop")
+    loaded = load_recipe(recipe)
+    chosen = given.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    config = RunConfig(
+        recipe=loaded,
+        model=model,
+        task=chosen,
+        data=data,
+        batch_size=batch_size,
+        seed=seed,
+        command=command_line(),
+    )
+    folder = out or Path("runs") / f"search-{loaded.name}-{chosen.name}"
+    session = Session(config, _work_folder(folder))
+    options = Options(
+        trials=trials,
+        samples=samples,
+        batch=batch,
+        length=length,
+        latency=latency,  # type: ignore[arg-type]
+        objective=accuracy,  # type: ignore[arg-type]
+        storage=storage,
+        study=study_name,
+        sensitivity=sensitivity,
+        cost_model=cost_model,
+    )
+    found = _search(session, options, folder, quiet=json)
+    if found is not None:
+        _finish(found, folder, json)
+
+
+def _work_folder(out: Path) -> Path:
+    """Folder for what the search needs again, inside of its output folder.
+
+    Raises:
+        UserError: the output folder holds something else.
+    """
+    from qdqbench.quantize.errors import UserError
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give --out a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / WORK).is_dir():
+        raise UserError(f"{out} holds other files than a search; give --out an empty or new folder")
+    (out / WORK).mkdir(parents=True, exist_ok=True)
+    return out / WORK
+
+
+def _search(session: "Session", options: "Options", folder: Path, *, quiet: bool) -> "Search | None":
+    from qdqbench.eval.search import open_worker, run_trials
+    from qdqbench.eval.search_finish import finish
+
+    with ExitStack() as stack:
+        show = stack.enter_context(_progress(options.trials, quiet=quiet))
+        if session.config.model is None:
+            _embedded(session, show)
+        worker = open_worker(session, options, stack, show.say)
+        if not run_trials(worker, show.trial):
+            if not quiet:
+                console().print("other workers run the last trials; the last one of them writes the report")
+            return None
+        return finish(worker, folder, show.say)
+
+
+def _embedded(session: "Session", show: Any) -> None:
+    """The generated task and its model, made once."""
+    from qdqbench.quantize import stages
+
+    if not (session.folder / "embedded" / "model" / "config.json").is_file():
+        show.say("training the embedded default")
+        stages.embedded(session)
+
+
+def _finish(found: "Search", folder: Path, json: bool) -> None:
+    """Terminal and exit status."""
+    from qdqbench.eval.search_report import summary
+    from qdqbench.quantize.errors import CheckFailed
+
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        console().print(summary(found))
+        console().print(f"report: {folder / 'search.html'}", highlight=False, soft_wrap=True)
+    if not found.outcome.passed:
+        raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
+
+
+class _Silent:
+    """No terminal."""
+
+    def say(self, text: str) -> None:
+        """What is being done."""
+
+    def trial(self, done: int, total: int, best: str) -> None:
+        """Trials so far."""
+
+
+class _Bar(_Silent):
+    """One bar over the trials on a terminal."""
+
+    def __init__(self, bars: Any, total: int) -> None:
+        self.bars, self.task = bars, bars.add_task("preparing", total=total, best="")
+
+    def say(self, text: str) -> None:
+        self.bars.update(self.task, description=plain(text))
+
+    def trial(self, done: int, total: int, best: str) -> None:
+        self.bars.update(
+            self.task,
+            completed=done,
+            description=f"trial {min(done + 1, total)} of {total}",
+            best=plain(best),
+        )
+
+
+@contextmanager
+def _progress(total: int, *, quiet: bool) -> Iterator[_Silent]:
+    if quiet or not sys.stderr.isatty():
+        yield _Silent()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<28}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[best]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        yield _Bar(bars, total)

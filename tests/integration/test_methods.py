@@ -1,0 +1,208 @@
+"""`qdqbench methods` on a tiny model: what it writes, what it refuses, and that no validation row chooses."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from qdqbench.eval.methods_results import read_methods
+from qdqbench.quantize.recipe import load_recipe
+
+from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
+
+FILES = ["methods.html", "methods.json", "methods.md", "recipe.yaml"]
+NARROW = ("--method", "max", "--method", "percentile/99.9", "--smooth", "none")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe calibrated with 64 samples: there are 256 to share."""
+
+    def write(name="bert-int8-attention", **calibration):
+        text = load_recipe(name).model_dump(mode="json", exclude_defaults=True) | {"version": 1}
+        text["calibration"] = {"samples": 64, **calibration}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(text))
+        return path
+
+    return write
+
+
+def lasting(found):
+    """What does not depend on when and where it was measured."""
+    kept = json.loads(found.model_dump_json(exclude={"created", "command", "timings"}))
+    for row in kept["rows"]:
+        del row["measured"]["calibration_s"]
+    return kept
+
+
+def refused(done, *told):
+    assert done.code == 1, done
+    assert done.out == ""
+    assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err), done.err
+    assert "unexpected" not in done.err
+    for text in told:
+        assert text in done.err
+
+
+def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    out, path = tmp_path / "out", recipe("bert-int8-ffn")
+    done = qdqbench("methods", path, *sst2.options, "--out", out, "--samples", 96)
+    assert (done.code, done.err) == (0, "")
+    assert listing(out) == FILES
+    found = read_methods(out)
+    assert not [row.failure for row in found.rows if row.failure]
+    assert [row.recipe for row in found.rows] == [True] + [False] * (len(found.rows) - 1)
+    assert {row.smooth for row in found.rows} == {"none", 0.65, "gain"}
+    assert {row.weights_method for row in found.rows} == {"max", "mse"}
+    assert {row.bias_correction for row in found.rows} == {False, True}
+    least = min(row.measured.divergence for row in found.rows)
+    assert found.best.measured.divergence == least > 0
+    assert found.best.measured.above_best == 0
+    assert all(row.measured.above_best >= 0 for row in found.rows)
+    assert (found.data["samples"], found.data["calibration"]) == (96, 64)
+    assert found.data["evaluation"] == {"validation": EVAL_ROWS}
+    assert (found.divergence, found.metric) == ("kl", "accuracy")
+    chosen = load_recipe(str(out / "recipe.yaml"))
+    assert chosen.name == found.recipe_name == "bert-int8-ffn-calibrated"
+    for key in ("method", "smooth", "weights_method", "bias_correction"):
+        assert getattr(chosen.calibration, key) == getattr(found.best, key)
+    own = load_recipe(str(path))
+    assert chosen.model_copy(update={"name": own.name, "calibration": own.calibration}) == own
+    for text in ("best", "the recipe", "entropy", "Validation is the judge", "recipe.yaml"):
+        assert text in done.out
+
+
+def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
+    """The fake-quant stage of `run` on the same recipe answers as the row, but for rounding flips."""
+    path = recipe(smooth=0.5, bias_correction=True, method="percentile/99.99")
+    options = (path, *sst2.options, "--out")
+    assert qdqbench("methods", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
+    for stage in ("baseline", "fake_quant"):
+        assert qdqbench("run", *options, tmp_path / "b", "--until", stage).code == 0
+    import numpy as np
+
+    from qdqbench.eval.compare import compare
+    from qdqbench.eval.tasks import get_task
+
+    logits = {name: np.load(tmp_path / "b" / "logits" / f"{name}.npz") for name in ("fp32", "fake_quant")}
+    labels = logits["fp32"]["validation.labels"]
+    pair = [logits[name]["validation.logits"] for name in ("fp32", "fake_quant")]
+    expected = compare(get_task("sst2"), *pair, labels, seed=0)
+    own = read_methods(tmp_path / "a").own
+    assert (own.method, own.smooth, own.bias_correction) == ("percentile/99.99", 0.5, True)
+    found = own.measured.validation["validation"].vs_fp32
+    assert found.mean_abs_logit_diff == pytest.approx(expected.mean_abs_logit_diff, rel=0.05)
+    assert found.delta["accuracy"] == pytest.approx(expected.delta["accuracy"], abs=2.5 / EVAL_ROWS)
+
+
+def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
+    """Other validation data: the same divergences and the same choice; and a second run is equal."""
+    path, data = recipe(), tmp_path / "data"
+    write_split(data / "sst2" / "train.parquet", rows("sst2", TRAIN_ROWS, 0))
+    write_split(data / "sst2" / "validation.parquet", rows("sst2", 32, 5))
+    found = []
+    for name, source in (("a", sst2.data), ("b", data), ("c", sst2.data)):
+        options = ("--model", sst2.model, "--task", "sst2", "--data", source, "--out", tmp_path / name)
+        assert qdqbench("methods", path, *options, "--samples", 64, *NARROW).code == 0
+        found.append(read_methods(tmp_path / name))
+    first, other, again = found
+    assert lasting(first) == lasting(again)
+    assert first.fp32 != other.fp32
+    for ours, theirs in zip(first.rows, other.rows, strict=True):
+        assert ours.measured.divergence == theirs.measured.divergence
+    assert [row.best for row in first.rows] == [row.best for row in other.rows]
+
+
+def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
+    stsb = given("stsb")
+    out = tmp_path / "out"
+    done = qdqbench(
+        "methods", recipe("bert-int8-ffn"), *stsb.options, "--out", out, "--samples", 500, *NARROW, "--json"
+    )
+    assert (done.code, done.err) == (0, "")
+    found = read_methods(out)
+    assert json.loads(done.out) == json.loads(found.model_dump_json())
+    assert found.divergence == "squared"
+    assert [(row.method, row.smooth) for row in found.rows] == [("max", "none"), ("percentile/99.9", "none")]
+    assert found.data["samples"] == TRAIN_ROWS - 64
+    assert any("192 samples, not 500" in note for note in found.notes)
+
+
+def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
+    mnli, out = given("mnli"), tmp_path / "out"
+    done = qdqbench("methods", recipe(), *mnli.options, "--out", out, "--samples", 64, "--limit", 48, *NARROW)
+    assert (done.code, done.err) == (0, "")
+    found = read_methods(out)
+    assert list(found.fp32) == ["validation_matched", "validation_mismatched"]
+    assert {scores.n for scores in found.fp32.values()} == {48}
+    assert all(list(row.measured.validation) == list(found.fp32) for row in found.rows)
+    assert any("the first 48" in note for note in found.notes)
+
+
+def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_path, monkeypatch):
+    from qdqbench.eval import methods
+    from qdqbench.quantize.errors import CheckFailed
+
+    honest = methods.calibrated
+
+    def broken(shared, plan):
+        if any(scaling.method == "max" for scaling in plan.scaling.values()):
+            raise CheckFailed("amax is a joke")
+        return honest(shared, plan)
+
+    monkeypatch.setattr(methods, "calibrated", broken)
+    out = tmp_path / "out"
+    options = (recipe(), *sst2.options, "--samples", 64, "--out")
+    done = qdqbench("methods", *options, out, *NARROW)
+    assert (done.code, done.err) == (0, "")
+    assert "amax is a joke" in done.out
+    found = read_methods(out)
+    assert [row.failure for row in found.rows] == ["amax is a joke", None]
+    assert found.best.method == "percentile/99.9"
+    nothing = tmp_path / "nothing"
+    refused(qdqbench("methods", *options, nothing, "--method", "max", "--smooth", "none"), "amax is a joke")
+    assert not nothing.exists()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (["--method", "average"], "'average'"),
+        (["--smooth", "2"], "--smooth 2"),
+        (["--samples", "1"], "--samples"),
+        (["--data", "nowhere"], "data folder nowhere"),
+    ],
+    ids=lambda case: " ".join(case[0]),
+)
+def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
+    (arguments, told), out = case, tmp_path / "out"
+    refused(qdqbench("methods", recipe(), *sst2.options, "--out", out, *arguments), told)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [({"samples": 255}, "none are left"), ({"split": "validation"}, "the judge of task")],
+    ids=lambda case: str(case[0]),
+)
+def test_wrong_data(case, qdqbench, sst2, recipe, tmp_path):
+    calibration, told = case
+    done = qdqbench("methods", recipe(**calibration), *sst2.options, "--out", tmp_path / "out")
+    refused(done, told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_without_int8(qdqbench, sst2, tmp_path):
+    refused(qdqbench("methods", "bert-fp16", *sst2.options, "--out", tmp_path / "out"), "nothing into INT8")
+
+
+def test_folders_of_others_are_left_alone(qdqbench, sst2, recipe, tmp_path):
+    path = recipe()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    refused(qdqbench("methods", path, *sst2.options, "--out", tmp_path / "mine"), "other files")
+    refused(qdqbench("methods", path, *sst2.options, "--out", path), "is a file")
+    assert listing(tmp_path / "mine") == ["notes.txt"]

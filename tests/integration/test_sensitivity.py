@@ -1,0 +1,208 @@
+"""`qdqbench sensitivity` on a tiny model: what it writes, what it refuses, and that a kill loses nothing."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from qdqbench.eval import sensitivity
+from qdqbench.eval.sensitivity_results import ranking, read_sensitivity
+from qdqbench.quantize.recipe import load_recipe
+
+from .tiny import LAYERS, listing
+
+FILES = ["recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md", "sensitivity.partial.jsonl"]
+VOLATILE = {"created", "command", "timings"}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The default recipe (or another), calibrated with 64 samples: there are 256 to share."""
+
+    def write(name="bert-int8-linears", **calibration):
+        text = load_recipe(name).model_dump(mode="json", exclude_defaults=True) | {"version": 1}
+        text["calibration"] = {"samples": 64, **calibration}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(text))
+        return path
+
+    return write
+
+
+def lasting(folder):
+    """What does not depend on when it was measured."""
+    return {
+        k: v for k, v in json.loads((folder / "sensitivity.json").read_text()).items() if k not in VOLATILE
+    }
+
+
+def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
+    out = tmp_path / "out"
+    done = qdqbench(
+        "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 96
+    )
+    assert (done.code, done.err) == (0, "")
+    assert listing(out) == FILES
+    found = read_sensitivity(out)
+    assert found == read_sensitivity(out / "sensitivity.json")
+    groups = [row.group for row in found.rows]
+    assert [groups.count(each) for each in ("linear", "attention", "block", "kind")] == [
+        6 * LAYERS + 2, LAYERS, LAYERS, 9
+    ]  # fmt: skip
+    assert len(found.int8) == 7 * LAYERS
+    assert all(row.only is not None for row in found.rows)
+    assert len(ranking(found)) == 6 * LAYERS
+    assert found.data["samples"] == 96
+    assert found.divergence == "kl"
+    # the same choice, reached on two ways: a layer's linears, and every kind, are part of everything
+    assert found.curve[0].judged == found.full
+    worst = ranking(found)[0]
+    assert worst.name in done.out.replace("layer.", "encoder.layer.")
+    page = (out / "sensitivity.html").read_text()
+    assert page.count("<svg") == 3
+    assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|https?://(?!www\.w3\.org)""", page)
+    assert f"`{worst.name}`" in (out / "sensitivity.md").read_text()
+
+
+def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
+    """With linears kept out: the gate of noise is closed for it."""
+    from qdqbench.eval import sensitivity_choice
+
+    monkeypatch.setattr(sensitivity_choice, "NOISE", -1e9)  # every drop is seen as one
+    monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: point.kept >= 3)
+    out = tmp_path / "out"
+    done = qdqbench(
+        "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 32
+    )
+    assert done.code == 0, done.err
+    found = read_sensitivity(out)
+    assert (found.choice.kept, found.choice.reached) == (3, True)
+    assert [point.kept for point in found.curve] == [0, 1, 2, 3, 4, 8]
+    done = qdqbench("run", out / "recipe.yaml", *sst2.options, "--out", tmp_path / "run", "--until", "check")
+    assert (done.code, done.err) == (0, "")
+    quantizers = json.loads((tmp_path / "run" / "calibration.json").read_text())["quantizers"]
+    modules = {name.rpartition(".")[0] for name in quantizers}
+    chosen = found.curve[3]
+    assert modules == {*found.int8} - {*chosen.linears, *chosen.attention}
+
+
+def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
+    """Killed twice, with a torn line, against one that was not; a regression, in other batches of 7."""
+    task, path = given("stsb"), recipe()
+    options = ["sensitivity", path, *task.options, "--samples", 40, "--batch-size", 7]
+    assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
+    real, limit, measured = sensitivity.judge, [9], []
+
+    def judge(*arguments):
+        if len(measured) == limit[0]:
+            raise KeyboardInterrupt
+        measured.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(sensitivity, "judge", judge)
+    out = tmp_path / "killed"
+    done = qdqbench(*options, "--out", out)
+    assert (done.code, listing(out)) == (1, ["sensitivity.partial.jsonl"])
+    assert "go on" in done.err
+    with (out / "sensitivity.partial.jsonl").open("a") as stream:
+        stream.write('{"key": "only')
+    limit[0] = 25
+    assert qdqbench(*options, "--out", out).code == 1
+    limit[0] = -1
+    done = qdqbench(*options, "--out", out)
+    assert done.code == 0
+    assert "going on after" in done.err
+    assert lasting(out) == lasting(tmp_path / "whole")
+    assert lasting(out)["divergence"] == "squared"
+    assert (out / "recipe.yaml").read_text() == (tmp_path / "whole" / "recipe.yaml").read_text()
+    count = len(measured)
+    assert qdqbench(*options, "--out", out).code == 0  # all is there
+    assert len(measured) == count
+    lines = (out / "sensitivity.partial.jsonl").read_text().splitlines()
+    assert len(lines) == count + 2  # settings, and FP32
+
+
+def test_other_settings_begin_anew_and_say_so(qdqbench, sst2, recipe, tmp_path):
+    out, path = tmp_path / "out", recipe()
+    options = ["sensitivity", path, *sst2.options, "--out", out]
+    assert qdqbench(*options, "--samples", 16).code == 0
+    done = qdqbench(*options, "--samples", 24)
+    assert done.code == 0
+    assert "measuring anew" in done.err
+    assert read_sensitivity(out).data["samples"] == 24
+
+
+def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, recipe, tmp_path):
+    """The folder has no validation split; a train split that is too small is said."""
+    import shutil
+
+    data = tmp_path / "data"
+    shutil.copytree(sst2.data / "sst2", data / "sst2")
+    (data / "sst2" / "validation.parquet").unlink()
+    out = tmp_path / "out"
+    options = ["--model", sst2.model, "--task", "sst2", "--data", data, "--out", out, "--json"]
+    done = qdqbench("sensitivity", recipe(samples=226), *options, "--samples", 64)
+    found = json.loads(done.out)
+    assert found["data"]["samples"] == 30
+    assert any("measured on 30 samples, not 64" in note for note in found["notes"])
+    from qdqbench.eval.data import load_split
+    from qdqbench.eval.tasks import get_task
+
+    split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
+    from qdqbench.eval.sensitivity_judge import draw_samples
+    from qdqbench.quantize.session import RunConfig, Session
+
+    config = RunConfig(
+        recipe=load_recipe(str(recipe(samples=226))),
+        model=str(sst2.model),
+        task=get_task("sst2"),
+        data=str(data),
+    )
+    drawn = draw_samples(Session(config, out), 64)[0].dataset
+    assert drawn["sentence"][:] == split.dataset["sentence"][226:]
+
+
+@pytest.mark.parametrize(
+    "case", [({"samples": 256}, "none are left"), ({"split": "validation"}, "the judge of task 'sst2'")]
+)
+def test_no_data_to_measure_on(qdqbench, sst2, recipe, tmp_path, case):
+    (calibration, said), out = case, tmp_path / "out"
+    done = qdqbench("sensitivity", recipe(**calibration), *sst2.options, "--out", out)
+    assert done.code == 1
+    assert said in done.err
+    assert done.err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_folder_of_something_else(qdqbench, sst2, recipe, tmp_path):
+    done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", tmp_path)
+    assert done.code == 1
+    assert "holds other files" in done.err
+    done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", recipe())
+    assert (done.code, "is a file" in done.err) == (1, True)
+
+
+def test_bias_correction_is_left_out_and_said(qdqbench, sst2, recipe, tmp_path):
+    """FP32 stays FP32; the written recipe corrects."""
+    found = {}
+    for name, changed in (("with", {"bias_correction": True}), ("without", {})):
+        out = tmp_path / name
+        done = qdqbench("sensitivity", recipe(**changed), *sst2.options, "--out", out, "--samples", 16)
+        assert done.code == 0, done.err
+        found[name] = read_sensitivity(out)
+    assert found["with"].rows == found["without"].rows
+    assert any("bias correction" in note for note in found["with"].notes)
+    assert load_recipe(str(tmp_path / "with" / "recipe.yaml")).calibration.bias_correction
+
+
+def test_gate_that_cannot_hold_is_status_2(qdqbench, sst2, recipe, tmp_path, monkeypatch):
+    from qdqbench.eval import sensitivity_choice
+
+    monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: False)
+    out = tmp_path / "out"
+    done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", out, "--samples", 16)
+    assert done.code == 2
+    assert "no measured number of linears" in done.err
+    assert listing(out) == FILES
+    assert read_sensitivity(out).choice.reached is False
