@@ -58,7 +58,8 @@ def main() -> None:
         call(BIN / "ruff", "check", ".")
         call(BIN / "ruff", "format", "--check", ".")
         call(BIN / "python", "tests/types.py")
-        call(BIN / "python", "-m", "pytest", *sys.argv[2:])
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core
+        call(BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "loadfile", *sys.argv[2:])
         return
     sys.exit(__doc__)
 

@@ -9,8 +9,8 @@ s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weigh
 - "gain": s_j is the gain of the LayerNorm before (Wei et al. 2022, "Outlier Suppression", arXiv 2209.13325).
 
 In an INT8 attention channel d of q is multiplied by t_d and that of k divided by it, which leaves every score
-as it was; t_d makes their largest magnitudes equal, as in Nagel et al. 2019 (arXiv 1906.04721, section 4.1) for
-two layers.
+as it was; t_d makes their largest magnitudes equal, as in Nagel et al. 2019 (arXiv 1906.04721, section 4.1)
+for two layers.
 
 Linears that read the same tensor share one s, so that their GEMMs can still be merged. Every s is a power of
 two: the model's outputs stay the same bit for bit until something is quantized.

@@ -140,7 +140,7 @@ def test_every_option_in_the_text_exists():
         for document in DOCUMENTS
         for span in spans(document)
         if not span.startswith(("pip ", "python", "make ", "mypy ", "pytest ", "ruff "))
-        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)
     }
     assert "--debug" in named
     # tools of others whose options the documents explain
