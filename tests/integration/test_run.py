@@ -205,7 +205,7 @@ def edited(path, change):
             },
         ),
         (
-            lambda recipe: recipe["engine"]["shapes"].update(batch=[1, 8, 64]),
+            lambda recipe: recipe["engine"].update(shapes={"batch": [1, 8, 64], "length": [16, 128, 128]}),
             [],
             {"build", "verify", "engine"},
         ),

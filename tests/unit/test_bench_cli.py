@@ -235,8 +235,9 @@ def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path):
     assert (made.min, made.opt, made.max) == (only, only, only)
     real = Shape(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
     assert profiles_of(target, OPTIONS, real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
-    (recipes,) = profiles_of(target, replace(OPTIONS, profile="recipe"), real)
-    assert (recipes.min, recipes.opt, recipes.max) == ((1, 16), (32, 128), (128, 128))
+    *full, every = profiles_of(target, replace(OPTIONS, profile="recipe"), real)
+    assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
+    assert [each.min[1] for each in full] == [128, 128, 128]
 
 
 def test_who_takes_part(tmp_path):

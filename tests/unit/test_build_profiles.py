@@ -37,10 +37,12 @@ def test_one_mapping_or_a_list(shapes, count):
     assert type(made).model_validate_json(made.model_dump_json()) == made
 
 
-def test_shipped_recipes_keep_one_mapping():
+def test_shipped_recipes_have_kernels_for_full_length_and_take_every_shape():
     for name in shipped_recipes():
-        assert isinstance(load_recipe(name).engine.shapes, Shapes)
-        assert load_recipe(name).model_dump()["engine"]["shapes"].keys() == {"batch", "length"}
+        *full, every = load_recipe(name).engine.profiles
+        assert (every.batch, every.length) == ((1, 32, 128), (16, 128, 128))
+        assert {shapes.length for shapes in full} == {(128, 128, 128)}
+        assert [shapes.batch for shapes in full] == [(1, 1, 4), (5, 32, 64), (65, 128, 128)]  # without a gap
 
 
 @pytest.mark.parametrize(
