@@ -72,7 +72,9 @@ def view(found: Methods) -> View:
     splits = list(found.fp32)
     judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
     return View(
-        title=" · ".join([found.model["name"], label(found.task["name"]), str(found.recipe.get("name"))]),
+        title=" · ".join(
+            [Path(found.model["name"]).name, label(found.task["name"]), str(found.recipe.get("name"))]
+        ),
         headline=headline(found),
         caption=caption(found),
         explanation=_explanation(found),

@@ -31,8 +31,8 @@ def draw_samples(session: "Session", samples: int) -> tuple[Split, Encoded]:
     settings, task = session.recipe.calibration, session.config.task
     if settings.split in task.eval_splits:
         raise UserError(
-            f"calibration.split is {settings.split!r}, the judge of task {task.name!r}; sensitivity measures "
-            f"beside the calibration data, so set calibration.split to {task.train_split}"
+            f"calibration.split is {settings.split!r}, the judge of task {task.name!r}; what is chosen is "
+            f"measured beside the calibration data, so set calibration.split to {task.train_split}"
         )
     wanted = settings.samples + samples
     split = load_split(task, session.data_source, settings.split, limit=wanted, seed=settings.seed)

@@ -75,7 +75,11 @@ def view(found: Sensitivity) -> View:
     found = Sensitivity.model_validate(clean(found.model_dump(mode="json")))
     return View(
         title=" · ".join(
-            [found.model["name"], label(found.task["name"]), str(found.recipe.get("name", "recipe"))]
+            [
+                Path(found.model["name"]).name,
+                label(found.task["name"]),
+                str(found.recipe.get("name", "recipe")),
+            ]
         ),
         headline=headline(found),
         choice=sentence(
