@@ -98,7 +98,7 @@ def run_bench(
         errors=[],
         environment=environment(),
     )
-    monitor = None if options.cpu else GpuMonitor(_uuid())
+    monitor = None if options.cpu else GpuMonitor(gpu_uuid())
     with monitor or nullcontext(), target.stack:
         for shape in shapes(options):
             label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
@@ -304,7 +304,7 @@ def _notes(target: Target, options: Options, backend: tuple[str, str], capabilit
     return notes + hazards(*backend, capability)
 
 
-def _uuid() -> str | None:
+def gpu_uuid() -> str | None:
     """Of the GPU that CUDA shows first; nvidia-smi counts otherwise."""
     import torch
 

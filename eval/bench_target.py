@@ -85,7 +85,7 @@ def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
     """
     shape = SHAPES.get(model)
     source = str(folder / "model") if shape else model
-    labels = 2 if shape else _labels(model)
+    labels = 2 if shape else label_count(model)
     task = Task(
         name="random-token-ids",
         text_columns=("sentence",),
@@ -97,7 +97,7 @@ def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
     )
     session = open_run(config, folder)
     if shape:
-        _write_random_model(folder / "model", shape, seed)
+        write_random_model(folder / "model", shape, seed)
     listed = stages.stages(session)
     steps = [listed["export"]]
     if recipe.quantizes:
@@ -222,7 +222,7 @@ def _calibrate(session: Session) -> list[Path]:
     return [path]
 
 
-def _write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
+def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
     """Save a BERT classifier of a shape with seeded random weights; an existing one is kept."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
@@ -242,7 +242,7 @@ def _write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
     files.write_json(stamp, wanted)
 
 
-def _labels(model: str) -> int:
+def label_count(model: str) -> int:
     """Outputs of the model's head, from its config."""
     from qdqbench.quantize.models import load_model
 

@@ -209,10 +209,10 @@ def _session(model: str, folder: Path, seed: int) -> Session:
     source = model
     if model in SHAPES:
         source = str(folder / "model")
-        bench_target._write_random_model(folder / "model", SHAPES[model], seed)
+        bench_target.write_random_model(folder / "model", SHAPES[model], seed)
     task = Task(name="random-token-ids", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
     if model not in SHAPES:
-        labels = bench_target._labels(model)
+        labels = bench_target.label_count(model)
         metrics = ("pearson",) if labels == 1 else ("accuracy",)
         task = task.model_copy(update={"num_labels": labels, "metrics": metrics})
     config = RunConfig(
@@ -280,6 +280,6 @@ def _machine() -> tuple[str, str, str]:
 def _uuid(devices: Devices | None) -> str | None:
     if devices is not None:
         return None
-    from qdqbench.eval.bench_run import _uuid as of_gpu
+    from qdqbench.eval.bench_run import gpu_uuid
 
-    return of_gpu()
+    return gpu_uuid()

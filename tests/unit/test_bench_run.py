@@ -137,7 +137,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(bench_run, "find_gpu", lambda: Gpu("NVIDIA H200", "9.0", "570.1"))
     monkeypatch.setattr(bench_run, "require_gpu", lambda backend: ("tensorrt_rtx", "1.4.0.76"))
     monkeypatch.setattr(bench_run, "GpuMonitor", lambda uuid: given.monitor(uuid))  # noqa: PLW0108  (tests change it)
-    monkeypatch.setattr(bench_run, "_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(bench_run, "gpu_uuid", lambda: "GPU-1")
     return given
 
 
