@@ -59,7 +59,7 @@ def main() -> None:
         call(BIN / "ruff", "format", "--check", ".")
         call(BIN / "python", "tests/types.py")
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core
-        call(BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "loadfile", *sys.argv[2:])
+        call(BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *sys.argv[2:])
         return
     sys.exit(__doc__)
 

@@ -229,8 +229,22 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
+class _Interrupted(SystemExit):
+    """Ctrl-C, after its message."""
+
+
+def program() -> None:
+    """The installed command: `main`, and after Ctrl-C an end that waits for no thread of a library."""
+    try:
+        main()
+    except _Interrupted as stop:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(str(stop.code)))
+
+
 def main() -> None:
-    """Entry point: errors become one sentence on stderr and an exit status."""
+    """Command line in this process: errors become one sentence on stderr and an exit status."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -248,7 +262,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("qdqbench: interrupted; finished stages are kept, run the same command to go on\n")
-        sys.exit(1)
+        raise _Interrupted(1) from None
     except Exception as error:
         if debug:
             raise

@@ -521,7 +521,10 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        shown, told = process.communicate(timeout=60)
+        try:
+            shown, told = process.communicate(timeout=60)
+        finally:
+            process.kill()  # if it hangs, fail and do not wait
     assert (process.returncode, shown) == (1, "")
     assert re.fullmatch(r"qdqbench: interrupted[^\n]+\n", told)
     nothing_half_written(out)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAIN = "from qdqbench.quantize.cli import main; main()"  # `qdqbench` as its own process
+MAIN = "from qdqbench.quantize.cli import program; program()"  # `qdqbench` as its own process
 
 # Every negative word against every positive one: a sentence's class is the sign of the sum of its words.
 WORDS = {

@@ -104,7 +104,7 @@ def test_nothing_generic_is_importable() -> None:
 
 def test_the_console_script() -> None:
     (script,) = (s for s in metadata.entry_points(group="console_scripts") if s.name == "qdqbench")
-    assert script.value == "qdqbench.quantize.cli:main"
+    assert script.value == "qdqbench.quantize.cli:program"
     assert callable(script.load())
 
 
