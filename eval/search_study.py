@@ -21,6 +21,7 @@ HEARTBEAT_S, GRACE_S = 20, 120  # a worker on another machine that is silent for
 MOST_ATTEMPTS = 2  # of a trial whose process dies: the second death is a result, such as out of memory
 WAIT_S, CLAIM_S = 1.0, 1800.0  # for the ranking that another worker makes
 LOCK_S = 120.0  # SQLite makes workers wait for each other
+MOST_OPENINGS = 10  # workers that create one database at the same time trip over each other's tables
 MOST_REPEATS = (
     3  # a small space runs out of new recipes: then the search ends after this many times its trials
 )
@@ -56,17 +57,12 @@ def open_study(storage: str, name: str, settings: dict[str, Any], *, seed: int) 
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
 
-    lock = {"connect_args": {"timeout": LOCK_S}} if storage.startswith("sqlite") else {}
     try:
-        opened = optuna.storages.RDBStorage(
-            storage,
-            engine_kwargs=lock,
-            heartbeat_interval=HEARTBEAT_S,
-            grace_period=GRACE_S,
-            heartbeat_stale_trial_callback=_retry,
-        )
         study = optuna.create_study(
-            study_name=name, storage=opened, directions=["minimize", "minimize"], load_if_exists=True
+            study_name=name,
+            storage=_open_storage(storage),
+            directions=["minimize", "minimize"],
+            load_if_exists=True,
         )
     except (SQLAlchemyError, ImportError, ValueError, optuna.exceptions.OptunaError) as error:
         what = " ".join(str(error).split())[:200]
@@ -87,6 +83,29 @@ def open_study(storage: str, name: str, settings: dict[str, Any], *, seed: int) 
     stream = (seed * 1_000_003 + started * 7919 + os.getpid() * (started > 0)) % 2**31
     study.sampler = optuna.samplers.TPESampler(seed=stream, multivariate=True, n_startup_trials=8)
     return study
+
+
+def _open_storage(storage: str) -> "optuna.storages.RDBStorage":
+    """The database, with its tables; Optuna creates them without regard to others that do the same."""
+    import optuna
+    from sqlalchemy.exc import DatabaseError, IntegrityError
+
+    lock = {"connect_args": {"timeout": LOCK_S}} if storage.startswith("sqlite") else {}
+    for opening in range(1, MOST_OPENINGS + 1):
+        try:
+            return optuna.storages.RDBStorage(
+                storage,
+                engine_kwargs=lock,
+                heartbeat_interval=HEARTBEAT_S,
+                grace_period=GRACE_S,
+                heartbeat_stale_trial_callback=_retry,
+            )
+        except DatabaseError as error:
+            raced = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not raced or opening == MOST_OPENINGS:
+                raise
+            time.sleep(WAIT_S * opening / MOST_OPENINGS)
+    raise AssertionError("unreachable")
 
 
 def prepare_study(

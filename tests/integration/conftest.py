@@ -32,6 +32,35 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
     return lambda *arguments: call(capsys, *arguments)
 
 
+@pytest.fixture(autouse=True)
+def _trained_once(monkeypatch, tmp_path_factory) -> None:
+    """The embedded default is trained by the first test that wants it; the others get copies."""
+    from qdqbench.eval import embedded
+
+    real = embedded.write_embedded
+
+    def write(folder, *, seed=0, progress=None, size=None):
+        store = tmp_path_factory.getbasetemp() / f"embedded-{seed}-{size}"
+        if store.is_dir() and not folder.exists():
+            shutil.copytree(store, folder)
+        run = real(folder, seed=seed, progress=progress, size=size)
+        if not store.is_dir():
+            shutil.copytree(folder, store)
+        return run
+
+    monkeypatch.setattr(embedded, "write_embedded", write)
+
+
+@pytest.fixture(autouse=True)
+def _one_profile(monkeypatch, request) -> None:
+    """Engines for the shape that takes everything, but where shipped recipes are what is tested."""
+    from qdqbench.quantize import engine_stages
+
+    real = engine_stages.engine_profiles
+    if "shipped" not in request.node.name and "embedded_default" not in request.node.name:
+        monkeypatch.setattr(engine_stages, "engine_profiles", lambda session: real(session)[-1:])
+
+
 @pytest.fixture(scope="session")
 def finished_run(given, tmp_path_factory) -> Path:
     """A whole run of the default recipe, never to be written to."""

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import optuna
 import pytest
@@ -205,3 +207,16 @@ def test_a_ranking_in_progress_is_waited_for(url, monkeypatch):
     monkeypatch.setattr(study_module.time, "sleep", sleep)
     space, _source = prepare_study(study, lambda: pytest.fail("ranked twice"), lambda space: [], Space())
     assert space.ranking == ["theirs"]
+
+
+def test_workers_that_create_one_database_at_the_same_time(tmp_path):
+    for attempt in range(3):  # whether they meet is chance
+        together = threading.Barrier(6)
+
+        def join(_, url=f"sqlite:///{tmp_path / f'{attempt}.db'}", together=together):
+            together.wait()
+            return opened(url)
+
+        with ThreadPoolExecutor(6) as pool:
+            studies = list(pool.map(join, range(6)))
+        assert [study.user_attrs["settings"] for study in studies] == [SETTINGS] * 6
