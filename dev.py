@@ -29,6 +29,7 @@ def install(extra: str) -> None:
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
     pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip.append("--no-compile")  # Python compiles what it imports; transformers alone has thousands of files
     constraints = ["--constraint", ROOT / "constraints.txt"]
     # torch first: with the pinned version in place nothing else pulls in another build of it
     call(*pip, *constraints, "torch")

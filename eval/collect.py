@@ -13,6 +13,7 @@ import numpy as np
 from qdqbench.eval import metrics
 from qdqbench.eval.compare import compare
 from qdqbench.eval.results import (
+    Comparison,
     EngineResult,
     FileRow,
     FindingRow,
@@ -24,6 +25,7 @@ from qdqbench.eval.results import (
     Verification,
 )
 from qdqbench.eval.tasks import Task
+from qdqbench.eval.training_results import TrainingRun
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import CheckFailed
 
@@ -72,11 +74,13 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
         seed=config.seed,
         quantized_layers=list(session.plan.int8),
         high_precision_layers=list(session.plan.high),
-        quantizers=_quantizers(folder) if quantized else [],
+        quantizers=_quantizers(session) if quantized else [],
         files=_files(folder),
         findings=findings,
         parity=parity,
         stages=stages,
+        training=_training(session),
+        qat_vs_ptq=_qat_vs_ptq(session),
         engine=engine,
         verification=verification,
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
@@ -155,9 +159,13 @@ def _stages(session: "Session", engine: EngineResult | None) -> dict[str, StageR
     fp32 = folder / "fp32.npz"
     result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}
     if session.recipe.quantizes:
-        result["fake_quant"] = score(
-            task, folder / "fake_quant.npz", fp32, seed, "PyTorch, ModelOpt fake-quant"
-        )
+        trained = session.recipe.qat is not None
+        if trained:
+            result["ptq"] = score(
+                task, folder / "ptq.npz", fp32, seed, "PyTorch, ModelOpt fake-quant before QAT"
+            )
+        detail = f"PyTorch, ModelOpt fake-quant{' after QAT' if trained else ''}"
+        result["fake_quant"] = score(task, folder / "fake_quant.npz", fp32, seed, detail)
     else:
         reason = "the recipe quantizes nothing"
         result["fake_quant"] = StageResult(status="skipped", reason=reason)
@@ -199,10 +207,27 @@ def _parity(session: "Session") -> Parity:
     )
 
 
-def _quantizers(folder: Path) -> list[Any]:
+def _quantizers(session: "Session") -> list[Any]:
     from qdqbench.quantize.calibration import read_record
 
-    return list(read_record(folder / "calibration.json").rows())
+    return list(read_record(session.record_path).rows())
+
+
+def _qat_vs_ptq(session: "Session") -> Comparison | None:
+    """The trained fake-quant model against the one before training, on the same samples."""
+    if session.recipe.qat is None or not session.recipe.quantizes:
+        return None
+    folder, task = session.folder / "logits", session.config.task
+    before, labels = read_logits(folder / "ptq.npz")
+    after, _ = read_logits(folder / "fake_quant.npz")
+    first = next(iter(before))
+    return compare(task, before[first], after[first], labels[first], seed=session.config.seed)
+
+
+def _training(session: "Session") -> TrainingRun | None:
+    if session.recipe.qat is None or not session.recipe.quantizes:
+        return None
+    return TrainingRun.model_validate(files.read_json(session.folder / "qat" / "training.json"))
 
 
 def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
@@ -262,7 +287,8 @@ def _failures(session: "Session", results: Results) -> list[str]:
     if results.verification is not None:
         found += results.verification.failures
     primary = session.config.task.metrics[0]
-    for name, stage in results.stages.items():
+    judged = {name: stage for name, stage in results.stages.items() if name != "ptq"}  # QAT comes after it
+    for name, stage in judged.items():
         drops = [
             results.stages["fp32"].metrics[m] - v
             for m, v in stage.metrics.items()

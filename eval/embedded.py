@@ -1,9 +1,6 @@
 """The default without a model or a network: a generated sentence task and a small BERT trained on it."""
 
 import contextlib
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,12 +71,7 @@ def write_embedded(
             return run
     elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than the embedded default; give another folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}; choose another --out folder") from error
-    try:
+    with files.atomic_folder(folder) as temporary:
         _write_data(temporary / "data" / EMBEDDED.name, seed, size)
         with _no_bars():
             tokenizer = _tokenizer()
@@ -87,14 +79,6 @@ def write_embedded(
             model.save_pretrained(temporary / "model")
             tokenizer.save_pretrained(temporary / "model")
         files.write_json(temporary / marker.name, made)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return run
 
 

@@ -9,6 +9,8 @@ from qdqbench.eval.results import Results
 
 LABELS = {
     "fp32": "FP32",
+    "ptq": "PTQ fake-quant",
+    "qat": "QAT",
     "fake_quant": "fake-quant",
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",

@@ -167,7 +167,7 @@ class Comparing:
             correct_biases(model, case.plan.int8, self.session.calibration_batches())
         seconds += time.perf_counter() - start
         # the same arithmetic, with weights rounded once and not in every batch
-        Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention})
+        Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
         config, labels = self.session.config, self.draw.labels
         logits = self._logits(model, self.draw, case.section.method)
         self._each[at] = each = divergence(config.task, self.reference, logits)

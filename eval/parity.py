@@ -4,6 +4,11 @@ End to end the two drift apart by rounding alone (facts: stages never agree bit 
 cannot be told from a wrong one there. With teacher forcing it can: each quantizer's input is replaced by the
 reference's, so that every layer is judged on its own. A correct layer then differs by at most one step, in
 well under one percent of its codes.
+
+A residual goes into the next LayerNorm as it is. Where ModelOpt (which multiplies by 1 / scale) and ONNX
+(which divides) round a border value to two codes, one element is then off by that whole step, and its code
+behind the LayerNorm by more than one. So the tensor of an INT8 residual is replaced by the value behind its
+quantizer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,9 +33,11 @@ LIMIT_STEP = 1
 # exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
 SOFTMAX_STEP = 2
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
+RESIDUAL = ".residual_quantizer"
 Floats = npt.NDArray[np.float32]
-_ATTENTION = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
-    "p_bmm_quantizer": "softmax"
+_OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
+    "p_bmm_quantizer": "softmax",
+    "residual_quantizer": "residual",
 }
 
 
@@ -45,6 +52,11 @@ class Boundary:
     def reference(self) -> str:
         """Graph input that takes the reference's value."""
         return f"{self.tensor}/reference"
+
+    @property
+    def fed(self) -> str:
+        """The quantizer whose value it takes; of a residual what it makes, which all others round alike."""
+        return next((n for n in self.quantizers if n.endswith(RESIDUAL)), next(iter(self.quantizers)))
 
 
 def compare_layers(
@@ -62,7 +74,7 @@ def compare_layers(
         end_to_end: ONNX Runtime against the fake-quant model on the whole split, for the record.
 
     Returns:
-        One row per quantized layer; attention tensors have rows of their own.
+        One row per quantized layer; attention tensors and residuals have rows of their own.
     """
     from qdqbench.quantize.ptq import forward
 
@@ -72,12 +84,13 @@ def compare_layers(
     epsilon = (
         FP16_EPSILON if any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer) else 0.0
     )
+    rounded = [b.fed for b in boundaries if b.fed.endswith(RESIDUAL)]
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
-        with _recorded(model, list(counts), list(outputs)) as (inputs, made):
+        with _recorded(model, list(counts), [*outputs, *rounded]) as (inputs, made):
             logits = forward(model, batch).float().cpu().numpy()
-        feeds = {b.reference: inputs[next(iter(b.quantizers))] for b in boundaries}
+        feeds = {b.reference: made.get(b.fed, inputs[b.fed]) for b in boundaries}
         names = [b.tensor for b in boundaries] + list(outputs.values()) + ["logits"]
         got = dict(zip(names, session.run(names, batch | feeds), strict=True))
         for boundary in boundaries:
@@ -180,9 +193,9 @@ def _float_types(model: onnx.ModelProto) -> dict[str, int]:
 
 @contextmanager
 def _recorded(
-    model: "PreTrainedModel", quantizers: list[str], linears: list[str]
+    model: "PreTrainedModel", quantizers: list[str], others: list[str]
 ) -> Iterator[tuple[dict[str, Floats], dict[str, Floats]]]:
-    """Inputs of quantizers and outputs of linears while the block runs."""
+    """Inputs of quantizers, and outputs of linears and other modules, while the block runs."""
     from qdqbench.quantize.ptq import seen_by
 
     modules = dict(model.named_modules())
@@ -199,7 +212,7 @@ def _recorded(
         for name in quantizers
     ] + [
         modules[name].register_forward_hook(lambda _, __, out, name=name: keep(outputs, name, out))
-        for name in linears
+        for name in others
     ]
     try:
         yield inputs, outputs
@@ -233,7 +246,7 @@ def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], epsil
     module, _, kind = quantizer.rpartition(".")
     squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
     return ParityRow(
-        name=module if kind == "input_quantizer" else f"{module}.{_ATTENTION[kind]}",
+        name=module if kind == "input_quantizer" else f"{module}.{_OTHERS[kind]}",
         codes=count[0],
         differing=count[1],
         max_step=count[2],

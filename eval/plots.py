@@ -201,7 +201,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
     )
     if lowest is not None:
         axes.axvline(lowest, color=VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2)
-    for position, row in enumerate(results.stages.values()):
+    for position, (stage, row) in enumerate(results.stages.items()):
         if metric not in row.metrics:
             text = "skipped" if row.status == "skipped" else "not measured"
             axes.text(1.02, position, text, transform=axes.get_yaxis_transform(), color=MUTED, va="center")
@@ -209,6 +209,8 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
         value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
         low = lowest is not None and value < lowest
         colour, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
+        if stage == "ptq" and not low:
+            colour, marker = (ORANGE, "s")  # what QAT began with
         axes.errorbar(value, position, xerr=error, color=colour, marker=marker, markersize=5, capsize=3)
         axes.text(1.02, position, f"{value:.4f}", transform=axes.get_yaxis_transform(), va="center")
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
@@ -223,7 +225,11 @@ def ranges_svg(results: Results, measure: str) -> str:
         value = getattr(row, measure)
         layer, kind = place(row.module)
         if row.kind != "weight" and value is not None and layer is not None:
-            points[kind if row.kind == "input" else f"attention: {row.kind}"][layer] = value
+            if row.kind == "residual":
+                kind = f"residual: {'attn' if row.module.endswith('.attention.output') else 'ffn'}"
+            elif row.kind != "input":
+                kind = f"attention: {row.kind}"
+            points[kind][layer] = value
     title = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}[
         measure
     ]

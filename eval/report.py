@@ -1,7 +1,6 @@
 """`report.md`, `report.html` and the terminal's summary, all written from one `Results` and nothing else."""
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,18 @@ from qdqbench.eval.formats import (
     types,
     yaml_text,
 )
-from qdqbench.eval.results import Results
+from qdqbench.eval.results import Comparison, Results
 from qdqbench.eval.verdict import (
     delta_text,
     headline,
     last_measured,
     metric_text,
     noise,
+    qat_clause,
     quantized_file,
     share,
     stage_label,
+    stage_name,
     verdict,
 )
 from qdqbench.quantize.files import write_text
@@ -74,7 +75,7 @@ def summary_lines(results: Results) -> "Group":
     for name, row in results.stages.items():
         versus = row.vs_fp32
         cells = (
-            label(name),
+            stage_name(results, name),
             headline(row) or row.status,
             delta_text(row) if versus else "",
             f"{versus.disagreements} of {versus.n}" if versus and versus.disagreements is not None else "",
@@ -107,6 +108,8 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         tiles.append(
             (f"{label(metric)} against FP32", f"{versus.delta[metric]:+.4f}", error + noise(last[1]), holds)
         )
+    if (gain := results.qat_vs_ptq) is not None:
+        tiles.append(_gain_tile(gain))
     if shrunk is not None:
         tiles.append(("ONNX file against FP32", f"{shrunk[1]:.2f}", f"{size(shrunk[2])}, {shrunk[0]}", True))
     if parity is not None and parity.rows:
@@ -124,7 +127,16 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     return tiles
 
 
+def _gain_tile(gain: Comparison) -> tuple[str, str, str, bool]:
+    metric, delta = next(iter(gain.delta.items()))
+    error = f"± {gain.delta_stderr[metric]:.4f}, " if metric in gain.delta_stderr else ""
+    remark = error + ("within noise" if gain.within_noise else "beyond noise")
+    return (f"{label(metric)}, QAT against PTQ", f"{delta:+.4f}", remark, gain.within_noise or delta > 0)
+
+
 def _context(results: Results) -> dict[str, Any]:
+    from qdqbench.eval.training_report import section_of
+
     recipe = results.recipe
     outliers = [row for row in results.quantizers if row.amax_over_rms is not None]
     outliers.sort(key=lambda row: -(row.amax_over_rms or 0.0))
@@ -137,12 +149,14 @@ def _context(results: Results) -> dict[str, Any]:
         "recipe_name": recipe.get("name", "unnamed recipe"),
         "recipe_yaml": yaml_text(recipe),
         "metrics": list(dict.fromkeys(metric for row in results.stages.values() for metric in row.metrics)),
+        "training": section_of(results.training),
+        "won_back": f"{qat_clause(results)}." if results.trained else "",
         "stage_labels": {name: stage_label(results, name) for name in results.stages},
         "grid": plots.precision_grid(results),
         "kernels": Counter(row.kind for row in results.engine.layers).most_common() if results.engine else [],
         "outliers": outliers[:3],
         "worst": sorted(results.parity.rows, key=lambda row: -share(row))[:6] if results.parity else [],
-        "accuracy_svg": plots.accuracy_svg(results, LABELS | {name: label(name) for name in _names(results)}),
+        "accuracy_svg": plots.accuracy_svg(results, LABELS | _labels(results)),
         "amax_svg": plots.ranges_svg(results, "amax"),
         "outlier_svg": plots.ranges_svg(results, "amax_over_rms"),
         "parity_svg": plots.parity_svg(results),
@@ -165,8 +179,10 @@ def _share_text(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.2%}"
 
 
-def _names(results: Results) -> Iterable[str]:
-    return [*results.stages, *(metric for row in results.stages.values() for metric in row.metrics)]
+def _labels(results: Results) -> dict[str, str]:
+    """What the chart calls stages and metrics."""
+    metrics = {metric: label(metric) for row in results.stages.values() for metric in row.metrics}
+    return metrics | {name: stage_name(results, name) for name in results.stages}
 
 
 def render(template: str, context: dict[str, Any]) -> str:

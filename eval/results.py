@@ -4,9 +4,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from qdqbench.eval.training_results import TrainingRun
+
 SCHEMA_VERSION = 1
 MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
+QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
 
 
 class _Model(BaseModel):
@@ -64,6 +67,9 @@ class EngineResult(_Model):
     attention_fused: int  # fused attention kernels
     attention_int8: int  # ... whose q, k and v are INT8
     expected_attention_int8: int
+    int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
+    expected_int8_residuals: int = 0
+    not_int8_residuals: list[str] = Field(default_factory=list)  # ... that should and do not, by ONNX name
     layers: list[LayerRow]
 
 
@@ -72,7 +78,7 @@ class QuantizerRow(_Model):
 
     name: str
     module: str
-    kind: Literal["weight", "input", "query", "key", "value", "softmax"]
+    kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
     axis: int | None
     amax: float  # the largest, when per-channel
     amax_min: float
@@ -259,10 +265,22 @@ class Results(_Model):
     files: list[FileRow]
     findings: list[FindingRow]
     parity: Parity | None
-    stages: dict[str, StageResult]  # keys: STAGES
+    stages: dict[str, StageResult]  # keys: `expected_stages`
+    training: TrainingRun | None = None  # None: the recipe has no QAT
+    qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
     engine: EngineResult | None
     verification: Verification | None = None  # None: the engine was not run, or not verified
     gate: Gate
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know
     environment: dict[str, Any]  # versions, hardware, git hash
+
+    @property
+    def trained(self) -> bool:
+        """Whether QAT came between PTQ and the export."""
+        return self.training is not None
+
+    @property
+    def expected_stages(self) -> tuple[str, ...]:
+        """The stages of such a run, in their order."""
+        return QAT_STAGES if self.trained else STAGES

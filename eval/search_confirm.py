@@ -38,7 +38,8 @@ def confirm(
     assert chosen.recipe is not None
     best = parse_recipe(chosen.recipe, "the chosen recipe")
     listed: list[tuple[Recipe, bool]] = [(best, False)]
-    shipped = {name: load_recipe(name) for name in shipped_recipes()}
+    loaded = {name: load_recipe(name) for name in shipped_recipes()}
+    shipped = {name: recipe for name, recipe in loaded.items() if recipe.qat is None}
     if base not in shipped.values():
         listed.append((base, False))
     listed += [(_adapted(r, base), True) for r in shipped.values() if r.model.family == base.model.family]

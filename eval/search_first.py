@@ -17,7 +17,7 @@ def first_trials(work: Workspace, space: Space) -> list[First]:
     found = [("given recipe", given, {"recipe": short_yaml(base)})]
     for name in shipped_recipes():
         recipe = load_recipe(name)
-        if recipe.model.family != base.model.family or not recipe.quantizes:
+        if recipe.model.family != base.model.family or not recipe.quantizes or recipe.qat:
             continue
         plan = _plan_or_none(work, recipe)
         if plan is not None:

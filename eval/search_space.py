@@ -233,6 +233,11 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
         UserError: the recipe does not fit the model, or nothing is left to search.
     """
     plan = resolve(base, modules, prefix)
+    if plan.residual:
+        raise UserError(
+            f"search moves linears between FP16 and INT8, and the INT8 residuals of recipe {base.name} need "
+            "INT8 linears around them; set residual: fp16 in a copy of the recipe and search that"
+        )
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
         layer, kind = layer_of(name), linear_kind(name)
@@ -291,6 +296,8 @@ def short_yaml(recipe: Recipe) -> str:
     kept |= {name: data[name] for name in ("description", "model", "precision") if name in data}
     kept["rules"] = [rule.model_dump(mode="json", exclude_none=True) for rule in recipe.rules]
     kept["attention"] = recipe.attention
+    if recipe.residual != "fp16":
+        kept["residual"] = recipe.residual
     kept["calibration"] = recipe.calibration.model_dump(mode="json")
     kept |= {
         name: getattr(recipe, name).model_dump(mode="json") for name in ("export", "engine") if name in data

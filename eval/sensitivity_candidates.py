@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from qdqbench.eval.sensitivity_model import EMBEDDINGS, LAYERNORMS
 from qdqbench.eval.sensitivity_results import Group
+from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.kinds import KINDS, layer_of, linear_kind
 from qdqbench.quantize.matching import INT8_HEAD_SIZES, ModuleInfo, Plan, Scaling, resolve
 from qdqbench.quantize.recipe import Recipe
@@ -54,9 +55,15 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
         prefix: name of the base model inside the model.
 
     Raises:
-        UserError: as `matching.resolve`.
+        UserError: as `matching.resolve`, or the recipe has INT8 residuals.
     """
     base = resolve(recipe, modules, prefix)
+    if base.residual:
+        raise UserError(
+            f"sensitivity moves linears between FP16 and INT8, and the INT8 residuals of recipe "
+            f"{recipe.name} need INT8 linears around them; set residual: fp16 in a copy of the recipe and "
+            "measure that"
+        )
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     known = [name for name, info in modules.items() if info.kind == "Attention"]
     attention = [name for name in known if modules[name].head_size in INT8_HEAD_SIZES]

@@ -51,6 +51,9 @@ class Switches:
         for name in plan.attention:
             module = model.get_submodule(name)
             self._activations[name] = [getattr(module, f"{x}_bmm_quantizer") for x in "qkvp"]
+        for name in plan.residual:
+            residual: Any = model.get_submodule(name)
+            self._activations[name] = [residual.residual_quantizer]
         for quantizer in ptq.enabled_quantizers(model).values():
             quantizer.disable()
         for name, amax in norms.items():

@@ -22,7 +22,10 @@ from qdqbench.eval.bench_results import FILE as BENCH
 from qdqbench.eval.bench_results import Bench, BenchCell, read_bench, row_of, speedup_of
 from qdqbench.eval.formats import clean, code, text
 from qdqbench.eval.results import Results
+from qdqbench.eval.study_results import FILE as STUDY
+from qdqbench.eval.study_results import Study, read_study
 from qdqbench.eval.tables_accuracy import Places, accuracy_tables, mean_tables, run_key, table
+from qdqbench.eval.tables_study import study_tables
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
 
@@ -39,10 +42,11 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
     """
     found: dict[Path, None] = {}
     for path in paths:
-        below = [file for name in (RESULTS, BENCH) for file in path.rglob(name)] if path.is_dir() else [path]
+        names = (RESULTS, BENCH, STUDY)
+        below = [file for name in names for file in path.rglob(name)] if path.is_dir() else [path]
         if not below:
             raise UserError(f"{path} holds no {RESULTS} and no {BENCH}; name the folders of finished runs")
-        found.update(dict.fromkeys(below))
+        found.update(dict.fromkeys(file for file in below if file.name != STUDY))
     runs: dict[tuple[Any, ...], tuple[Path, Results]] = {}
     benches: dict[tuple[Any, ...], tuple[Path, Bench]] = {}
     for path in found:
@@ -54,6 +58,22 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
             run = _read_run(path)
             _add(runs, run_key(run), path, Results.model_validate(clean(run.model_dump(mode="json"))))
     return [runs[key][1] for key in sorted(runs)], [benches[key][1] for key in sorted(benches)]
+
+
+def find_studies(paths: Sequence[Path]) -> list[Study]:
+    """Read every `study.json` that is named, or that lies below a named folder.
+
+    Raises:
+        UserError: unreadable, or of another version.
+    """
+    found = {
+        file: None
+        for path in paths
+        for file in (path.rglob(STUDY) if path.is_dir() else [path])
+        if file.name == STUDY
+    }
+    studies = [Study.model_validate(clean(read_study(file).model_dump(mode="json"))) for file in found]
+    return sorted(studies, key=lambda study: (str(study.task["name"]), sorted(study.recipes), study.created))
 
 
 def insert(before: str, tables: str, name: str) -> str:
@@ -68,13 +88,14 @@ def insert(before: str, tables: str, name: str) -> str:
     return f"{head}{BEGIN}\n{tables.strip()}\n{END}{rest.partition(END)[2]}"
 
 
-def tables_markdown(runs: Sequence[Results], benches: Sequence[Bench]) -> str:
-    """All tables: accuracy by task, means over tasks, latency by model shape, and where it was measured."""
+def tables_markdown(runs: Sequence[Results], benches: Sequence[Bench], studies: Sequence[Study] = ()) -> str:
+    """All tables: accuracy by task, means over tasks, QAT over seeds, latency by model shape, and where."""
     places = Places()
     parts = [
         "Written by `qdqbench tables` from results files; do not edit by hand.",
         *accuracy_tables(runs, places),
         *mean_tables(runs, places),
+        *study_tables(studies),
         *(part for bench in benches for part in _latency(bench)),
     ]
     return "\n\n".join(part for part in [*parts, places.text()] if part)

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.formats import code, label, text
-from qdqbench.eval.results import STAGES, Results, StageResult
+from qdqbench.eval.results import QAT_STAGES, STAGES, Comparison, Results, StageResult
 from qdqbench.eval.tasks import GLUE
+
+QAT_NOTE = (
+    "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
+    "QAT minus PTQ is between these two, with its paired error."
+)
 
 
 class Places:
@@ -44,26 +49,36 @@ def accuracy_tables(runs: Sequence[Results], places: Places) -> list[str]:
             f"### {text(label(task))}: {text(metric)} by stage\n\nIn points; ± is one standard error over "
             "the samples. The difference is the last stage that ran minus FP32, with its paired error."
         )
+        trained = any(run.trained for run in by_task[task])
+        if trained:
+            parts.append(QAT_NOTE)
         header = [
-            "recipe", "model", *(label(stage) for stage in STAGES), "difference", "INT8 proven", "n",
-            "seed", "gate", "where",
+            "recipe", "model", *_stage_titles(trained), "difference", *(["QAT minus PTQ"] if trained else []),
+            "INT8 proven", "n", "seed", "gate", "where",
         ]  # fmt: skip
-        rows = [_accuracy_row(run, places) for run in by_task[task]]
+        rows = [_accuracy_row(run, places, trained=trained) for run in by_task[task]]
         parts.append(table(header, rows))
         parts += [f"Partial data: {line}" for run in by_task[task] if (line := _limited(run))]
     return parts
 
 
-def _accuracy_row(run: Results, places: Places) -> list[str]:
+def _stage_titles(trained: bool) -> list[str]:
+    """Columns of the stages; PTQ has one of its own where a run of the table was trained."""
+    return [label(stage) for stage in (QAT_STAGES if trained else STAGES)]
+
+
+def _stage_cells(run: Results, metric: str, trained: bool) -> list[str]:
+    known = run.expected_stages
+    return [
+        _percent(run.stages.get(name, StageResult(status="skipped")), metric) if name in known else "no QAT"
+        for name in (QAT_STAGES if trained else STAGES)
+    ]
+
+
+def _accuracy_row(run: Results, places: Places, *, trained: bool) -> list[str]:
     metric = str(run.task["metrics"][0])
     stages = [run.stages.get(name, StageResult(status="skipped")) for name in STAGES]
     last = next((row for row in reversed(stages) if row.vs_fp32 is not None), None)
-    difference = ""
-    if last is not None and last.vs_fp32 is not None:
-        error = last.vs_fp32.delta_stderr.get(metric)
-        difference = f"{100 * last.vs_fp32.delta[metric]:+.2f}" + (
-            "" if error is None else f" ± {100 * error:.2f}"
-        )
     proven = "no engine"
     if run.engine is not None:
         proven = f"{run.engine.int8_gemms}/{run.engine.expected_int8_gemms}"
@@ -71,12 +86,15 @@ def _accuracy_row(run: Results, places: Places) -> list[str]:
             proven = "none asked"
         if run.engine.expected_attention_int8:
             proven += f", attention {run.engine.attention_int8}/{run.engine.expected_attention_int8}"
+        if run.engine.expected_int8_residuals:
+            proven += f", residuals {run.engine.int8_residuals}/{run.engine.expected_int8_residuals}"
     counts = sorted({row.n for row in stages if row.status == "done"})
     return [
         code(run.recipe.get("name")),
         text(_model_name(run)),
-        *(_percent(row, metric) for row in stages),
-        difference,
+        *_stage_cells(run, metric, trained),
+        _difference(last.vs_fp32 if last else None, metric),
+        *([_difference(run.qat_vs_ptq, metric)] if trained else []),
         proven,
         ", ".join(map(str, counts)),
         str(run.seed),
@@ -85,17 +103,29 @@ def _accuracy_row(run: Results, places: Places) -> list[str]:
     ]
 
 
+def _difference(versus: Comparison | None, metric: str) -> str:
+    """In points, with its paired error; nothing where it was not measured."""
+    if versus is None:
+        return ""
+    error = versus.delta_stderr.get(metric)
+    return f"{100 * versus.delta[metric]:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+
 def mean_tables(runs: Sequence[Results], places: Places) -> list[str]:
     """Mean of the primary metrics over all tasks, for recipes that were measured once on each of them."""
     tasks = sorted({str(run.task.get("name")) for run in runs}, key=_task_order)
     groups: dict[tuple[Any, ...], list[Results]] = defaultdict(list)
     for run in runs:
         groups[run.recipe.get("name"), run.seed, places.number(run)].append(run)
+    trained = any(run.trained for run in runs)
     rows = []
     for (recipe, seed, place), found in groups.items():
         if sorted(str(run.task.get("name")) for run in found) != sorted(tasks):
             continue  # a task is missing, or has several models
-        cells = [_mean(found, stage) for stage in STAGES]
+        cells = [
+            "no QAT" if stage == "ptq" and not any(run.trained for run in found) else _mean(found, stage)
+            for stage in (QAT_STAGES if trained else STAGES)
+        ]
         rows.append([code(recipe), *cells, _mean_difference(found), str(seed), str(place)])
     if len(tasks) < 2 or not rows:
         return []
@@ -103,7 +133,7 @@ def mean_tables(runs: Sequence[Results], places: Places) -> list[str]:
         f"### Mean over {', '.join(text(label(task)) for task in tasks)}\n\nOf the primary metrics, in "
         "points; the difference is engine minus FP32, its standard error from the paired errors of the tasks."
     )
-    header = ["recipe", *(label(stage) for stage in STAGES), "difference", "seed", "where"]
+    header = ["recipe", *_stage_titles(trained), "difference", "seed", "where"]
     return [title, table(header, rows)]
 
 

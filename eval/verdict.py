@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from qdqbench.eval.formats import count_of, label, sentence
-from qdqbench.eval.results import STAGES, ParityRow, Results, StageResult
+from qdqbench.eval.results import ParityRow, Results, StageResult
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ def verdict(results: Results) -> Verdict:
     gate = results.gate
     checks = _failed_checks(results)
     clauses = [*_int8(results), accuracy_clause(results)]
+    if results.trained:
+        clauses.append(qat_clause(results))
     if (shrunk := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {shrunk[1]:.2f} of FP32")
     clauses.append("gate passed" if gate.passed else "gate FAILED")
@@ -59,6 +61,8 @@ def _int8(results: Results) -> list[str]:
         clauses.append(
             f"INT8 attention in {engine.attention_int8} of {engine.expected_attention_int8} layers"
         )
+    if engine.expected_int8_residuals:
+        clauses.append(f"INT8 residuals in {engine.int8_residuals} of {engine.expected_int8_residuals}")
     return clauses
 
 
@@ -84,15 +88,34 @@ def accuracy_clause(results: Results) -> str:
     return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row)}, {row.n} samples)"
 
 
+def qat_clause(results: Results) -> str:
+    """What training won back of what PTQ lost, or lost itself."""
+    stages, gain = results.stages, results.qat_vs_ptq
+    ptq, qat = stages.get("ptq"), stages.get("fake_quant")
+    if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
+        return "PTQ and QAT were not both scored, so what training won back is not known"
+    both = f"(against FP32: PTQ {delta_text(ptq)}, QAT {delta_text(qat)})"
+    if results.training is not None and results.training.best_step == 0:
+        return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
+    if gain is None:
+        return f"QAT and PTQ were not compared with each other {both}"
+    metric = next(iter(qat.metrics))
+    error = f" ± {gain.delta_stderr[metric]:.4f}" if metric in gain.delta_stderr else ""
+    if gain.within_noise:
+        return f"QAT changed {label(metric)} by {gain.delta[metric]:+.4f}{error}, within noise {both}"
+    verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
+    return f"QAT {verb} {abs(gain.delta[metric]):.4f}{error} of {label(metric)} {both}"
+
+
 def _not_done(results: Results) -> list[str]:
     notes = []
-    absent = {name: StageResult(status="skipped") for name in STAGES}
+    absent = {name: StageResult(status="skipped") for name in results.expected_stages}
     for name, row in (absent | results.stages).items():
         why = sentence(row.reason or "no reason was recorded")
         if row.status == "done":
             continue
         if name != "engine":
-            notes.append(f"{label(name)} was skipped: {why}")
+            notes.append(f"{stage_name(results, name)} was skipped: {why}")
         elif results.engine is None:
             notes.append(f"No engine was built: {why}")
         else:
@@ -113,6 +136,8 @@ def _failed_checks(results: Results) -> list[str]:
         failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over the limit")
     if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
         failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
+    if engine is not None and results.gate.passed and engine.not_int8_residuals:
+        failures.append(f"residuals not in INT8 in the engine: {', '.join(engine.not_int8_residuals)}")
     return failures
 
 
@@ -152,7 +177,12 @@ def noise(row: StageResult) -> str:
     return "within noise" if row.vs_fp32 is not None and row.vs_fp32.within_noise else "beyond noise"
 
 
+def stage_name(results: Results, name: str) -> str:
+    """Name of a stage; where QAT ran, fake-quant is its model."""
+    return "QAT fake-quant" if name == "fake_quant" and results.trained else label(name)
+
+
 def stage_label(results: Results, name: str) -> str:
     """Name of a stage, with the backend of the engine."""
     backend = f" ({label(results.engine.backend)})" if name == "engine" and results.engine else ""
-    return label(name) + backend
+    return stage_name(results, name) + backend

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import onnx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qdqbench.eval.results import EngineResult, LayerRow
@@ -14,7 +15,14 @@ from qdqbench.quantize.check_read import read_model
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.gpu import Gpu, find_gpu
 from qdqbench.quantize.hazards import hazards, is_older
-from qdqbench.quantize.layers import coverage, parse_inspector_json, parse_log, why_not
+from qdqbench.quantize.layers import (
+    coverage,
+    float_residuals,
+    parse_inspector_json,
+    parse_log,
+    why_not,
+)
+from qdqbench.quantize.residual_graph import int8_norms
 from qdqbench.quantize.trt import (
     BackendChoice,
     BuiltEngine,
@@ -61,7 +69,9 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     note: Callable[[str], None] = lambda _: None,
     progress: Progress | None = None,
 ) -> EngineResult:
-    """Build `engine_path` from `onnx_path` and report which GEMMs and attentions run in INT8.
+    """Build `engine_path` from `onnx_path` and report which GEMMs, attentions and residuals run in INT8.
+
+    Residuals that must be INT8 are those with Q/DQ in the graph.
 
     Writes the engine, then its layer table (`layers_path`, by default layers.json beside the engine), then
     the sidecar `engine_path` + ".json". A failing proof is in the result, not raised: see `require_int8`.
@@ -85,7 +95,9 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         MissingDevice: the backend or the GPU that it needs is not there.
     """
     chosen = choose_backend(backend)
-    gemms = gemm_names(onnx_path)
+    model = read_model(onnx_path)
+    gemms, residuals = _gemms(model), int8_norms(model)
+    del model  # the builder reads the file itself
     _check_names(onnx_path, gemms, expected_gemms)
     built = build_engine(
         onnx_path,
@@ -107,6 +119,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             "runs in INT8; use a version that qdqbench supports"
         )
     proof = coverage(rows, expected_gemms, gemms)
+    lost = float_residuals(rows, residuals)
     result = EngineResult(
         backend=built.backend,
         version=built.version,
@@ -120,6 +133,9 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         attention_fused=proof.attention_fused,
         attention_int8=proof.attention_int8,
         expected_attention_int8=expected_attention,
+        int8_residuals=len(residuals) - len(lost),
+        expected_int8_residuals=len(residuals),
+        not_int8_residuals=lost,
         layers=rows,
     )
     _write(
@@ -140,7 +156,10 @@ def gemm_names(onnx_path: Path) -> list[str]:
     Raises:
         UserError: the file is missing, truncated or not ONNX.
     """
-    model = read_model(onnx_path)
+    return _gemms(read_model(onnx_path))
+
+
+def _gemms(model: onnx.ModelProto) -> list[str]:
     return [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
 
 
@@ -148,7 +167,7 @@ def require_int8(result: EngineResult) -> None:
     """Hold an engine to what its recipe asks for.
 
     Raises:
-        CheckFailed: a GEMM or an attention does not run in INT8; lists every one, why and what to do.
+        CheckFailed: a GEMM, an attention or a residual is not INT8; lists every one, why and what to do.
     """
     problems = []
     if result.not_int8:
@@ -165,6 +184,12 @@ def require_int8(result: EngineResult) -> None:
             f"{result.attention_int8} of {result.expected_attention_int8} attentions run as one INT8 kernel "
             f"({result.attention_fused} are fused at all); it takes Q/DQ on q, k, v, the softmax and the "
             "output, head size 16, 32 or 64 and at most 512 tokens, else set attention: fp16 in the recipe"
+        )
+    if result.not_int8_residuals:
+        problems.append(
+            f"{len(result.not_int8_residuals)} of {result.expected_int8_residuals} LayerNorms do not read "
+            f"their INT8 residual as INT8 ({', '.join(result.not_int8_residuals)}); run `qdqbench check` for "
+            "residuals with a scale of their own, or set residual: fp16 in the recipe"
         )
     if problems:
         raise CheckFailed(f"{result.file}: {'; and '.join(problems)}")

@@ -10,7 +10,7 @@ from qdqbench.eval.results import QuantizerRow
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import CheckFailed, UserError
 
-Kind = Literal["weight", "input", "query", "key", "value", "softmax"]
+Kind = Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
 # Activations are FP16 tensors in the engine, so they end at 65504, and below 1e-6 FP16 holds no seven bits.
@@ -23,6 +23,7 @@ _KINDS: dict[str, Kind] = {
     "k_bmm_quantizer": "key",
     "v_bmm_quantizer": "value",
     "p_bmm_quantizer": "softmax",
+    "residual_quantizer": "residual",
 }
 
 

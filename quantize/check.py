@@ -17,6 +17,7 @@ from qdqbench.eval.results import FindingRow
 from qdqbench.quantize.check_codes import CODES, finding, label
 from qdqbench.quantize.check_graph import CheckGraph, is_dequantize, is_quantize
 from qdqbench.quantize.check_read import read_model, validate_names, validate_tensors
+from qdqbench.quantize.check_residuals import check_residuals, missing_residuals
 from qdqbench.quantize.check_rules import (
     HALVES,
     check_attentions,
@@ -30,6 +31,7 @@ from qdqbench.quantize.check_types import check_constants, walk_types
 from qdqbench.quantize.check_weights import check_weights
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.graph import module_of
+from qdqbench.quantize.residual_graph import Residual, residuals
 
 
 class CheckReport(BaseModel):
@@ -44,6 +46,7 @@ class CheckReport(BaseModel):
     not_quantized: list[str] = []
     attention_quantized: list[str] = []  # Softmax nodes of attentions that are wholly in INT8
     attention_not_quantized: list[str] = []
+    residual_quantized: list[str] = []  # LayerNormalization nodes that add a dequantized tensor
 
     @property
     def errors(self) -> list[FindingRow]:
@@ -81,7 +84,9 @@ def check_model(
         expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `graph.module_of`
             reads them from node names: every MatMul and Gemm of these modules must be in INT8 and no
             other. The two matmuls of an attention belong to its module, such as
-            `bert.encoder.layer.0.attention.self`. Empty: nothing may be in INT8. None: not compared.
+            `bert.encoder.layer.0.attention.self`; what a LayerNorm adds belongs to the module that adds it,
+            such as `bert.encoder.layer.0.attention.output`. Empty: nothing may be in INT8. None: not
+            compared.
         allow: codes of findings to leave out, such as `quantized-residual`.
 
     Raises:
@@ -113,6 +118,8 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
         return report
     types, mixes = walk_types(model, opset)
     graph = CheckGraph(model, types)
+    added = residuals(graph.index)
+    report.residual_quantized = [label(found.norm) for found in added if found.dq is not None]
     report.findings = [
         *mixes,
         *_check_opset(graph, opset),
@@ -122,6 +129,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
         *check_weights(graph),
         *check_attentions(graph),
         *check_protected(graph),
+        *check_residuals(graph, added, expected),
         *check_constants(graph),
     ]
     for node in graph.matmuls:
@@ -133,7 +141,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
             label(attention.softmax)
         )
     if expected is not None:
-        report.findings += _compare(report, graph, set(expected))
+        report.findings += _compare(report, graph, added, set(expected))
     return report
 
 
@@ -188,7 +196,9 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
     return None
 
 
-def _compare(report: CheckReport, graph: CheckGraph, expected: set[str]) -> Iterator[FindingRow]:
+def _compare(
+    report: CheckReport, graph: CheckGraph, added: list[Residual], expected: set[str]
+) -> Iterator[FindingRow]:
     """The quantized set against the modules that a recipe wants in INT8."""
     if expected and not any(is_dequantize(node) for node in graph.nodes):
         why = f"the recipe asks for INT8 in {len(expected)} modules, and the file has no Q/DQ at all"
@@ -198,7 +208,9 @@ def _compare(report: CheckReport, graph: CheckGraph, expected: set[str]) -> Iter
     for node in graph.matmuls:
         modules[module_of(node.name)].append(label(node))
     quantized = set(report.quantized)
-    for module in sorted(expected):
+    added = [found for found in added if found.module not in modules]
+    yield from missing_residuals(added, expected)
+    for module in sorted(expected - {found.module for found in added}):
         if module not in modules:
             near = difflib.get_close_matches(module, modules, n=3)
             why = (

@@ -46,6 +46,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "quantized-layernorm": ("error", "take the Q/DQ off LayerNorm, or allow quantized-layernorm"),
     "quantized-softmax": ("error", "take the Q/DQ off softmax, or allow quantized-softmax"),
     "quantized-residual": ("warning", "take the Q/DQ off the residual, or allow quantized-residual"),
+    "split-residual": (
+        "warning",
+        "give the residual and the linears that read the same tensor one scale, or take its Q/DQ off",
+    ),
     "mixed-types": ("error", "insert a Cast, or store the constant in the type of the other input"),
     "constant-overflows-fp16": ("error", "use a finite value that FP16 holds, such as -1e4 for a mask"),
     "nan-constant": ("error", "export again from a checkpoint without NaN"),

@@ -182,7 +182,7 @@ def is_whole(attention: Attention) -> bool:
 
 
 def check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Q/DQ on LayerNorm (also written out in primitive operators), on softmax, and on residuals."""
+    """Q/DQ on LayerNorm (also written out in primitive operators) and on softmax."""
     attentions = {attention.softmax.output[0] for attention in graph.attentions}
     for node in graph.nodes:
         if operator(node) in _NORMS:
@@ -208,12 +208,6 @@ def _check_norm(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]
             why = f"its input {name!r} comes from {label(operand.dq)!r}"
             yield finding("quantized-layernorm", label(node), why)
             return
-    residual, _ = graph.origin(node.input[0])
-    if residual is not None and operator(residual) == "Add":
-        for name in residual.input:
-            if dq := _activation_dq(graph, name):
-                why = f"the residual before {label(node)!r} comes from {label(dq)!r}; that costs accuracy"
-                yield finding("quantized-residual", label(residual), why)
 
 
 def _activation_dq(graph: CheckGraph, name: str) -> onnx.NodeProto | None:

@@ -15,6 +15,7 @@ from qdqbench.quantize import (
     cli_search,
     cli_sensitivity,
     cli_tools,
+    cli_train,
 )
 from qdqbench.quantize import cli_options as options
 from qdqbench.quantize.cli_tools import Json, Run, command_line, console, print_json
@@ -120,7 +121,7 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
         command=command_line(),
     )
     folder = out or Path("runs") / f"{loaded.name}-{chosen.name}"
-    _go(open_run(config, folder), until, json)
+    go(open_run(config, folder), until, json)
 
 
 def _stage_command(name: str, target: str, text: str) -> None:
@@ -131,7 +132,7 @@ def _stage_command(name: str, target: str, text: str) -> None:
         from qdqbench.quantize.session import Session, read_config
 
         stage = "verify" if target == "build" and find_gpu() else target
-        _go(Session(read_config(folder), folder), stage, json)
+        go(Session(read_config(folder), folder), stage, json)
 
     command.__doc__ = text
     app.command(name)(command)
@@ -153,9 +154,12 @@ app.command("search")(cli_search.search)
 app.add_typer(cli_cost.cost_app, name="cost")
 app.command("sensitivity")(cli_sensitivity.sensitivity)
 app.command("methods")(cli_methods.methods)
+app.command("finetune")(cli_train.finetune)
+app.command("qat")(cli_train.qat)
+app.command("study")(cli_train.study)
 
 
-def _go(session: Any, until: str | None, json: bool) -> None:
+def go(session: Any, until: str | None, json: bool) -> None:
     """Run the stages up to a target; after the last one, write and judge the report."""
     from qdqbench.quantize.errors import CheckFailed
     from qdqbench.quantize.run import run_until
@@ -243,6 +247,12 @@ def program() -> None:
         os._exit(int(str(stop.code)))
 
 
+def script(command: str) -> None:
+    """A command as a script of its own: `python -m`, `accelerate launch -m` and `torchrun -m`."""
+    sys.argv[1:1] = [command]
+    program()
+
+
 def main() -> None:
     """Command line in this process: errors become one sentence on stderr and an exit status."""
     debug = "--debug" in sys.argv
@@ -258,7 +268,8 @@ def main() -> None:
     except QdqError as error:
         if debug:
             raise
-        sys.stderr.write(f"qdqbench: {error}\n")
+        if os.environ.get("RANK", "0") == "0":  # every process of a training raises the same
+            sys.stderr.write(f"qdqbench: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("qdqbench: interrupted; finished stages are kept, run the same command to go on\n")

@@ -111,27 +111,29 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
 
 
 def tables(
-    results: Annotated[list[Path], typer.Argument(help="results.json and bench.json files, or folders.")],
+    results: Annotated[list[Path], typer.Argument(help="results.json, bench.json, study.json, or folders.")],
     into: Annotated[Path, typer.Option(help="Markdown file with the markers.")] = Path("recipes/README.md"),
     check: Annotated[bool, typer.Option(help="Change nothing; exit status 2 when it would change.")] = False,
 ) -> None:
     """Write measured tables between the markers of a Markdown file, from results files and nothing else."""
-    from qdqbench.eval.tables import find_results, insert, tables_markdown
+    from qdqbench.eval.tables import find_results, find_studies, insert, tables_markdown
     from qdqbench.quantize import files
     from qdqbench.quantize.errors import CheckFailed, UserError
 
     runs, benches = find_results(results)
+    studies = find_studies(results)
     try:
         before = into.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {into} ({error}); give --into a Markdown file") from error
-    after = insert(before, tables_markdown(runs, benches), str(into))
+    after = insert(before, tables_markdown(runs, benches, studies), str(into))
     if check:
         if after != before:
             raise CheckFailed(f"{into} does not hold these results; write it with `qdqbench tables`")
         return
     files.write_text(into, after)
-    console().print(f"{into}: {len(runs)} runs, {len(benches)} benches", highlight=False, soft_wrap=True)
+    counted = f"{len(runs)} runs, {len(benches)} benches, {len(studies)} studies"
+    console().print(f"{into}: {counted}", highlight=False, soft_wrap=True)
 
 
 def _check_target(
@@ -156,7 +158,7 @@ def _require_gpu(target: Path | None, recipe: str | None) -> None:
     from qdqbench.quantize.recipe import load_recipe
     from qdqbench.quantize.session import read_config
 
-    wanted = read_config(target).recipe if target else load_recipe(recipe or DEFAULT_RECIPE)
+    wanted = read_config(target).recipe if target else load_recipe(recipe or DEFAULT_RECIPE).ptq
     require_gpu(wanted.engine.backend)
 
 
@@ -169,7 +171,7 @@ def _open(
     if target is not None:
         return run_target(target), out or target
     assert model is not None
-    loaded = load_recipe(recipe or DEFAULT_RECIPE)
+    loaded = load_recipe(recipe or DEFAULT_RECIPE).ptq
     folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
     return model_target(model, loaded, folder / "work", seed), folder
 

@@ -114,6 +114,9 @@ def to_json(target: "Target", judged: "Inspection") -> dict[str, Any]:
             for row in facts.fused
         ],
         "layernorm": {name: len(rows) for name, rows in facts.norms.items()},
+        "int8_residuals": len(facts.residuals) - len(facts.float_residuals),
+        "expected_int8_residuals": len(facts.residuals),
+        "not_int8_residuals": facts.float_residuals,
         "softmax_kernels": facts.softmax,
         "softmax_in_graph": judged.graph.softmax_types,
         "qkv": {"attentions": facts.qkv, "merged": facts.qkv_merged},
@@ -212,6 +215,10 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     lines.append(("softmax", _softmax_text(judged)))
     norms = ", ".join(f"{len(rows)} in {name}" for name, rows in facts.norms.items())
     lines.append(("LayerNorm", norms or "none found"))
+    if asked := len(facts.residuals):
+        colour = "red" if facts.float_residuals else "green"
+        read = f"[{colour}]{asked - len(facts.float_residuals)} of {asked}[/]"
+        lines.append(("residuals", f"{read} with Q/DQ in the graph are read as INT8"))
     gelus = facts.gelu_fused + facts.gelu_separate
     if gelus:
         lines.append(("GELU", f"{facts.gelu_fused} of {gelus} fused into the GEMM"))

@@ -47,7 +47,7 @@ def methods(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.recipe import load_recipe
     from qdqbench.quantize.session import RunConfig
 
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe).ptq
     chosen = options.find_task(
         model=model,
         task=task,

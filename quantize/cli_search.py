@@ -65,7 +65,7 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
         raise UserError(f"--latency {latency!r} is unknown; use auto, engine or model")
     if accuracy not in ("divergence", "drop"):
         raise UserError(f"--accuracy {accuracy!r} is unknown; use divergence or drop")
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe).ptq
     chosen = given.find_task(
         model=model,
         task=task,

@@ -39,7 +39,7 @@ class GraphIndex:
         return found
 
     def constant(self, name: str) -> Array | None:
-        """Value of an initializer or a Constant node, or a Cast or Identity of one; None if computed."""
+        """Value of an initializer or a Constant node, or a Cast, Identity or Reciprocal of one; else None."""
         if name not in self._constants:
             self._constants[name] = self._read_constant(name)
         return self._constants[name]
@@ -48,15 +48,16 @@ class GraphIndex:
         if name in self.initializers:
             return numpy_helper.to_array(self.initializers[name])
         node = self.producers.get(name)
-        if node is None:
-            return None
-        if node.op_type == "Constant":
+        if node is not None and node.op_type == "Constant":
             return constant_value(node)
-        if node.op_type == "Identity":  # the exporter writes equal initializers once
-            return self.constant(node.input[0])
-        if node.op_type == "Cast" and (value := self.constant(node.input[0])) is not None:
-            return value.astype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "to")))
-        return None
+        if node is None or node.op_type not in ("Identity", "Cast", "Reciprocal"):
+            return None
+        value = self.constant(node.input[0])
+        if value is None or node.op_type == "Identity":  # the exporter writes equal initializers once
+            return value
+        if node.op_type == "Reciprocal":  # of smoothing's factors, behind an INT8 residual
+            return np.asarray(np.reciprocal(value))
+        return value.astype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "to")))
 
 
 def constant_value(node: onnx.NodeProto) -> Array:

@@ -48,6 +48,8 @@ class Inspection:
             found.append(
                 f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"
             )
+        if self.expected is not None and self.facts.float_residuals:
+            found.append(_float_residuals(self.facts))
         return found
 
 
@@ -137,6 +139,11 @@ def findings(facts: Facts) -> list[str]:
         found.append(_dequantized(facts))
     if facts.fp32_outputs:
         found.append(_wide_outputs(facts))
+    if facts.float_residuals:
+        found.append(
+            f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`, "
+            "or look with `qdqbench check` for residuals with a scale of their own"
+        )
     if len(facts.fused) < facts.attentions:
         found.append(_attention_apart(facts))
     if facts.qkv_merged < facts.qkv:
@@ -215,6 +222,13 @@ def _dequantized(facts: Facts) -> str:
 
 def _qkv_apart(facts: Facts) -> str:
     return f"q, k and v are three GEMMs in {facts.qkv - facts.qkv_merged} of {facts.qkv} attentions"
+
+
+def _float_residuals(facts: Facts) -> str:
+    return (
+        f"{len(facts.float_residuals)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual "
+        f"as INT8 ({named(facts.float_residuals)})"
+    )
 
 
 def _attention_apart(facts: Facts) -> str:

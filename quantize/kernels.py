@@ -181,7 +181,8 @@ def norm_precision(row: LayerRow) -> str:
     if start is None:
         return "unknown" if not floats or "Etc" in words else _ALIASES[floats[0]]
     before = [word for word in words[:start] if word not in ("Resh", "Tran", "Move", "Slic")]
-    if "Half" in row.inputs or "Half" in row.outputs or "BFloat16" in row.inputs:
+    # with INT8 residuals a LayerNorm may write INT8 alone: then its weights say what it computes in
+    if "Half" in (*row.inputs, *row.outputs, *row.constants) or "BFloat16" in row.inputs:
         own = "BF16" if "BFloat16" in row.inputs else "FP16"
         return "FP32" if before[-1:] == ["Cast"] else own
     return "FP32"

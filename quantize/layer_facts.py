@@ -12,7 +12,15 @@ from pathlib import Path
 from qdqbench.eval.results import LayerRow
 from qdqbench.quantize.graph import module_of
 from qdqbench.quantize.kernels import is_gelu, kind_of, label, norm_precision, operations, operator
-from qdqbench.quantize.layers import computing_rows, copy_of, is_attention, is_int8, name_parts
+from qdqbench.quantize.layers import (
+    computing_rows,
+    copy_of,
+    float_residuals,
+    is_attention,
+    is_int8,
+    name_parts,
+)
+from qdqbench.quantize.residual_graph import int8_norms
 
 _QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")
 _MERGED = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
@@ -28,6 +36,7 @@ class Graph:
     softmax_types: dict[str, str] = field(
         default_factory=dict
     )  # datatype of each, where the graph is at hand
+    residuals: list[str] = field(default_factory=list)  # LayerNorms that add an INT8 residual; the same
 
 
 @dataclass
@@ -52,6 +61,8 @@ class Facts:
     gelu_fused: int  # in the kernel of a GEMM
     gelu_separate: int
     norms: dict[str, list[str]]  # precision -> kernels, as labels
+    residuals: list[str]  # LayerNorms whose residual has Q/DQ in the graph
+    float_residuals: list[str]  # ... that a kernel reads in floating point all the same
     softmax: dict[str, int]  # precision -> kernels of their own
     layout_quantized: int  # layout kernels that read or write INT8, or quantize
     int8_writers: Counter[str]  # kernels that write INT8, by kind
@@ -88,6 +99,7 @@ def graph_of(path: Path) -> Graph:
         elif node.op_type == "Softmax":
             found.softmaxes.append(node.name)
             found.softmax_types[node.name] = texts.get(types.get(node.input[0], 0), "unknown")
+    found.residuals.extend(int8_norms(model))
     return found
 
 
@@ -162,6 +174,8 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
         gelu_fused=sum(kind_of(row) == "gemm" for row in gelus),
         gelu_separate=sum(kind_of(row) != "gemm" for row in gelus),
         norms=dict(norms),
+        residuals=graph.residuals,
+        float_residuals=float_residuals(rows, graph.residuals),
         softmax=dict(Counter(norm_precision(row) for row in rows if kind_of(row) == "softmax")),
         layout_quantized=sum(_touches_int8(row) for row in layout),
         int8_writers=Counter(kind_of(row) for row in rows if "Int8" in row.outputs),

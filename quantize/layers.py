@@ -185,6 +185,22 @@ def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[s
     return {node: [_deciding(rows, node) for rows in graphs.values()] for node, graphs in found.items()}
 
 
+def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
+    """The normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
+
+    In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
+    that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not
+    proven.
+    """
+    proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
+    for row in layers:
+        int8 = row.inputs.count("Int8") > (row.kind == "gemm")
+        for name in proven.keys() & set(row.onnx):
+            copies = proven[name]
+            copies[copy_of(row)] = copies.get(copy_of(row), False) or int8
+    return sorted(name for name, copies in proven.items() if not copies or not all(copies.values()))
+
+
 def copy_of(row: LayerRow) -> str:
     """Which copy of the network, one a profile, a kernel belongs to; '' where its name does not say."""
     graph = _GRAPH.search(row.name)

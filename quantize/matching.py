@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.kinds import linear_kind
+from qdqbench.quantize.kinds import linear_kind, residual_readers
 from qdqbench.quantize.recipe import Recipe, Rule
 
 INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
@@ -19,7 +19,9 @@ MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 class ModuleInfo:
     """What matching needs to know of one module."""
 
-    kind: str  # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention) or other
+    # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention), Residual (what adds one
+    # before its LayerNorm) or other
+    kind: str
     head_size: int | None = None  # of an Attention
 
 
@@ -39,8 +41,9 @@ class Plan:
     int8: dict[str, str] = field(default_factory=dict)  # linear -> "channel" or "tensor" weight scales
     high: tuple[str, ...] = ()  # linears that stay in FP16 or FP32
     attention: tuple[str, ...] = ()  # attention modules in INT8
+    residual: tuple[str, ...] = ()  # modules whose residual is INT8: bert.encoder.layer.0.attention.output
     fp32: tuple[str, ...] = ()  # modules (linears, LayerNorms, softmax, ...) that compute in FP32
-    scaling: dict[str, Scaling] = field(default_factory=dict)  # of every INT8 linear and attention
+    scaling: dict[str, Scaling] = field(default_factory=dict)  # of every INT8 linear, attention and residual
 
     def scaling_of(self, name: str) -> Scaling:
         """How the scales of an INT8 linear or attention are found."""
@@ -58,25 +61,31 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 
     Raises:
         UserError: rules that match nothing (all of them, with near names), an attention that cannot
-            be fused in INT8, or an INT8 attention whose output linear is not INT8.
+            be fused in INT8, an INT8 attention whose output linear is not INT8, or an INT8 residual whose
+            tensor is not INT8 for the linears that read it.
     """
     _refuse_unmatched(recipe.rules, modules, prefix)
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
         formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
     for rule in recipe.rules:
-        if target := _target(rule):
+        target = _target(rule)
+        if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
             formats.update(dict.fromkeys(matched(rule, modules, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     inherited = {name: _inherited(name, formats) for name in modules}
     int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
     attention = _int8_attention(recipe, modules, formats)
+    residual = _int8_residuals(recipe, modules, prefix)
+    scaling = _scaling(recipe, modules, prefix, {*int8, *attention})
+    _require_int8_readers(residual, int8, scaling)
     plan = Plan(
         int8=int8,
         high=tuple(name for name in linears if name not in int8),
         attention=attention,
+        residual=residual,
         fp32=tuple(name for name in modules if inherited[name] == "fp32"),
-        scaling=_scaling(recipe, modules, prefix, {*int8, *attention}),
+        scaling=scaling | {name: scaling[residual_readers(name)[0]] for name in residual},
     )
     _require_quantized_outputs(plan)
     return plan
@@ -175,6 +184,44 @@ def _int8_attention(
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
     return tuple(found)
+
+
+def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
+    """Modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
+    known = [name for name, info in modules.items() if info.kind == "Residual"]
+    if recipe.int8_residual and not known:
+        raise UserError("residual: int8 is asked for, but the model has no residual that is known here")
+    formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
+    for rule in recipe.rules:
+        if rule.precision and rule.type in (None, "Residual"):
+            names = [name for name in matched(rule, modules, prefix) if name in formats]
+            formats.update(dict.fromkeys(names, rule.precision))
+    return tuple(name for name in known if formats[name] == "int8")
+
+
+def _require_int8_readers(
+    residual: Iterable[str], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
+) -> None:
+    """An INT8 residual is the tensor that linears read, so they must be INT8, and round it in one way."""
+    lost: dict[str, None] = {}
+    split = []
+    for name in residual:
+        lost |= dict.fromkeys(reader for reader in residual_readers(name) if reader not in int8)
+        ways = {(scaling[n].method, scaling[n].smooth) for n in residual_readers(name) if n in int8}
+        split += [name] if len(ways) > 1 else []
+    problems = []
+    if lost:
+        problems.append(f"{name_list(lost)} to be INT8, as they read the same tensors")
+    if split:
+        problems.append(
+            f"the linears that read the same tensor as the residual of {name_list(split)} to have one method "
+            "and one smooth"
+        )
+    if problems:
+        raise UserError(
+            f"residual: int8 needs {' and '.join(problems)}; change their rules, or keep these residuals out "
+            "with a rule of type Residual and precision fp16"
+        )
 
 
 def _require_quantized_outputs(plan: Plan) -> None:

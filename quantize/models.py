@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("bert",)  # model types whose whole path is tested
 ATTENTION = "qdq_eager"
+TANH = "gelu_pytorch_tanh"
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
 
@@ -40,16 +41,11 @@ def load_model(name: str) -> "PreTrainedModel":
         UserError: not found, no classifier head in the weights, or an unsupported architecture.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     _register_attention()
     with quiet_transformers(), _explained(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if config.model_type not in ARCHITECTURES:
-            raise UserError(
-                f"model {name} is a {config.model_type!r}; supported here: {', '.join(ARCHITECTURES)} "
-                f"(config.json, key model_type)"
-            )
+        config = _supported_config(name)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name,
             config=config,
@@ -66,6 +62,71 @@ def load_model(name: str) -> "PreTrainedModel":
             f"is not fine-tuned for classification; fine-tune it first"
         )
     return model.eval()  # type: ignore[no-any-return]
+
+
+def load_encoder(
+    name: str, *, num_labels: int, regression: bool, dropout: float | None = None, keep_head: bool = False
+) -> "PreTrainedModel":
+    """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
+
+    Args:
+        name: folder or hub id, of an encoder or of a classifier.
+        num_labels: of the classifier; 1 for regression.
+        regression: one score per sample.
+        dropout: of hidden states and attention; None: as the model says.
+        keep_head: go on with the model's own classifier instead of a new one.
+
+    Raises:
+        UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    with quiet_transformers(), _explained(name):
+        config = _supported_config(name)
+        known = config.num_labels
+        config.num_labels = num_labels
+        config.problem_type = "regression" if regression else "single_label_classification"
+        if dropout is not None:
+            config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            config=config,
+            attn_implementation="sdpa",
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    prefix = f"{model.base_model_prefix}."
+    if lost := sorted(key for key in made if key.startswith(prefix) and ".pooler." not in key):
+        raise UserError(
+            f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
+        )
+    head = [module for key, module in model.named_children() if key != model.base_model_prefix]
+    if keep_head and any(not key.startswith(prefix) for key in made):
+        raise UserError(
+            f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
+            "drop --keep-head"
+        )
+    if not keep_head:
+        for module in head:
+            model._init_weights(module)
+    return model  # type: ignore[no-any-return]
+
+
+def _supported_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"model {name} is a {config.model_type!r}; supported here: {', '.join(ARCHITECTURES)} "
+            f"(config.json, key model_type)"
+        )
+    return config
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
@@ -128,6 +189,8 @@ def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
             table[name] = ModuleInfo("Attention", head_size=int(module.attention_head_size))
             table[f"{name}.softmax"] = ModuleInfo("Softmax")
             continue
+        elif type(module).__name__.endswith(("BertSelfOutput", "BertOutput")):
+            kind = "Residual"
         else:
             kind = "other"
         table[name] = ModuleInfo(kind)
@@ -144,6 +207,8 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     """
     from transformers.activations import ACT2FN, GELUActivation
 
+    if model.config.hidden_act == TANH:
+        return
     if model.config.hidden_act != "gelu":
         raise UserError(
             f"export.gelu is tanh, but model {name} computes {model.config.hidden_act!r} in its feed-forward "
@@ -152,7 +217,8 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     for module in model.modules():
         for child, activation in module.named_children():
             if isinstance(activation, GELUActivation):
-                setattr(module, child, ACT2FN["gelu_pytorch_tanh"])
+                setattr(module, child, ACT2FN[TANH])
+    model.config.hidden_act = TANH
 
 
 def _register_attention() -> None:

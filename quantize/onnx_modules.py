@@ -4,12 +4,13 @@ from pathlib import Path
 
 from qdqbench.quantize.check_read import read_model
 from qdqbench.quantize.graph import module_of
+from qdqbench.quantize.kinds import residual_readers
 from qdqbench.quantize.matching import ModuleInfo, resolve
 from qdqbench.quantize.recipe import load_recipe
 
 
 def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
-    """Modules whose MatMul and Gemm nodes the recipe wants in INT8.
+    """Modules whose MatMul and Gemm nodes, or whose residual, the recipe wants in INT8.
 
     Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
     size is not in the names, so the check of the attention itself judges it.
@@ -23,10 +24,13 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
         if node.op_type in ("MatMul", "Gemm"):
             modules.setdefault(module_of(node.name), ModuleInfo("Linear"))
         elif node.op_type == "LayerNormalization":
-            modules[module_of(node.name)] = ModuleInfo("LayerNorm")
+            norm = module_of(node.name)
+            modules[norm] = ModuleInfo("LayerNorm")
+            if residual_readers(around := norm.rpartition(".")[0]):
+                modules[around] = ModuleInfo("Residual")
         elif node.op_type == "Softmax":
             modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
             modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
     prefix = next(iter(modules), "").partition(".")[0]
     plan = resolve(load_recipe(recipe), modules, prefix)
-    return set(plan.int8) | set(plan.attention)
+    return {*plan.int8, *plan.attention, *plan.residual}

@@ -19,14 +19,14 @@ _SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16
 
 
 def constants_to_initializers(model: onnx.ModelProto) -> None:
-    """Turn Constant nodes, and Casts of constants, into initializers, in place."""
+    """Turn Constant nodes, and Casts and Reciprocals of constants, into initializers, in place."""
     index = GraphIndex(model)
     kept = []
     for node in model.graph.node:
         value = None
         if node.op_type == "Constant":
             value = constant_value(node)
-        elif node.op_type == "Cast":
+        elif node.op_type in ("Cast", "Reciprocal"):  # what torch's own folding leaves
             value = index.constant(node.output[0])
         if value is None:
             kept.append(node)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize import smoothing
+from qdqbench.quantize import residual, smoothing
 from qdqbench.quantize.bias_correction import apply_biases, correct_biases
 from qdqbench.quantize.calibration import (
     CalibrationRecord,
@@ -50,6 +50,7 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
         entries += [{"quantizer_name": f"{name}.{x}_bmm_quantizer", "cfg": per_tensor} for x in "qkv"]
         softmax = {**per_tensor, "constant_amax": SOFTMAX_AMAX}
         entries.append({"quantizer_name": f"{name}.p_bmm_quantizer", "cfg": softmax})
+    entries += [{"quantizer_name": f"{n}.{residual.QUANTIZER}", "cfg": per_tensor} for n in plan.residual]
     return {"quant_cfg": entries, "algorithm": None}
 
 
@@ -63,11 +64,12 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
         CheckFailed: ModelOpt enabled other quantizers than the plan names.
     """
     mtq = import_modelopt()
-    with _silent():
+    with _silent(), residual.registered(plan.residual):
         mtq.quantize(model, modelopt_config(plan), None)
     found = enabled_quantizers(model)
     wanted = {f"{name}.{kind}" for name in plan.int8 for kind in ("weight_quantizer", "input_quantizer")}
     wanted |= {f"{name}.{x}_bmm_quantizer" for name in plan.attention for x in "qkvp"}
+    wanted |= {f"{name}.{residual.QUANTIZER}" for name in plan.residual}
     if wanted != set(found):
         raise CheckFailed(
             f"ModelOpt enabled other quantizers than the recipe asks for: missing "
@@ -105,7 +107,8 @@ def calibrate(
 
     Raises:
         UserError: no batches.
-        CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
+        CheckFailed: weights or an amax that are not finite, positive and plausible, or that an INT8 residual
+            and the linears that read the same tensor do not share; names every layer.
     """
     from qdqbench.quantize import calibrators
 
@@ -134,9 +137,10 @@ def calibrate(
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
             calibrators.clip_weight(linear.weight_quantizer, linear.weight.detach())
-    _round_weight_scales(quantizers)
+    round_weight_scales(quantizers)
     states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
+    residual.require_shared(states, plan)
     biases = correct_biases(model, plan.int8, batches) if settings.bias_correction else {}
     return CalibrationRecord(
         method=settings.method,
@@ -163,12 +167,14 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
 
     Raises:
         UserError: the record is of another recipe or model.
+        CheckFailed: an INT8 residual has another amax than the linears that read the same tensor.
     """
     import torch
 
     quantizers = insert_quantizers(model, plan)
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
+    residual.require_shared(record.quantizers, plan)
     smoothing.apply(model, record.smoothing)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
@@ -214,8 +220,9 @@ def import_modelopt() -> Any:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """ModelOpt prints what it registers and inserts."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    """ModelOpt prints what it registers and inserts, and warns where several processes train together."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Distributed training is initialized")
         yield
 
 
@@ -261,7 +268,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     return notes
 
 
-def _round_weight_scales(quantizers: dict[str, Any]) -> None:
+def round_weight_scales(quantizers: dict[str, Any]) -> None:
     """Round weight scales up to FP16's 11 significant bits, so that none of it is lost in FP16.
 
     The factored form multiplies by the scales in FP16: with these that product rounds once and not twice. A

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.training_settings import Qat
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
 Positive = Annotated[int, Field(gt=0)]
@@ -72,10 +73,10 @@ class Rule(_Section):
     """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
 
     match: str = Field(min_length=1)
-    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention"] | None = None
+    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = None
     weights: Literal["int8/channel", "int8/tensor"] | None = None
     input: Literal["int8/tensor"] | None = None
-    precision: Literal["int8", "fp16", "fp32"] | None = None  # int8: of an Attention
+    precision: Literal["int8", "fp16", "fp32"] | None = None  # int8: of an Attention or a Residual
     method: Method | None = None  # of the activations; this and the next two refine the calibration section
     weights_method: WeightMethod | None = None
     smooth: Smooth | None = None
@@ -93,10 +94,14 @@ class Rule(_Section):
             )
         if self.weights is not None and self.type not in (None, "Linear"):
             raise ValueError(f"type {self.type} is protected from Q/DQ by class; only Linear becomes INT8")
-        if self.precision == "int8" and self.type != "Attention":
-            raise ValueError("precision int8 is for type Attention; a Linear takes weights and input")
+        if self.precision == "int8" and self.type not in ("Attention", "Residual"):
+            raise ValueError(
+                "precision int8 is for type Attention and type Residual; a Linear takes weights and input"
+            )
         if self.refines and self.precision in ("fp16", "fp32"):
             raise ValueError(f"precision {self.precision} needs no calibration; drop method and smooth")
+        if self.refines and self.type == "Residual":
+            raise ValueError("a Residual is calibrated as the linears that read the same tensor; name those")
         if self.refines and self.type not in (None, "Linear", "Attention"):
             raise ValueError(f"type {self.type} is never quantized, so it has no calibration")
         return self
@@ -189,10 +194,11 @@ class Recipe(_Section):
     precision: Precision = Precision()
     rules: tuple[Rule, ...] = ()
     attention: Literal["fp16", "int8"] = "fp16"
+    residual: Literal["fp16", "int8"] = "fp16"  # what each LayerNorm of the encoder adds to a linear's output
     calibration: Calibration = Calibration()
     export: Export = Export()
     engine: Engine = Engine()
-    qat: None = None
+    qat: Qat | None = None
     gate: Gate = Gate()
 
     @model_validator(mode="after")
@@ -213,12 +219,36 @@ class Recipe(_Section):
                 f"attention: int8 is fused for lengths up to 512 only, and export.max_length is "
                 f"{self.export.max_length}; shorten it or set attention: fp16"
             )
+        if self.int8_residual and "layernorm" not in self.precision.keep:
+            raise ValueError(
+                "residual: int8 is what LayerNorm reads, and LayerNorm itself computes in floating point; "
+                "add layernorm to precision.keep"
+            )
+        if self.int8_residual and not self.quantizes:
+            raise ValueError(
+                "residual: int8 needs INT8 linears that read the same tensors; give a rule with weights and "
+                "input, or set residual: fp16"
+            )
         return self
 
     @property
     def int8_attention(self) -> bool:
         """Whether any attention is asked for in INT8."""
-        return self.attention == "int8" or any(rule.precision == "int8" for rule in self.rules)
+        return self.attention == "int8" or any(
+            rule.type == "Attention" and rule.precision == "int8" for rule in self.rules
+        )
+
+    @property
+    def int8_residual(self) -> bool:
+        """Whether any residual is asked for in INT8."""
+        return self.residual == "int8" or any(
+            rule.type == "Residual" and rule.precision == "int8" for rule in self.rules
+        )
+
+    @property
+    def ptq(self) -> "Recipe":
+        """The recipe without training."""
+        return self.model_copy(update={"qat": None})
 
     @property
     def quantizes(self) -> bool:

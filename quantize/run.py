@@ -15,8 +15,9 @@ from qdqbench.quantize.stages import stages
 
 if TYPE_CHECKING:
     from qdqbench.eval.results import Results
+    from qdqbench.quantize.training import Row
 
-EVALUATED = ("baseline", "fake_quant", "onnxruntime", "engine")
+EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = ("results.json", "report.md", "report.html")
 
 
@@ -107,6 +108,15 @@ def _progress(session: Session, quiet: bool) -> Iterator[Callable[[str, bool], N
         def progress(done: int, total: int) -> None:
             bars.update(current[-1], completed=done, total=total)  # type: ignore[arg-type]
 
-        session.progress = progress
+        def report(row: "Row", steps: int) -> None:
+            loss = f" loss {row.loss:.4g}" if row.loss is not None else ""
+            bars.update(
+                current[-1],  # type: ignore[arg-type]
+                completed=row.step,
+                total=steps,
+                description=f"qat {row.step}/{steps}{loss}" if loss else None,
+            )
+
+        session.progress, session.report = progress, report
         yield announce
         finish()

@@ -14,13 +14,16 @@ from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.recipe import Recipe
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from qdqbench.eval.data import CalibrationBatches, Encoded
     from qdqbench.eval.sources import Split
     from qdqbench.quantize.matching import Plan
+    from qdqbench.quantize.training import Row
 
 CONFIG = "run.json"
+QAT = "qat"  # folder of the trained model
 
 
 class RunConfig(BaseModel):
@@ -66,6 +69,9 @@ class Session:
     folder: Path
     progress: Callable[[int, int], None] = lambda done, total: None  # of the current stage
     notes: list[str] = field(default_factory=list)
+    report: "Callable[[Row, int], None]" = lambda row, steps: None  # a line of the training log
+    accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
+    before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 
     @property
     def recipe(self) -> Recipe:
@@ -142,8 +148,7 @@ class Session:
         model = self.fp32_model
         return resolve(self.recipe, module_table(model), model.base_model_prefix)
 
-    @functools.cached_property
-    def fake_quant_model(self) -> "PreTrainedModel":
+    def new_ptq_model(self) -> "PreTrainedModel":
         """The calibrated fake-quant model, rebuilt from calibration.json."""
         from qdqbench.quantize import ptq
         from qdqbench.quantize.calibration import read_record
@@ -151,6 +156,29 @@ class Session:
         model = self.new_int8_model()
         ptq.restore(model, self.plan, read_record(self.folder / "calibration.json"))
         return model
+
+    def new_qat_model(self) -> "PreTrainedModel":
+        """The trained fake-quant model, rebuilt from the files of the QAT stage."""
+        from qdqbench.quantize import ptq
+        from qdqbench.quantize.calibration import read_record
+        from qdqbench.quantize.models import load_model, use_tanh_gelu
+
+        name = str(self.folder / QAT / "model")
+        model = load_model(name)
+        if self.recipe.export.gelu == "tanh":
+            use_tanh_gelu(model, name)
+        ptq.restore(model, self.plan, read_record(self.record_path))
+        return model
+
+    @property
+    def record_path(self) -> Path:
+        """The calibration record of the graph that is exported."""
+        return self.folder / QAT / "calibration.json" if self.recipe.qat else self.folder / "calibration.json"
+
+    @functools.cached_property
+    def fake_quant_model(self) -> "PreTrainedModel":
+        """The fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
+        return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None) -> "Split":
         """A split of the run's data, and its notes."""

@@ -4,7 +4,8 @@ SmoothQuant (Xiao et al. 2023, arXiv 2211.10438, equation 4) divides input chann
 s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weight by it. Where s comes from:
 
 - LayerNorm and GELU outputs: the division is a Mul before the Q, which an engine fuses into the kernel that
-  makes the tensor. LayerNorm outputs also feed the residual stream, so their own gain cannot absorb it.
+  makes the tensor. LayerNorm outputs also feed the residual stream, so their own gain cannot absorb it. An
+  INT8 residual takes the same factors, and is multiplied back behind its Q/DQ.
 - attention outputs: the division goes into the rows of the value projection, and costs nothing.
 - "gain": s_j is the gain of the LayerNorm before (Wei et al. 2022, "Outlier Suppression", arXiv 2209.13325).
 
@@ -26,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.calibration import Smoothing
-from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.kinds import linear_kind
 from qdqbench.quantize.matching import Plan, name_list
+from qdqbench.quantize.residual import smooth_like
 
 if TYPE_CHECKING:
     import torch
@@ -106,21 +108,67 @@ def apply(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     """Multiply weights, and set the factors of inputs (ModelOpt's `pre_quant_scale`), in place."""
     import torch
 
-    def tensor(factors: list[float], like: "torch.Tensor") -> "torch.Tensor":
-        return torch.tensor(factors, dtype=like.dtype, device=like.device)
-
     with torch.no_grad():
         for name, factors in smoothing.rows.items():
             linear: Any = model.get_submodule(name)
-            linear.weight.mul_(tensor(factors, linear.weight)[:, None])
+            linear.weight.mul_(_tensor(factors, linear.weight)[:, None])
             if linear.bias is not None:
-                linear.bias.mul_(tensor(factors, linear.bias))
+                linear.bias.mul_(_tensor(factors, linear.bias))
         for name, factors in smoothing.columns.items():
             linear = model.get_submodule(name)
-            linear.weight.mul_(tensor(factors, linear.weight)[None, :])
+            linear.weight.mul_(_tensor(factors, linear.weight)[None, :])
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
-            linear.input_quantizer.pre_quant_scale = tensor(factors, linear.weight)
+            linear.input_quantizer.pre_quant_scale = _tensor(factors, linear.weight)
+            smooth_like(model, name, _tensor(factors, linear.weight))
+
+
+def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
+    """Weights of a fake-quant model without the factors of `apply`: a state dict that needs no quantizers.
+
+    Without quantizers both compute the same, and `apply` on these gives the model's own back bit for bit:
+    every factor is a power of two. Tensors without factors are not copied.
+
+    Args:
+        model: fake-quant model, trained since `apply` or not; left as it is.
+        smoothing: factors that are in its weights.
+
+    Raises:
+        CheckFailed: values so near to zero that FP32 cannot hold them divided; names every linear.
+    """
+    weights = {
+        name: value.detach()
+        for name, value in model.state_dict().items()
+        if not any(part.endswith("_quantizer") for part in name.split("."))
+    }
+    lost = []
+    for name in dict.fromkeys((*smoothing.rows, *smoothing.columns)):
+        for key in (f"{name}.weight", f"{name}.bias"):
+            if key not in weights:
+                continue
+            factor = _product(smoothing, name, weights[key])
+            plain = weights[key] / factor
+            lost += [] if (plain * factor).equal(weights[key]) else [key]
+            weights[key] = plain
+    if lost:
+        raise CheckFailed(
+            f"the smoothing factors cannot be taken out of {name_list(lost)} (NaN, or too near to zero); "
+            "look at the training that made them"
+        )
+    return weights
+
+
+def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.Tensor":
+    """What `apply` multiplied a weight [N, K] or a bias [N] with; broadcasts against it."""
+    rows, columns = smoothing.rows.get(name), smoothing.columns.get(name)
+    factor = value.new_ones(1) if rows is None else _tensor(rows, value)
+    if value.ndim == 1:
+        return factor
+    return factor[:, None] if columns is None else factor[:, None] * _tensor(columns, value)
+
+
+def _tensor(factors: list[float], like: "torch.Tensor") -> "torch.Tensor":
+    return like.new_tensor(factors)
 
 
 @contextmanager

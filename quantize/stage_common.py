@@ -28,8 +28,8 @@ def weight_form(session: Session) -> Any:
 
 
 def expected_modules(session: Session) -> set[str]:
-    """Modules whose MatMuls must be in INT8."""
-    return set(session.plan.int8) | set(session.plan.attention)
+    """Modules whose MatMuls, or whose residual, must be in INT8."""
+    return {*session.plan.int8, *session.plan.attention, *session.plan.residual}
 
 
 def expected_gemms(session: Session) -> list[str]:

@@ -65,6 +65,20 @@ def quantize(session: Session) -> list[Path]:
     return [path]
 
 
+def ptq(session: Session) -> list[Path]:
+    """Evaluate the fake-quant model before QAT."""
+    from qdqbench.eval.runners import torch_runner
+
+    return [evaluate(session, "ptq", torch_runner(session.new_ptq_model()))]
+
+
+def qat(session: Session) -> list[Path]:
+    """Train the fake-quant model."""
+    from qdqbench.quantize.qat import qat as train
+
+    return train(session)
+
+
 def fake_quant(session: Session) -> list[Path]:
     """Evaluate the fake-quant model."""
     from qdqbench.eval.runners import torch_runner
@@ -156,7 +170,7 @@ def _evaluation(session: Session) -> Any:
 def _placement(session: Session) -> Any:
     recipe = session.recipe
     rules = [rule.model_dump() for rule in recipe.rules]
-    return [_model(session), rules, recipe.attention, recipe.export.gelu]
+    return [_model(session), rules, recipe.attention, recipe.residual, recipe.export.gelu]
 
 
 def _calibration(session: Session) -> Any:
@@ -165,6 +179,14 @@ def _calibration(session: Session) -> Any:
     settings = session.recipe.calibration
     data = source_fingerprint(session.config.task, session.data_source, settings.split)
     return [_placement(session), data, settings.model_dump()]
+
+
+def _trained(session: Session) -> Any:
+    from qdqbench.eval.sources import source_fingerprint
+
+    task, settings = session.config.task, session.recipe.qat
+    data = source_fingerprint(task, session.data_source, task.train_split)
+    return [_placement(session), data, settings.model_dump() if settings else None]
 
 
 def _exported(session: Session) -> Any:
@@ -199,6 +221,9 @@ def stages(session: Session) -> dict[str, Stage]:
     first = () if session.config.model else ("embedded",)
     quantized = session.recipe.quantizes
     calibrated = (*first, "quantize") if quantized else first
+    trains = quantized and session.recipe.qat is not None
+    if trains:
+        calibrated = (*calibrated, "qat")
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
     listed = [
         Stage("baseline", baseline, first, _evaluation),
@@ -212,6 +237,7 @@ def stages(session: Session) -> dict[str, Stage]:
     if quantized:
         listed[1:1] = [
             Stage("quantize", quantize, first, _calibration),
+            *(_training(first) if trains else []),
             Stage("fake_quant", fake_quant, calibrated, _evaluation),
         ]
         position = next(i for i, stage in enumerate(listed) if stage.name == "check") + 1
@@ -220,3 +246,11 @@ def stages(session: Session) -> dict[str, Stage]:
     if first:
         listed.insert(0, Stage("embedded", embedded, (), lambda s: s.config.seed))
     return {stage.name: stage for stage in listed}
+
+
+def _training(first: tuple[str, ...]) -> list[Stage]:
+    """What QAT adds: PTQ on its own, to be compared, and the training."""
+    return [
+        Stage("ptq", ptq, (*first, "quantize"), _evaluation),
+        Stage("qat", qat, (*first, "quantize"), _trained),
+    ]

@@ -18,7 +18,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-STAGES = "embedded baseline quantize fake_quant export check parity onnxruntime build verify engine"
+STAGES = "embedded baseline quantize ptq qat fake_quant export check parity onnxruntime build verify engine"
 UNTIL = [*STAGES.split(), "evaluate", "report"]
 NO_MODEL = ("recipes",)  # commands that need no model, no file and no run directory
 
@@ -56,6 +56,9 @@ def parsed(line):
     words = shlex.split(line, comments=True)[1:]
     target = words[words.index(">") + 1] if ">" in words else None
     words = words[: next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))]
+    if "-m" in words:  # a launcher of `qdqbench.quantize.COMMAND`
+        start = words.index("-m") + 1
+        words = [words[start].rpartition(".")[2], *words[start + 1 :]]
     command, path = typer.main.get_command(app), []
     while hasattr(command, "commands") and words:
         assert words[0] in command.commands, f"no command {' '.join([*path, words[0]])!r}"
@@ -98,6 +101,8 @@ def test_every_command_parses(line):
         and not recipe.endswith((".yaml", "RECIPE"))
     ):
         assert recipe in shipped_recipes()
+    if isinstance(recipe, list):
+        assert {name for name in recipe if not name.endswith(".yaml")} <= set(shipped_recipes())
     if until := given.get("until"):
         assert until in UNTIL
     if task := given.get("task"):

@@ -88,6 +88,10 @@ def quantized_gemm(model: onnx.ModelProto, axis: int = 1) -> None:
     insert(model, "/classifier/Gemm", 1, dq)
 
 
+def residual_like_its_readers(model: onnx.ModelProto) -> None:
+    insert(model, "/layer/Add", 1, *pair(model, "/x", np.float32))
+
+
 def fp16_scales(model: onnx.ModelProto) -> None:
     """FP16 scales on the query, and no casts around its Q/DQ."""
     store(model, "/layer/query/input.scale", 0.02, np.float16)
@@ -234,7 +238,8 @@ CASES = [
     Case("quantized-softmax", SOFTMAX, quantized(SOFTMAX)),
     Case("quantized-softmax", SOFTMAX, quantized("/layer/self/Mul")),
     Case("quantized-softmax", "/gate", softmax_without_attention),
-    Case("quantized-residual", "/layer/Add", quantized("/layer/Add", 1)),
+    Case("split-residual", "/layer/Add", quantized("/layer/Add", 1)),  # an FP16 scale of the same value
+    Case("quantized-residual", "/layer/Add", residual_like_its_readers, "fp32"),
     Case(
         "mixed-types",
         "/layer/query/Add",

@@ -22,9 +22,12 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "recipe_bert_int8_linears.yaml"
 SHIPPED = [
     "bert-fp16",
     "bert-int8-attention",
+    "bert-int8-attention-qat",
     "bert-int8-ffn",
     "bert-int8-linears",
     "bert-int8-linears-per-tensor",
+    "bert-int8-linears-per-tensor-qat",
+    "bert-int8-residual-qat",
 ]
 HEAD = "version: 1\nname: a\n"
 INT8 = "weights: int8/channel, input: int8/tensor"
@@ -115,7 +118,9 @@ def test_every_mistake_is_named_at_once() -> None:
         ("version: 1\nname: A B", "name: String should match"),
         ("version: 1\nname: ../up", "name: String should match"),
         (HEAD + "model: {family: gpt}", "model.family: Input should be 'bert'"),
-        (HEAD + "qat: {epochs: 1}", "qat"),
+        (HEAD + "qat: {epoch: 1}", "unknown key 'qat.epoch', did you mean 'epochs'"),
+        (HEAD + "qat: {epochs: 0}", "qat.epochs"),
+        (HEAD + "qat: {distill: {logits: 0}}", "nothing to learn from"),
         (HEAD + "export: {opset: 19}", "export.opset"),
         (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
         (HEAD + "export: {gelu: true}", "export.gelu"),

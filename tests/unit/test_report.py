@@ -479,6 +479,11 @@ def test_int8_attention_is_part_of_the_verdict() -> None:
     assert "INT8 attention in 5 of 6 layers" in wording.verdict(sample(engine=built)).sentence
 
 
+def test_int8_residuals_are_part_of_the_verdict() -> None:
+    built = engine(6, "bert.encoder").model_copy(update={"int8_residuals": 11, "expected_int8_residuals": 12})
+    assert "; INT8 residuals in 11 of 12;" in wording.verdict(sample(engine=built)).sentence
+
+
 def test_a_recipe_without_int8_is_not_called_unproven() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"int8_gemms": 0, "expected_int8_gemms": 0})
     said = wording.verdict(sample(engine=built, quantized_layers=[]))

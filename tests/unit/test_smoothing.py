@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from qdqbench.quantize import ptq, smoothing
 from qdqbench.quantize.calibration import Smoothing
-from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.models import load_model
 from qdqbench.quantize.smoothing import LARGEST_FACTOR
 
@@ -259,6 +259,71 @@ def test_an_outlier_channel_no_longer_hurts(tiny_bert: Path, smooth: float | str
     better, narrow = logit_error(tiny_bert, with_outlier, smooth)
     assert narrow < 0.7 * spread
     assert better < 0.25 * plain
+
+
+powers = st.integers(-8, 8).map(lambda exponent: 2.0**exponent)
+weights = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(
+    lambda value: value == 0 or 2.0**-100 < abs(value) < 2.0**100
+)
+
+
+@settings(deadline=None)
+@given(data=st.data(), rows=st.integers(1, 5), columns=st.integers(1, 5), bias=st.booleans())
+def test_factors_come_out_of_trained_weights_bit_for_bit(
+    data: Any, rows: int, columns: int, bias: bool
+) -> None:
+    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(columns, rows, bias=bias), "b": torch.nn.ReLU()})
+    trained = {
+        name: torch.from_numpy(data.draw(hnp.arrays(np.float32, tuple(value.shape), elements=weights)))
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(trained)
+    draw = {"rows": rows, "columns": columns}
+    chosen = data.draw(st.sets(st.sampled_from([*draw])))
+    factors = {side: {"a": data.draw(st.lists(powers, min_size=n, max_size=n))} for side, n in draw.items()}
+    found = Smoothing(**{side: factors[side] for side in chosen})
+    plain = smoothing.take_back(model, found)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    if "rows" in chosen and bias:
+        assert torch.equal(plain["a.bias"] * torch.tensor(factors["rows"]["a"]), trained["a.bias"])
+    model.load_state_dict(plain)
+    smoothing.apply(model, found)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
+    model = with_outlier(tiny_bert)
+    rules = [EVERY, OUTPUTS | {"smooth": 0.5}]
+    recipe = recipe_with(
+        rules=rules, calibration={"smooth": 0.5, "bias_correction": True}, residual="int8", **ALL_INT8
+    )
+    plan = plan_of(recipe, model)
+    record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    assert record.biases
+    assert record.smoothing.inputs
+    assert record.smoothing.rows
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1 + 0.01 * torch.randn(value.shape, generator=generator))
+    plain = load_model(str(tiny_bert))
+    plain.load_state_dict(smoothing.take_back(model, record.smoothing))
+    with smoothing.quantizers_off(model):
+        assert torch.equal(ptq.forward(model, padded_batch()), ptq.forward(plain, padded_batch()))
+    ptq.restore(plain, plan, record.model_copy(update={"biases": {}}))
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert torch.equal(ptq.forward(model, padded_batch()), ptq.forward(plain, padded_batch()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 2.0**-149])
+def test_factors_that_cannot_come_out_are_named(value: float) -> None:
+    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})
+    with torch.no_grad():
+        model["a"].weight[0, 0] = value
+    with pytest.raises(CheckFailed, match=r"^the smoothing factors cannot be taken out of a\.weight \("):
+        smoothing.take_back(model, Smoothing(columns={"a": [4.0, 1.0]}))
 
 
 def test_off_and_on_again(tiny_bert: Path) -> None:

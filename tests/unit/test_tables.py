@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.bench_results import write_bench
-from qdqbench.eval.tables import BEGIN, END, find_results, insert, tables_markdown
+from qdqbench.eval.tables import BEGIN, END, find_results, find_studies, insert, tables_markdown
 from qdqbench.quantize.errors import UserError
 
 from .test_bench_results import sample_bench
@@ -155,4 +155,5 @@ def test_throughput_and_interrupted_benches(tmp_path):
 def test_the_shipped_tables_are_those_of_the_shipped_results():
     runs, benches = find_results([ROOT / "docs" / "measured"])
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert insert(text, tables_markdown(runs, benches), "recipes/README.md") == text
+    studies = find_studies([ROOT / "docs" / "measured"])
+    assert insert(text, tables_markdown(runs, benches, studies), "recipes/README.md") == text

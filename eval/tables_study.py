@@ -1,0 +1,60 @@
+"""The table of studies: FP32, PTQ and QAT over seeds, in Markdown."""
+
+from collections.abc import Sequence
+
+from qdqbench.eval.formats import code, text
+from qdqbench.eval.study_results import Study, StudySummary
+from qdqbench.eval.tables_accuracy import table
+from qdqbench.eval.training_results import Spread
+
+
+def study_tables(studies: Sequence[Study]) -> list[str]:
+    """One table per base encoder: a row per task and recipe, in points of the primary metric."""
+    parts = []
+    for base in sorted({study.base["sha256"] for study in studies}):
+        same = sorted(
+            (study for study in studies if study.base["sha256"] == base), key=lambda s: str(s.task["name"])
+        )
+        rows = [_row(study, name, summary) for study in same for name, summary in study.summary.items()]
+        title = (
+            f"### QAT over seeds: {text(same[0].base['name'])}\n\nMean ± standard deviation over seeds of "
+            "the validation metric in percent, fake-quant in PyTorch. Differences are taken seed by seed. "
+            "Every seed is a fine-tuning of its own, then PTQ and QAT of it."
+        )
+        header = ["task", "metric", "recipe", "seeds", "n", "FP32", "PTQ", "QAT", "PTQ - FP32", "QAT - FP32"]
+        header.append("where")
+        places = list(dict.fromkeys(_where(study) for study in same))
+        notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]
+        notes += [f"- {text(study.task['name'])}: {text(line)}" for study in same for line in study.warnings]
+        numbered = [[*row, str(places.index(_where(study)) + 1)] for study, row in rows]
+        parts += [title, table(header, numbered), "\n".join(notes)]
+    return parts
+
+
+def _row(study: Study, recipe: str, summary: StudySummary) -> tuple[Study, list[str]]:
+    task = study.task
+    return study, [
+        text(task["name"]),
+        text(task["metrics"][0]),
+        code(recipe),
+        str(summary.qat.n),
+        str(study.n),
+        _percent(summary.fp32),
+        _percent(summary.ptq),
+        _percent(summary.qat),
+        _percent(summary.ptq_minus_fp32, sign="+"),
+        _percent(summary.qat_minus_fp32, sign="+"),
+    ]
+
+
+def _where(study: Study) -> str:
+    found = study.environment
+    versions = ", ".join(
+        f"{name} {found['versions'][name]}" for name in ("torch", "transformers", "nvidia-modelopt")
+    )
+    return f"{found['gpu'] if found['gpu'] != 'none' else found['cpu']}, {versions}"
+
+
+def _percent(found: Spread, sign: str = "") -> str:
+    spread = "" if found.sd is None else f" ± {100 * found.sd:.2f}"
+    return f"{100 * found.mean:{sign}.2f}{spread}"

@@ -1,0 +1,354 @@
+"""The commands `finetune` and `qat`; registered in cli.py. Everything heavy is imported inside."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.quantize import cli_options as given
+from qdqbench.quantize.cli_tools import Json, command_line, console, plain
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from qdqbench.quantize.session import Session
+    from qdqbench.quantize.training import Row
+    from qdqbench.quantize.training_settings import Training
+
+BaseModelName = Annotated[
+    str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
+]
+DEFAULT_QAT = "bert-int8-attention-qat"
+Show = Callable[[int, "Row", int], None]
+
+
+def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
+    model: BaseModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/finetune-TASK.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs, with seeds from --seed on.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of head, held-out rows, order and dropout.")] = 0,
+    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="After warm-up, of AdamW.")] = 5e-5,
+    batch_size: Annotated[int, typer.Option(help="Samples of a step, over all GPUs and parts.")] = 32,
+    accumulate: Annotated[int, typer.Option(help="Parts that a GPU's share is split into.")] = 1,
+    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.1,
+    schedule: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = "linear",
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01,
+    dropout: Annotated[float | None, typer.Option(help="None: the model's own.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp32 or auto: bf16 where the GPU has it.")] = "auto",
+    evaluations: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10,
+    patience: Annotated[int, typer.Option(min=0, help="Evaluations without gain that end it; 0: none.")] = 5,
+    holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens of a sample.")] = 128,
+    limit: Annotated[int | None, typer.Option(min=4, help="Train rows; the report warns.")] = None,
+    keep_head: Annotated[bool, typer.Option(help="Go on with the model's own classifier.")] = False,
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    json: Json = False,
+) -> None:
+    """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
+    from qdqbench.quantize.finetune import Request, finetune
+
+    settings = _settings(
+        epochs=epochs,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        warmup=warmup,
+        schedule=schedule,
+        weight_decay=weight_decay,
+        dropout=dropout,
+        precision=precision,
+        evaluations=evaluations,
+        patience=patience or None,
+        holdout=holdout,
+        seed=seed,
+    )
+    chosen = given.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    folder = _own_folder(out or Path("runs") / f"finetune-{chosen.name}")
+    with _processes(settings.precision) as accelerator:
+        base, source = _base(model, data, folder, accelerator)
+        with _progress(seeds, settings.seed, quiet=json or not accelerator.is_main_process) as show:
+            request = Request(
+                base=base,
+                task=chosen,
+                data=source,
+                folder=folder,
+                settings=settings,
+                seeds=seeds,
+                max_length=max_length,
+                keep_head=keep_head,
+                limit=limit,
+                command=command_line(),
+                report=show,
+            )
+            result = finetune(request, accelerator)
+        if not accelerator.is_main_process:
+            return
+    _say_finetuned(result, folder, json)
+
+
+def qat(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: given.RecipeName = DEFAULT_QAT,
+    model: given.ModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
+    ] = None,
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    batch_size: given.BatchSize = 32,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
+    ] = 0,
+    json: Json = False,
+) -> None:
+    """Quantization-aware training, then on to engine and report; on one GPU or many."""
+    from qdqbench.quantize.pipeline import open_run
+    from qdqbench.quantize.qat import settings_of, train_on_all
+    from qdqbench.quantize.recipe import load_recipe
+    from qdqbench.quantize.run import run_until
+    from qdqbench.quantize.session import RunConfig, Session
+    from qdqbench.quantize.training import leads
+
+    loaded = load_recipe(recipe)
+    chosen = given.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    config = RunConfig(
+        recipe=loaded,
+        model=model,
+        task=chosen,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        command=command_line(),
+    )
+    folder = out or Path("runs") / f"{loaded.name}-{chosen.name}"
+    session = Session(config, folder)
+    settings_of(session)  # before anything is written
+    if leads():
+        session = open_run(config, folder)
+    if plan:
+        _plan(session, json)
+        return
+    train_on_all(session, lambda stage: run_until(session, stage, quiet=json))
+    if leads():
+        from qdqbench.quantize.cli import go
+
+        go(session, None, json)
+
+
+def study(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; several.")],
+    model: BaseModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-TASK.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Fine-tunings, each with PTQ and QAT.")] = 3,
+    epochs: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 5e-5,
+    batch_size: Annotated[int, typer.Option(help="Of the fine-tuning.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=4, help="Train rows of the fine-tuning.")] = None,
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    json: Json = False,
+) -> None:
+    """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
+    from qdqbench.quantize.finetune import Request
+    from qdqbench.quantize.recipe import load_recipe
+    from qdqbench.quantize.study import Plan, study
+
+    recipes = [load_recipe(name) for name in recipe]
+    settings = _settings(epochs=epochs, learning_rate=learning_rate, batch_size=batch_size, patience=5)
+    chosen = given.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    folder = _own_folder(out or Path("runs") / f"study-{chosen.name}")
+    with _processes(settings.precision) as accelerator, _status(quiet=json) as say:
+        base, source = _base(model, data, folder, accelerator)
+        request = Request(
+            base=base,
+            task=chosen,
+            data=source,
+            folder=folder,
+            settings=settings,
+            seeds=seeds,
+            max_length=max(each.export.max_length for each in recipes),
+            keep_head=False,
+            limit=limit,
+            command=command_line(),
+        )
+        found = study(Plan(request, recipes, folder, say), accelerator)
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        return
+    from rich.markdown import Markdown
+
+    from qdqbench.eval.tables_study import study_tables
+
+    console().print(Markdown("\n\n".join(study_tables([found]))))
+    console().print(f"results: {folder / 'study.json'}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """One line on a terminal that says what is done now, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield lambda text: status.update(plain(text))
+
+
+def _plan(session: "Session", json: bool) -> None:
+    from qdqbench.quantize.qat_plan import make_plan, plan_lines
+
+    found = make_plan(session)
+    if found is None:  # not the main process
+        return
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        console().print(plan_lines(found))
+
+
+def _settings(**values: Any) -> "Training":
+    """Checked settings.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    from pydantic import ValidationError
+
+    from qdqbench.quantize.errors import UserError
+    from qdqbench.quantize.training_settings import Training
+
+    try:
+        return Training(**values)
+    except ValidationError as error:
+        found = [f"--{str(e['loc'][0]).replace('_', '-')}: {e['msg'].lower()}" for e in error.errors()]
+        raise UserError("; ".join(found)) from error
+
+
+def _own_folder(out: Path) -> Path:
+    """The folder, if it is free or an earlier call's.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    from qdqbench.quantize.errors import UserError
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give --out a folder")
+    ours = ("seed-", "embedded", "finetune.", "study.", ".")
+    if out.is_dir() and any(not path.name.startswith(ours) for path in out.iterdir()):
+        raise UserError(f"{out} holds other files than a fine-tuning; give --out an empty or new folder")
+    return out
+
+
+def _base(model: str | None, data: str, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
+    """Model and data; those of the embedded default are made by the main process."""
+    if model is not None:
+        return model, data
+    from qdqbench.eval.embedded import write_embedded
+
+    with accelerator.main_process_first():
+        run = write_embedded(folder / "embedded")
+    return str(run.model_dir), str(run.data_dir)
+
+
+@contextmanager
+def _processes(precision: str) -> "Iterator[Accelerator]":
+    """Accelerate on the processes that are here; the group ends with the block."""
+    from qdqbench.quantize.training import leave, new_accelerator
+
+    accelerator = new_accelerator(precision)
+    try:
+        yield accelerator
+    finally:
+        leave()
+
+
+@contextmanager
+def _progress(seeds: int, first: int, *, quiet: bool) -> Iterator[Show]:
+    """One bar per seed on a terminal, nothing elsewhere."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda seed, row, steps: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}  {task.fields[judged]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks = {}
+
+        def show(seed: int, row: "Row", steps: int) -> None:
+            if seed not in tasks:
+                name = f"seed {seed}" if seeds > 1 else "training"
+                tasks[seed] = bars.add_task(name, total=steps, loss="", judged="")
+            fields = {"completed": row.step}
+            if row.loss is not None:
+                fields["loss"] = f"loss {row.loss:.4f}"  # type: ignore[assignment]
+            if row.score is not None:
+                values = ", ".join(f"{name} {value:.4f}" for name, value in row.values.items())
+                fields["judged"] = plain(f"held out: {values}")  # type: ignore[assignment]
+            bars.update(tasks[seed], **fields)  # type: ignore[arg-type]
+
+        yield show
+
+
+def _say_finetuned(result: Any, folder: Path, json: bool) -> None:
+    if json:
+        sys.stdout.write(result.model_dump_json(indent=2) + "\n")
+        return
+    from qdqbench.eval.training_report import finetune_lines
+
+    console().print(finetune_lines(result))
+    console().print(f"report: {folder / 'finetune.html'}", highlight=False, soft_wrap=True)
+    if result.best_seed is not None:
+        console().print(
+            f"model: {folder / f'seed-{result.best_seed}' / 'model'}", highlight=False, soft_wrap=True
+        )

@@ -1,0 +1,95 @@
+"""What a training leaves behind: its record, kept beside the model, and the spread over seeds."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from qdqbench.eval.training_results import LogRow, Spread, TrainingRun
+from qdqbench.quantize import files
+from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.training import Outcome, total_steps
+from qdqbench.quantize.training_data import TrainingData
+from qdqbench.quantize.training_settings import Training
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+RECORD = "training.json"
+CHECKPOINTS = "checkpoints"
+
+
+def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator") -> TrainingRun:
+    """The record of a run that is about to begin."""
+    import torch
+
+    cuda = accelerator.device.type == "cuda"
+    return TrainingRun(
+        seed=settings.seed,
+        status="done",
+        settings=settings.model_dump(mode="json"),
+        precision="bf16" if accelerator.mixed_precision == "bf16" else "fp32",
+        device=torch.cuda.get_device_name(accelerator.device) if cuda else "CPU",
+        processes=accelerator.num_processes,
+        rows=len(data.rows),
+        held_out=len(data.held_out),
+        planned_steps=total_steps(data, settings),
+    )
+
+
+def finished(run: TrainingRun, outcome: Outcome) -> TrainingRun:
+    """The record with what came of it."""
+    return run.model_copy(
+        update={
+            "steps": outcome.steps,
+            "best_step": outcome.best_step,
+            "stopped": outcome.stopped,
+            "seconds": outcome.seconds,
+            "samples_per_s": outcome.samples / outcome.seconds if outcome.seconds else None,
+            "log": [LogRow(**asdict(row)) for row in outcome.log],
+        }
+    )
+
+
+def write_finished(path: Path, identity: dict[str, Any], run: TrainingRun) -> None:
+    """Keep the record of a finished run beside its model."""
+    files.write_json(path, {"identity": identity, "run": run.model_dump(mode="json")})
+
+
+def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
+    """The record of an earlier call, if it finished.
+
+    Raises:
+        UserError: it is of another model, task or setting.
+    """
+    if not path.is_file():
+        return None
+    stored = files.read_json(path)
+    try:
+        known, run = stored["identity"], TrainingRun.model_validate(stored["run"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise UserError(f"{path} is of another version of qdqbench; give another --out folder") from error
+    if differing := sorted(key for key in {**known, **identity} if known.get(key) != identity.get(key)):
+        raise UserError(
+            f"{path.parent} holds a finished training of another {', '.join(differing)}; give --out another "
+            "folder, or remove it to begin again"
+        )
+    return run
+
+
+def held_out_score(run: TrainingRun) -> float:
+    """Score of the weights that were kept, on the held-out rows."""
+    return max((row.score for row in run.log if row.score is not None), default=float("-inf"))
+
+
+def spread(found: list[dict[str, float]]) -> dict[str, Spread]:
+    """Mean and standard deviation of every metric over runs."""
+    names = list(found[0]) if found else []
+    result = {}
+    for name in names:
+        values = np.array([metrics[name] for metrics in found])
+        sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        result[name] = Spread(mean=float(values.mean()), sd=sd, n=len(values))
+    return result

@@ -1,0 +1,99 @@
+"""Fine-tuning and QAT on a GPU: bf16, no waiting for the device in a step, and two GPUs as one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qdqbench.eval.results import Results
+from qdqbench.quantize import native_quant
+from qdqbench.quantize.cli import app
+from qdqbench.quantize.recipe import Recipe, dump_recipe, load_recipe
+from qdqbench.quantize.session import Session, read_config
+
+QUICK = ("--epochs", 2, "--evaluations", 2, "--batch-size", 16)
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def recipe(folder, **qat):
+    made = load_recipe("bert-int8-attention-qat").model_dump(mode="json")
+    made |= {"name": "trained", "gate": {"max_drop": 0.2}}
+    made["qat"] |= {"epochs": 2, "batch_size": 16, "evaluations": 2} | qat
+    path = folder / "trained.yaml"
+    path.write_text(dump_recipe(Recipe.model_validate(made)))
+    return path
+
+
+def test_finetune_in_bf16(sst2, tmp_path):
+    outcome = invoke("finetune", *sst2.options, *QUICK, "--out", tmp_path / "f", "--json")
+    assert outcome.exit_code == 0, outcome.exception
+    run = json.loads(outcome.stdout)["runs"][0]
+    assert (run["precision"], run["status"]) == ("bf16", "done")
+    assert run["device"] == torch.cuda.get_device_name()
+    assert run["metrics"]["accuracy"] > 0.6
+
+
+@pytest.mark.parametrize("amax", ["frozen", "learnt"])
+def test_qat_down_to_a_verified_engine(sst2, tmp_path, amax):
+    out = tmp_path / "run"
+    outcome = invoke("qat", recipe(tmp_path, amax=amax), *sst2.options, "--out", out)
+    assert outcome.exit_code == 0, outcome.exception
+    results = Results.model_validate_json((out / "results.json").read_text())
+    assert results.stages["engine"].status == "done"
+    assert results.verification is not None
+    assert results.verification.passed
+    assert results.training is not None
+    assert results.training.precision == "bf16"
+
+
+def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run):
+    folder = finished_run("bert-int8-attention")
+    model = Session(read_config(folder), folder).new_ptq_model().cuda().train()
+    native_quant.use_native(model)
+    native_quant.learn_amax(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = {
+        "input_ids": torch.randint(5, 20, (4, 16), device="cuda"),
+        "attention_mask": torch.ones(4, 16, dtype=torch.long, device="cuda"),
+        "token_type_ids": torch.zeros(4, 16, dtype=torch.long, device="cuda"),
+    }
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch).logits.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        native_quant.keep_positive(model)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_one_model(sst2, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["-m", "qdqbench.quantize.qat", str(recipe(tmp_path)), *sst2.options]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = Results.model_validate_json((tmp_path / "run" / "results.json").read_text())
+    assert results.training is not None
+    assert results.training.processes == 2

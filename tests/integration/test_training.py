@@ -1,0 +1,306 @@
+"""`finetune`, `qat` and `study` as a user runs them, on a tiny model."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from qdqbench.eval.results import Results
+from qdqbench.eval.study_results import read_study
+from qdqbench.eval.tables import BEGIN, END
+from qdqbench.eval.training_results import Finetuning
+from qdqbench.quantize.recipe import load_recipe
+
+from .tiny import MAIN, write_data
+
+QUICK = ("--epochs", "2", "--evaluations", "2", "--batch-size", "16")
+
+
+def recipe(tmp_path, **qat):
+    """An INT8 attention recipe with a short training, in a file."""
+    text = yaml.safe_load(json.dumps(load_recipe("bert-int8-attention-qat").model_dump(mode="json")))
+    text["qat"] = {"epochs": 2, "batch_size": 16, "evaluations": 2, "distill": {"hidden": 1.0}} | qat
+    text["name"], text["gate"]["max_drop"] = "trained", 1.0
+    text["engine"]["shapes"] = text["engine"]["shapes"][-1]  # one profile builds sooner
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(text))
+    return str(path)
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def tuned(given, tmp_path_factory):
+    """A finished fine-tuning of two seeds, never to be written to."""
+    out = tmp_path_factory.mktemp("tuned") / "f"
+    command = ["finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", str(out)]
+    subprocess.run([sys.executable, "-c", MAIN, *command], env=environment(), check=True, capture_output=True)
+    return out
+
+
+def test_finetune_leaves_models_and_a_report(tuned, qdqbench, given):
+    found = Finetuning.model_validate_json((tuned / "finetune.json").read_text())
+    assert [run.status for run in found.runs] == ["done", "done"]
+    assert found.spread["accuracy"].n == 2
+    assert found.runs[0].planned_steps == found.runs[0].steps == 30
+    assert (tuned / "finetune.html").read_text().count("<svg") >= 1
+    assert not [*tuned.rglob("checkpoints")]
+    weights = [(tuned / f"seed-{seed}" / "model" / "model.safetensors").read_bytes() for seed in (0, 1)]
+    assert weights[0] != weights[1]
+    assert found.runs[0].metrics["accuracy"] > 0.6  # the words decide, and a tenth of the labels is wrong
+
+
+def test_finished_seeds_are_kept_and_other_settings_refused(tuned, qdqbench, given):
+    before = (tuned / "seed-0" / "training.json").stat().st_mtime_ns
+    options = [*given("sst2").options, "--seeds", "2", "--out", str(tuned)]
+    assert qdqbench("finetune", *options, *QUICK).code == 0
+    assert (tuned / "seed-0" / "training.json").stat().st_mtime_ns == before
+    other = qdqbench("finetune", *options, *QUICK, "--learning-rate", "0.001")
+    assert other.code == 1
+    assert "finished training of another learning_rate" in other.err
+
+
+def test_a_killed_fine_tuning_goes_on_bit_for_bit(tuned, given, tmp_path, qdqbench):
+    options = [*given("sst2").options, *QUICK, "--out", str(tmp_path / "f")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "finetune", *options], env=environment(), stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not [*(tmp_path / "f").glob("seed-0/checkpoints/step-*")]:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = qdqbench("finetune", *options, "--json")
+    assert done.code == 0, done.err
+    run = json.loads(done.out)["runs"][0]
+    assert any("resumed after step" in note for note in run["notes"])
+    model = "seed-0/model/model.safetensors"
+    assert (tmp_path / "f" / model).read_bytes() == (tuned / model).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--epochs", "0"], "--epochs"),
+        (["--learning-rate", "2"], "--learning-rate"),
+        (["--schedule", "step"], "--schedule"),
+        (["--keep-head", "--num-labels", "3"], "no classifier for 3 labels"),
+    ],
+)
+def test_finetune_refuses(options, said, sst2, qdqbench, tmp_path):
+    done = qdqbench("finetune", *sst2.options, *options, "--out", str(tmp_path / "f"))
+    assert done.code == 1
+    assert said in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def test_labels_out_of_range(given, qdqbench, tmp_path):
+    write_data(tmp_path, "sst2")
+    import datasets
+
+    for split in ("train", "validation"):
+        path = tmp_path / "sst2" / f"{split}.parquet"
+        rows = datasets.Dataset.from_parquet(str(path)).to_dict()
+        rows["label"][3] = 7
+        datasets.Dataset.from_dict(rows).to_parquet(path)
+    options = ["--model", str(given("sst2").model), "--task", "sst2", "--data", str(tmp_path)]
+    done = qdqbench("finetune", *options, "--out", str(tmp_path / "f"))
+    assert (done.code, "go from 0 to 7" in done.err) == (1, True)
+
+
+@pytest.fixture(scope="module")
+def trained(given, tmp_path_factory):
+    """A finished QAT run, never to be written to."""
+    folder = tmp_path_factory.mktemp("trained")
+    command = ["qat", recipe(folder), *given("sst2").options, "--out", str(folder / "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, *command], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_qat_goes_down_the_whole_path(trained):
+    results = Results.model_validate_json((trained / "results.json").read_text())
+    done = [name for name, stage in results.stages.items() if stage.status == "done"]
+    assert done[:4] == ["fp32", "ptq", "fake_quant", "onnxruntime"]
+    assert results.engine is not None
+    assert results.engine.int8_gemms == results.engine.expected_int8_gemms
+    assert results.parity is not None
+    assert results.parity.passed
+    assert results.training is not None
+    assert results.training.steps == 30
+    assert results.qat_vs_ptq is not None
+    assert not (trained / "qat" / "checkpoints").exists()
+    assert "QAT" in (trained / "report.md").read_text()
+
+
+def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
+    """Our files, ModelOpt's own form, and the logits that were evaluated."""
+    import torch
+
+    from qdqbench.quantize.modelopt_state import load_modelopt
+    from qdqbench.quantize.session import Session, read_config
+
+    session = Session(read_config(trained), trained)
+    ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")
+    batch = {
+        "input_ids": torch.tensor([[2, 5, 6, 7, 3]]),
+        "attention_mask": torch.ones(1, 5, dtype=torch.long),
+        "token_type_ids": torch.zeros(1, 5, dtype=torch.long),
+    }
+    with torch.inference_mode():
+        plain = session.new_model()(**batch).logits
+        assert torch.equal(ours(**batch).logits, theirs.eval()(**batch).logits)
+        assert not torch.equal(ours(**batch).logits, plain)
+    changed = np.load(trained / "logits" / "fake_quant.npz"), np.load(trained / "logits" / "ptq.npz")
+    name = next(name for name in changed[0].files if name.endswith("logits"))
+    assert not np.array_equal(changed[0][name], changed[1][name])
+
+
+class Killed(BaseException):
+    """Stands for a signal."""
+
+
+def again(trained, tmp_path):
+    """The finished run as it was before its training."""
+    from qdqbench.quantize.session import Session, read_config
+
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    shutil.rmtree(folder / "qat")
+    return Session(read_config(folder), folder)
+
+
+def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_path, monkeypatch):
+    from qdqbench.quantize import checkpoints
+    from qdqbench.quantize.run import run_until
+
+    save, calls = checkpoints.save, []
+
+    def killed_at_the_second(*arguments, **options):
+        save(*arguments, **options)
+        calls.append(None)
+        if len(calls) == 2:
+            raise Killed
+
+    session = again(trained, tmp_path)
+    monkeypatch.setattr(checkpoints, "save", killed_at_the_second)
+    with pytest.raises(Killed):
+        run_until(session, "qat", quiet=True)
+    session = again(trained, tmp_path / "2")  # another process knows nothing of the first
+    shutil.rmtree(session.folder)
+    shutil.move(tmp_path / "run", session.folder)
+    run_until(session, "qat", quiet=True)
+    assert any("resumed after step 15" in note for note in session.notes)
+    for name in ("model/model.safetensors", "calibration.json", "modelopt/model.safetensors"):
+        assert (session.folder / "qat" / name).read_bytes() == (trained / "qat" / name).read_bytes(), name
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatch):
+    from qdqbench.quantize import checkpoints
+    from qdqbench.quantize.errors import UserError
+    from qdqbench.quantize.run import run_until
+
+    def killed(*arguments, **options):
+        raise Killed
+
+    session = again(trained, tmp_path)
+    monkeypatch.setattr(checkpoints, "require_whole", killed)
+    with pytest.raises(Killed):  # at its end
+        run_until(session, "qat", quiet=True)
+    monkeypatch.undo()
+    config = session.config
+    rules = [{"match": "encoder.layer.0.output.dense", "precision": "fp16"}]
+    placed = config.recipe.model_dump(mode="json")
+    placed["rules"] += rules
+    other = type(session)(
+        config.model_copy(update={"recipe": type(config.recipe).model_validate(placed)}), session.folder
+    )
+    with pytest.raises(UserError, match="checkpoint of another run: it differs in recipe"):
+        run_until(other, "qat", quiet=True)
+
+
+def test_an_unchanged_training_is_reused(trained, qdqbench):
+    before = (trained / "qat" / "training.json").stat().st_mtime_ns
+    done = qdqbench("report", str(trained), "--json")
+    assert done.code == 0, done.err
+    assert (trained / "qat" / "training.json").stat().st_mtime_ns == before
+
+
+def test_the_plan_trains_nothing(sst2, qdqbench, tmp_path):
+    out = tmp_path / "run"
+    done = qdqbench("qat", recipe(tmp_path), *sst2.options, "--out", str(out), "--plan", "--json")
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["engine"]["int8_gemms"] == plan["engine"]["expected"] > 0
+    assert plan["cost"]["steps"] == 30
+    assert plan["cost"]["total_s"] > 30 * plan["cost"]["step_s"] > 0
+    assert plan["cost"]["memory_bytes"] > 1e7
+    assert len(plan["quantized"]) == 12
+    assert not (out / "qat").exists()
+    shown = qdqbench("qat", recipe(tmp_path), *sst2.options, "--out", str(out), "--plan")
+    assert "nothing was trained" in shown.out
+    assert "gap to close" in shown.out
+
+
+def test_a_recipe_without_a_section(sst2, qdqbench, tmp_path):
+    done = qdqbench("qat", "bert-int8-linears", *sst2.options, "--out", str(tmp_path / "run"))
+    assert done.code == 1
+    assert "recipe bert-int8-linears has no qat section" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
+    wild = recipe(tmp_path, learning_rate=0.9, warmup=0.0, epochs=4, evaluations=8, max_grad_norm=1e9)
+    done = qdqbench("qat", wild, *sst2.options, "--out", str(tmp_path / "run"))
+    assert done.code == 2
+    assert "lower learning_rate" in done.err
+
+
+def test_two_processes_train_one_run(given, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["-m", "qdqbench.quantize.qat", recipe(tmp_path, amax="learnt"), *given("sst2").options]
+    done = subprocess.run(
+        [*command, "--out", str(out)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = Results.model_validate_json((out / "results.json").read_text())
+    assert results.training is not None
+    assert (results.training.processes, results.training.steps) == (2, 30)
+    amax = [
+        {name: state["amax"] for name, state in json.loads(path.read_text())["quantizers"].items()}
+        for path in (out / "calibration.json", out / "qat" / "calibration.json")
+    ]
+    moved = [name for name in amax[0] if amax[0][name] != amax[1][name]]
+    assert moved
+    assert not [name for name in moved if name.endswith("p_bmm_quantizer")]  # softmax is 1/127
+
+
+def test_a_study_over_seeds(given, tmp_path, qdqbench):
+    out = tmp_path / "study"
+    options = [*given("stsb").options, "--epochs", "1", "--seeds", "2", "--out", str(out)]
+    done = qdqbench("study", "--recipe", recipe(tmp_path, epochs=1), *options)
+    assert done.code == 0, done.err
+    found = read_study(out / "study.json")
+    summary = found.summary["trained"]
+    assert summary.qat.n == 2
+    rows = [row.qat["pearson"] - row.fp32["pearson"] for row in found.rows]
+    assert summary.qat_minus_fp32.mean == pytest.approx(np.mean(rows))
+    notes = tmp_path / "notes.md"
+    notes.write_text(f"{BEGIN}\n{END}\n")
+    tables = qdqbench("tables", str(out), "--into", str(notes))
+    assert tables.code == 0, tables.err
+    assert f"{100 * summary.qat_minus_fp32.mean:+.2f}" in notes.read_text()

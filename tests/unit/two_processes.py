@@ -1,0 +1,16 @@
+"""Run by `torchrun` in test_training: the same job on every process."""
+
+import sys
+from pathlib import Path
+
+import tiny_training as tiny
+import torch
+
+from qdqbench.quantize.training import new_accelerator, train
+
+folder = Path(sys.argv[1])
+accelerator = new_accelerator("fp32")
+job = tiny.job(folder / "checkpoints")
+train(job, accelerator)
+torch.save(tiny.weights(job), folder / f"weights-{accelerator.process_index}.pt")
+torch.distributed.destroy_process_group()
