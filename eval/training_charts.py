@@ -27,7 +27,12 @@ def charts_of(runs: list[TrainingRun]) -> list[str]:
 
 def measure(name: str) -> str:
     """What people call a held-out measure."""
-    return {"distance": "distance from FP32's answers"}.get(name, label(name))
+    known = {
+        "distance": "distance from FP32's answers",
+        "hidden": "distance from FP32's hidden states",
+        "objective": "sum of the distances",
+    }
+    return known.get(name, label(name))
 
 
 def score_name(runs: list[TrainingRun]) -> str:

@@ -280,7 +280,9 @@ def _first_score(run: TrainingRun) -> str:
 
 def _held_out(run: TrainingRun, step: int) -> str:
     value = dict(points_of(run, score_name([run]))).get(step)
-    return "" if value is None else f"{value:.4f}"
+    if value is None:
+        return ""
+    return f"{value:.4f}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"
 
 
 def _steps(run: TrainingRun) -> str:

@@ -159,6 +159,7 @@ def _judge(  # noqa: PLR0913, PLR0917
         if parts.hidden:
             found["hidden"] = _held_out_hidden(accelerator, model, teacher, data)
             score += parts.hidden * found["hidden"]
+            found = {"objective": score, **found}
         values = {**found, **metrics.compute(task, logits, labels)}
         return Judged(-score, values, collapsed(task, logits, labels))
 
