@@ -46,7 +46,9 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a sample.")] = 128,
     limit: Annotated[int | None, typer.Option(min=4, help="Train rows; the report warns.")] = None,
-    keep_head: Annotated[bool, typer.Option(help="Go on with the model's own classifier.")] = False,
+    keep_head: Annotated[
+        bool, typer.Option("--keep-head", help="Go on with the model's own classifier.")
+    ] = False,
     text_column: given.TextColumn = None,
     label_column: given.LabelColumn = None,
     num_labels: given.NumLabels = None,

@@ -1,8 +1,12 @@
-"""Fixtures that are dear enough to make once."""
+"""Fixtures that are dear enough to make once, and no deadlines: a busy machine is no failure."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")

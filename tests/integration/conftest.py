@@ -57,7 +57,8 @@ def _one_profile(monkeypatch, request) -> None:
     from qdqbench.quantize import engine_stages
 
     real = engine_stages.engine_profiles
-    if "shipped" not in request.node.name and "embedded_default" not in request.node.name:
+    name = request.node.name
+    if "-qat" in name or ("shipped" not in name and "embedded_default" not in name):
         monkeypatch.setattr(engine_stages, "engine_profiles", lambda session: real(session)[-1:])
 
 

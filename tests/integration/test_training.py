@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def recipe(tmp_path, **qat):
     """An INT8 attention recipe with a short training, in a file."""
     text = yaml.safe_load(json.dumps(load_recipe("bert-int8-attention-qat").model_dump(mode="json")))
     text["qat"] = {"epochs": 2, "batch_size": 16, "evaluations": 2, "distill": {"hidden": 1.0}} | qat
+    text["calibration"] |= {"samples": 32, "bias_correction": False}
     text["name"], text["gate"]["max_drop"] = "trained", 1.0
     text["engine"]["shapes"] = text["engine"]["shapes"][-1]  # one profile builds sooner
     path = tmp_path / "recipe.yaml"
@@ -122,12 +124,19 @@ def test_labels_out_of_range(given, qdqbench, tmp_path):
 @pytest.fixture(scope="module")
 def trained(given, tmp_path_factory):
     """A finished QAT run, never to be written to."""
-    folder = tmp_path_factory.mktemp("trained")
-    command = ["qat", recipe(folder), *given("sst2").options, "--out", str(folder / "run")]
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, *command], env=environment(), capture_output=True, text=True, check=False
+    from qdqbench.eval.tasks import get_task
+    from qdqbench.quantize.pipeline import open_run
+    from qdqbench.quantize.run import run_until
+    from qdqbench.quantize.session import RunConfig
+
+    folder, sst2 = tmp_path_factory.mktemp("trained"), given("sst2")
+    config = RunConfig(
+        recipe=load_recipe(recipe(folder)),
+        model=str(sst2.model),
+        task=get_task("sst2"),
+        data=str(sst2.data),
     )
-    assert done.returncode == 0, done.stderr
+    run_until(open_run(config, folder / "run"), None, quiet=True)
     return folder / "run"
 
 
@@ -272,7 +281,11 @@ def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
 def test_two_processes_train_one_run(given, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["-m", "qdqbench.quantize.qat", recipe(tmp_path, amax="learnt"), *given("sst2").options]
+    path = recipe(tmp_path, amax="learnt")
+    unbuilt = yaml.safe_load(Path(path).read_text())  # engines are built in other tests
+    unbuilt["engine"]["backend"], unbuilt["gate"]["int8_layers"] = "tensorrt", None
+    Path(path).write_text(yaml.safe_dump(unbuilt))
+    command += ["-m", "qdqbench.quantize.qat", path, *given("sst2").options]
     done = subprocess.run(
         [*command, "--out", str(out)], env=environment(), capture_output=True, text=True, check=False
     )
