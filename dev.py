@@ -2,7 +2,9 @@
 """Set up `.venv` beside this file and run the workbench or its checks in it; needs only Python 3.10 to 3.13.
 
 python3 dev.py run [ARGUMENTS of `qdqbench run`]
-python3 dev.py test [ARGUMENTS of pytest]
+python3 dev.py test [--all] [ARGUMENTS of pytest]
+
+`test` leaves out what goes a second way through what shorter tests go through once; `--all` runs it too.
 """
 
 import hashlib
@@ -29,7 +31,6 @@ def install(extra: str) -> None:
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
     pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pip.append("--no-compile")  # Python compiles what it imports; transformers alone has thousands of files
     constraints = ["--constraint", ROOT / "constraints.txt"]
     # torch first: with the pinned version in place nothing else pulls in another build of it
     call(*pip, *constraints, "torch")
@@ -60,7 +61,9 @@ def main() -> None:
         call(BIN / "ruff", "format", "--check", ".")
         call(BIN / "python", "tests/types.py")
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core
-        call(BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *sys.argv[2:])
+        given = [word for word in sys.argv[2:] if word != "--all"]
+        chosen = [] if "--all" in sys.argv else ["-m", "not long"]
+        call(BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *chosen, *given)
         return
     sys.exit(__doc__)
 

@@ -401,7 +401,7 @@ def test_run_of_another_version(text, a_run, qdqbench):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["{", '{"schema_version": 99}'])
+@pytest.mark.parametrize("text", [pytest.param("{", marks=pytest.mark.long), '{"schema_version": 99}'])
 def test_unreadable_manifest_means_that_nothing_is_reused(text, a_run, qdqbench):
     (a_run / "stages.json").write_text(text, encoding="latin-1")
     assert qdqbench("report", a_run).code == 0
@@ -460,7 +460,12 @@ INTERRUPTED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "raised"), [*((stage, KeyboardInterrupt) for stage in INTERRUPTED), ("export", MemoryError)]
+    ("stage", "raised"),
+    [
+        *(pytest.param(stage, KeyboardInterrupt, marks=pytest.mark.long) for stage in [*INTERRUPTED][1:]),
+        (next(iter(INTERRUPTED)), KeyboardInterrupt),
+        ("export", MemoryError),
+    ],
 )
 def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917
     stage, raised, finished_run, sst2, tmp_path, qdqbench, monkeypatch

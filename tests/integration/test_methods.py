@@ -75,6 +75,7 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
         assert text in done.out
 
 
+@pytest.mark.long
 def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     """The fake-quant stage of `run` on the same recipe answers as the row, but for rounding flips."""
     path = recipe(smooth=0.5, bias_correction=True, method="percentile/99.99")

@@ -93,6 +93,8 @@ def test_every_shipped_recipe(recipe, sst2, tmp_path, qdqbench):
     attentions = LAYERS * (loaded.attention == "int8")
     assert found.engine.attention_int8 == found.engine.expected_attention_int8 == attentions
     assert len(quantized) == len(found.quantized_layers) + 2 * attentions
+    residuals = 2 * LAYERS * (loaded.residual == "int8")
+    assert found.engine.int8_residuals == found.engine.expected_int8_residuals == residuals
     engine = out / "engine" / found.engine.file
     assert engine.stat().st_size == found.engine.bytes > 0
 
@@ -102,13 +104,15 @@ def test_every_shipped_recipe(recipe, sst2, tmp_path, qdqbench):
         assert sizes["model.int8.onnx"].bytes < sizes["model.fp16.onnx"].bytes
         assert found.parity.passed
         assert found.parity.padded
-        assert len(found.parity.rows) == len(found.quantized_layers) + 4 * attentions
+        assert len(found.parity.rows) == len(found.quantized_layers) + 4 * attentions + residuals
     else:
         assert "model.int8.onnx" not in sizes
         assert found.parity is None
-    assert {name: row.reused for name, row in found.timings.items()} == {
-        name: False for name in STAGES if loaded.quantizes or name not in ("quantize", "fake_quant", "parity")
-    }
+    stages = [name for name in STAGES if loaded.quantizes or name not in ("quantize", "fake_quant", "parity")]
+    trained = ["ptq", "qat"] if loaded.qat else []
+    assert {name: row.reused for name, row in found.timings.items()} == dict.fromkeys(
+        [*stages, *trained], False
+    )
     assert all(row.wall_s >= 0 and row.peak_rss_bytes > 0 for row in found.timings.values())
     assert load_recipe(str(out / "recipe.yaml")) == loaded
     assert not [name for name in listing(out) if name.endswith(".tmp")]
@@ -174,7 +178,7 @@ def edited(path, change):
         (lambda recipe: recipe["gate"].update(max_drop=0.5), [], {"verify"}),
         (lambda recipe: recipe.update(description="other words"), [], set()),
         (lambda recipe: None, ["--seed", "7"], {"parity", "verify"}),
-        (
+        pytest.param(
             lambda recipe: recipe["calibration"].update(samples=64),
             [],
             {
@@ -188,6 +192,7 @@ def edited(path, change):
                 "verify",
                 "engine",
             },
+            marks=pytest.mark.long,
         ),
         (
             lambda recipe: recipe["calibration"].update(seed=5, samples=64),
@@ -241,7 +246,7 @@ def test_a_change_reruns_what_depends_on_it(  # noqa: PLR0917
         ("engine/model.int8.engine", {"build"}),
     ],
 )
-@pytest.mark.parametrize("how", ["deleted", "changed"])
+@pytest.mark.parametrize("how", [pytest.param("deleted", marks=pytest.mark.long), "changed"])
 def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):  # noqa: PLR0917
     whole = (a_run / name).read_bytes()
     if how == "deleted":
@@ -414,7 +419,7 @@ def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
 
 
 @needs_rtx
-@pytest.mark.parametrize("task", ["mnli", "stsb", "mrpc"])
+@pytest.mark.parametrize("task", ["mnli", "stsb", pytest.param("mrpc", marks=pytest.mark.long)])
 def test_other_tasks(task, given, tmp_path, qdqbench):
     theirs, out = given(task), tmp_path / "run"
     # models this small have answers on the edge: 0.05 is 4 samples
@@ -452,7 +457,7 @@ def test_other_tasks(task, given, tmp_path, qdqbench):
     assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] == 6 * LAYERS
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".json"])
+@pytest.mark.parametrize("suffix", [".csv", pytest.param(".json", marks=pytest.mark.long)])
 def test_own_data_by_its_columns(suffix, sst2, tmp_path, qdqbench):
     for split, count, seed in (("train", TRAIN_ROWS, 0), ("validation", EVAL_ROWS, 100)):
         table = rows("sst2", count, seed)

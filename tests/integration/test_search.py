@@ -178,6 +178,7 @@ def test_too_few_rows_say_what_to_lower(given, files, tmp_path, qdqbench):
     assert "calibration.samples" in done.err
 
 
+@pytest.mark.long
 def test_trials_that_fail_are_recorded_and_skipped(given, files, tmp_path, qdqbench, monkeypatch):
     judged = search_module.Workspace.accuracy
 
@@ -239,6 +240,7 @@ def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
     assert origins == ["given recipe"]
 
 
+@pytest.mark.long
 def test_two_workers_share_a_study(given, files, tmp_path):
     storage = f"sqlite:///{tmp_path / 'shared.db'}"
     commands = [

@@ -87,6 +87,7 @@ def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     assert modules == {*found.int8} - {*chosen.linears, *chosen.attention}
 
 
+@pytest.mark.long
 def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     """Killed twice, with a torn line, against one that was not; a regression, in other batches of 7."""
     task, path = given("stsb"), recipe()
@@ -123,6 +124,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     assert len(lines) == count + 2  # settings, and FP32
 
 
+@pytest.mark.long
 def test_other_settings_begin_anew_and_say_so(qdqbench, sst2, recipe, tmp_path):
     out, path = tmp_path / "out", recipe()
     options = ["sensitivity", path, *sst2.options, "--out", out]
@@ -183,6 +185,7 @@ def test_folder_of_something_else(qdqbench, sst2, recipe, tmp_path):
     assert (done.code, "is a file" in done.err) == (1, True)
 
 
+@pytest.mark.long
 def test_bias_correction_is_left_out_and_said(qdqbench, sst2, recipe, tmp_path):
     """FP32 stays FP32; the written recipe corrects."""
     found = {}

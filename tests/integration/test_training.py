@@ -278,6 +278,7 @@ def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
     assert "lower learning_rate" in done.err
 
 
+@pytest.mark.long
 def test_two_processes_train_one_run(given, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

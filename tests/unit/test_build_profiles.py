@@ -115,7 +115,7 @@ def run(tmp_path, monkeypatch):
         folder=tmp_path,
         recipe=recipe(TWO, "precision: {compute: fp16}"),
         config=types.SimpleNamespace(batch_size=4),
-        plan=types.SimpleNamespace(int8=(), attention=()),
+        plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
         notes=[],
         progress=lambda done, total: None,
         eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
