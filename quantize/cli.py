@@ -18,7 +18,7 @@ from qdqbench.quantize import (
     cli_train,
 )
 from qdqbench.quantize import cli_options as options
-from qdqbench.quantize.cli_tools import Json, Run, command_line, console, print_json
+from qdqbench.quantize.cli_tools import Json, Run, console, print_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -99,28 +99,21 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     """The main job: recipe and model in, engine and report out."""
     from qdqbench.quantize.pipeline import open_run
     from qdqbench.quantize.recipe import load_recipe
-    from qdqbench.quantize.session import RunConfig
 
-    loaded = load_recipe(recipe)
-    chosen = options.find_task(
+    config = options.run_config(
+        load_recipe(recipe),
         model=model,
         task=task,
+        data=data,
         text_column=text_column,
         label_column=label_column,
         num_labels=num_labels,
         metric=metric,
-    )
-    config = RunConfig(
-        recipe=loaded,
-        model=model,
-        task=chosen,
-        data=data,
-        limit=limit,
         batch_size=batch_size,
         seed=seed,
-        command=command_line(),
+        limit=limit,
     )
-    folder = out or Path("runs") / f"{loaded.name}-{chosen.name}"
+    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
     go(open_run(config, folder), until, json)
 
 

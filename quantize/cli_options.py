@@ -1,11 +1,17 @@
 """Options that several commands share, and what they mean together."""
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qdqbench.quantize.cli_tools import command_line
+
 if TYPE_CHECKING:
     from qdqbench.eval.tasks import Task
+    from qdqbench.quantize.recipe import Recipe
+    from qdqbench.quantize.session import RunConfig
 
 DEFAULT_RECIPE = "bert-int8-linears"
 
@@ -48,3 +54,65 @@ def find_task(  # noqa: PLR0913
         num_labels=num_labels,
         metrics=metric or (),
     )
+
+
+def run_config(  # noqa: PLR0913
+    recipe: "Recipe",
+    *,
+    model: str | None,
+    task: str | None,
+    data: str,
+    text_column: list[str] | None,
+    label_column: str | None,
+    num_labels: int | None,
+    metric: list[str] | None,
+    batch_size: int,
+    seed: int,
+    limit: int | None = None,
+) -> "RunConfig":
+    """What a command with these options was asked to do.
+
+    Raises:
+        UserError: as `find_task`.
+    """
+    from qdqbench.quantize.session import RunConfig
+
+    chosen = find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    return RunConfig(
+        recipe=recipe,
+        model=model,
+        task=chosen,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        command=command_line(),
+    )
+
+
+def check_out(folder: Path, marker: str, what: str, *, without_marker: Collection[str]) -> None:
+    """Refuse an --out folder that is not an earlier call's; hidden files do not count.
+
+    Args:
+        folder: given by --out.
+        marker: file that an earlier call wrote.
+        what: the folder should hold.
+        without_marker: what a call that was cut short may have left.
+
+    Raises:
+        UserError: it is a file, or holds something else.
+    """
+    from qdqbench.quantize.errors import UserError
+
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give --out a folder")
+    there = {path.name for path in folder.iterdir() if path.name[0] != "."} if folder.is_dir() else set()
+    if there - {*without_marker} and marker not in there:
+        raise UserError(f"{folder} holds other files than {what}; give --out an empty or new folder")

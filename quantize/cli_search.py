@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench.quantize import cli_options as given
-from qdqbench.quantize.cli_tools import Json, command_line, console, plain
+from qdqbench.quantize.cli_tools import Json, console, plain
 
 if TYPE_CHECKING:
     from qdqbench.eval.search import Options
@@ -59,31 +59,25 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.eval.search import Options
     from qdqbench.quantize.errors import UserError
     from qdqbench.quantize.recipe import load_recipe
-    from qdqbench.quantize.session import RunConfig, Session
+    from qdqbench.quantize.session import Session
 
     if latency not in ("auto", "engine", "model"):
         raise UserError(f"--latency {latency!r} is unknown; use auto, engine or model")
     if accuracy not in ("divergence", "drop"):
         raise UserError(f"--accuracy {accuracy!r} is unknown; use divergence or drop")
-    loaded = load_recipe(recipe).ptq
-    chosen = given.find_task(
+    config = given.run_config(
+        load_recipe(recipe).ptq,
         model=model,
         task=task,
+        data=data,
         text_column=text_column,
         label_column=label_column,
         num_labels=num_labels,
         metric=metric,
-    )
-    config = RunConfig(
-        recipe=loaded,
-        model=model,
-        task=chosen,
-        data=data,
         batch_size=batch_size,
         seed=seed,
-        command=command_line(),
     )
-    folder = out or Path("runs") / f"search-{loaded.name}-{chosen.name}"
+    folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
     session = Session(config, _work_folder(folder))
     options = Options(
         trials=trials,

@@ -14,15 +14,15 @@ from qdqbench.quantize.cli_tools import Json, command_line, console, plain
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from qdqbench.eval.training_results import LogRow
     from qdqbench.quantize.session import Session
-    from qdqbench.quantize.training import Row
     from qdqbench.quantize.training_settings import Training
 
 BaseModelName = Annotated[
     str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
 ]
 DEFAULT_QAT = "bert-int8-attention-qat"
-Show = Callable[[int, "Row", int], None]
+Show = Callable[[int, "LogRow", int], None]
 
 
 def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
@@ -131,29 +131,23 @@ def qat(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.qat import settings_of, train_on_all
     from qdqbench.quantize.recipe import load_recipe
     from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import RunConfig, Session
+    from qdqbench.quantize.session import Session
     from qdqbench.quantize.training import leads
 
-    loaded = load_recipe(recipe)
-    chosen = given.find_task(
+    config = given.run_config(
+        load_recipe(recipe),
         model=model,
         task=task,
+        data=data,
         text_column=text_column,
         label_column=label_column,
         num_labels=num_labels,
         metric=metric,
-    )
-    config = RunConfig(
-        recipe=loaded,
-        model=model,
-        task=chosen,
-        data=data,
-        limit=limit,
         batch_size=batch_size,
         seed=seed,
-        command=command_line(),
+        limit=limit,
     )
-    folder = out or Path("runs") / f"{loaded.name}-{chosen.name}"
+    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
     session = Session(config, folder)
     settings_of(session)  # before anything is written
     if leads():
@@ -327,7 +321,7 @@ def _progress(seeds: int, first: int, *, quiet: bool) -> Iterator[Show]:
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks = {}
 
-        def show(seed: int, row: "Row", steps: int) -> None:
+        def show(seed: int, row: "LogRow", steps: int) -> None:
             if seed not in tasks:
                 name = f"seed {seed}" if seeds > 1 else "training"
                 tasks[seed] = bars.add_task(name, total=steps, loss="", judged="")

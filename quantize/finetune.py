@@ -12,12 +12,12 @@ import numpy as np
 from qdqbench.eval import metrics
 from qdqbench.eval.data import Encoded, Ints
 from qdqbench.eval.tasks import Task
-from qdqbench.eval.training_results import Finetuning, TrainingRun
+from qdqbench.eval.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import CheckFailed
 from qdqbench.quantize.losses import label_loss
 from qdqbench.quantize.models import quiet_transformers
-from qdqbench.quantize.training import Job, Judged, Row, decayed, train
+from qdqbench.quantize.training import Job, Judged, decayed, train
 from qdqbench.quantize.training_data import TrainingData, divide
 from qdqbench.quantize.training_judge import collapsed, mean_loss, predict_rows
 from qdqbench.quantize.training_record import (
@@ -53,7 +53,7 @@ class Request:
     keep_head: bool
     limit: int | None  # training rows
     command: str
-    report: Callable[[int, Row, int], None] = lambda seed, row, steps: None
+    report: Callable[[int, LogRow, int], None] = lambda seed, row, steps: None
 
 
 @dataclass

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 def qat(session: Session) -> list[Path]:
     """The stage: train, and write `qat/`."""
-    from qdqbench.quantize.training import new_accelerator
+    from qdqbench.quantize.training import launched, new_accelerator
 
+    if session.accelerator is None and launched() > 1:
+        raise UserError(
+            f"{launched()} processes would each go through this run; under a launcher use "
+            "`-m qdqbench.quantize.qat`"
+        )
     session.before_training()
     return train_quantized(session, session.accelerator or new_accelerator(settings_of(session).precision))
 

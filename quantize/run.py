@@ -15,7 +15,7 @@ from qdqbench.quantize.stages import stages
 
 if TYPE_CHECKING:
     from qdqbench.eval.results import Results
-    from qdqbench.quantize.training import Row
+    from qdqbench.eval.training_results import LogRow
 
 EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = ("results.json", "report.md", "report.html")
@@ -108,7 +108,7 @@ def _progress(session: Session, quiet: bool) -> Iterator[Callable[[str, bool], N
         def progress(done: int, total: int) -> None:
             bars.update(current[-1], completed=done, total=total)  # type: ignore[arg-type]
 
-        def report(row: "Row", steps: int) -> None:
+        def report(row: "LogRow", steps: int) -> None:
             loss = f" loss {row.loss:.4g}" if row.loss is not None else ""
             bars.update(
                 current[-1],  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from qdqbench.eval.data import CalibrationBatches, Encoded
     from qdqbench.eval.sources import Split
+    from qdqbench.eval.training_results import LogRow
     from qdqbench.quantize.matching import Plan
-    from qdqbench.quantize.training import Row
 
 CONFIG = "run.json"
 QAT = "qat"  # folder of the trained model
@@ -69,7 +69,7 @@ class Session:
     folder: Path
     progress: Callable[[int, int], None] = lambda done, total: None  # of the current stage
     notes: list[str] = field(default_factory=list)
-    report: "Callable[[Row, int], None]" = lambda row, steps: None  # a line of the training log
+    report: "Callable[[LogRow, int], None]" = lambda row, steps: None  # a line of the training log
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 

@@ -10,7 +10,7 @@ from qdqbench.eval.results import StageResult
 from qdqbench.eval.study_results import FILE, Study, StudyRow, StudySummary
 from qdqbench.eval.training_results import Finetuning, Spread, TrainingRun
 from qdqbench.quantize import files
-from qdqbench.quantize.errors import CheckFailed
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.finetune import Request, finetune
 from qdqbench.quantize.qat import settings_of
 from qdqbench.quantize.recipe import Recipe
@@ -40,12 +40,16 @@ def study(plan: Plan, accelerator: "Accelerator") -> Study:
 
     Args:
         plan: what to do.
-        accelerator: one process.
+        accelerator: of one process.
 
     Raises:
-        UserError: a recipe without QAT section, or as `finetune`.
+        UserError: a recipe without QAT section, several processes, or as `finetune`.
         CheckFailed: nothing came to its end.
     """
+    if accelerator.num_processes > 1:
+        raise UserError(
+            f"a study runs in one process, not in {accelerator.num_processes}; start it without a launcher"
+        )
     for recipe in plan.recipes:
         settings_of(_session(plan, recipe, 0))
     plan.say("fine-tuning")

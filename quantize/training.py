@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.data import Ints
+from qdqbench.eval.training_results import LogRow
 from qdqbench.quantize import checkpoints
 from qdqbench.quantize.errors import CheckFailed
 from qdqbench.quantize.training_data import TrainingData, epoch_batches, shares, steps_per_epoch
@@ -39,19 +40,6 @@ class Judged:
     collapsed: bool  # the answers no longer depend on the input
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the log."""
-
-    step: int
-    epoch: float
-    loss: float | None = None  # mean over the samples since the line before
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
-    score: float | None = None
-    values: dict[str, float] = field(default_factory=dict)
-
-
 @dataclass
 class Job:
     """What is trained, on what, and how it is judged."""
@@ -65,7 +53,7 @@ class Job:
     identity: dict[str, Any]  # what a resumed run must share
     groups: list[dict[str, Any]]  # of parameters, as optimizers take them
     after_step: Callable[[], None] = lambda: None
-    report: Callable[[Row, int], None] = lambda row, steps: None  # a new line of the log, and all steps
+    report: Callable[[LogRow, int], None] = lambda row, steps: None  # a new line of the log, and all steps
     judge_first: bool = False  # the weights before training are a candidate too
     notes: list[str] = field(default_factory=list)
 
@@ -77,7 +65,7 @@ class Outcome:
     steps: int
     best_step: int
     best_score: float
-    log: list[Row]
+    log: list[LogRow]
     seconds: float  # in steps, without evaluations and checkpoints
     samples: int  # seen in `seconds`
     stopped: str | None  # why before the last step
@@ -131,6 +119,11 @@ def new_accelerator(precision: str) -> "Accelerator":
 def leads() -> bool:
     """Whether this is the main process; true where there is no other."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def launched() -> int:
+    """Processes that a launcher started; 1 where there is none."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def leave() -> None:
@@ -195,7 +188,7 @@ def _train(job: Job, accelerator: "Accelerator") -> Outcome:
         steps=state.step,
         best_step=state.best_step,
         best_score=state.best_score,
-        log=[Row(**row) for row in state.log],
+        log=[LogRow(**row) for row in state.log],
         seconds=state.seconds,
         samples=state.samples,
         stopped=stopped,
@@ -263,7 +256,7 @@ def _resumed(job: Job, accelerator: "Accelerator") -> _State | None:
     state = _State(**found.state)
     job.notes.append(f"resumed after step {state.step}")
     for row in state.log:
-        job.report(Row(**row), total_steps(job.data, job.settings))
+        job.report(LogRow(**row), total_steps(job.data, job.settings))
     return state
 
 
@@ -294,8 +287,14 @@ def _advance(
         if state.step % LOG_STEPS == 0 or state.step == until:
             mean = _mean_loss(accelerator, losses, norm, state.step)
             losses = []
-            row = Row(state.step, state.step / per_epoch, mean, scheduler.get_last_lr()[0], float(norm))
-            state.log.append(asdict(row))
+            row = LogRow(
+                step=state.step,
+                epoch=state.step / per_epoch,
+                loss=mean,
+                learning_rate=scheduler.get_last_lr()[0],
+                gradient_norm=float(norm),
+            )
+            state.log.append(row.model_dump())
             job.report(row, steps)
     state.seconds += time.perf_counter() - start
     state.samples += seen
@@ -360,8 +359,8 @@ def _judge(job: Job, accelerator: "Accelerator", state: _State) -> None:
     collapsed = judged.collapsed and (job.judge_first or late)
     state.collapsed = state.collapsed + 1 if collapsed else 0
     per_epoch = steps_per_epoch(job.data, job.settings.batch_size)
-    row = Row(state.step, state.step / per_epoch, score=judged.score, values=judged.values)
-    state.log.append(asdict(row))
+    row = LogRow(step=state.step, epoch=state.step / per_epoch, score=judged.score, values=judged.values)
+    state.log.append(row.model_dump())
     job.report(row, total_steps(job.data, job.settings))
     identity = {**job.identity, "processes": accelerator.num_processes}
     checkpoints.save(

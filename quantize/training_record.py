@@ -1,13 +1,12 @@
 """What a training leaves behind: its record, kept beside the model, and the spread over seeds."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from qdqbench.eval.training_results import LogRow, Spread, TrainingRun
+from qdqbench.eval.training_results import Spread, TrainingRun
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.training import Outcome, total_steps
@@ -48,7 +47,7 @@ def finished(run: TrainingRun, outcome: Outcome) -> TrainingRun:
             "stopped": outcome.stopped,
             "seconds": outcome.seconds,
             "samples_per_s": outcome.samples / outcome.seconds if outcome.seconds else None,
-            "log": [LogRow(**asdict(row)) for row in outcome.log],
+            "log": outcome.log,
         }
     )
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -269,6 +270,25 @@ def test_a_recipe_without_a_section(sst2, qdqbench, tmp_path):
     assert done.code == 1
     assert "recipe bert-int8-linears has no qat section" in done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, monkeypatch):
+    from qdqbench.quantize.errors import UserError
+    from qdqbench.quantize.run import run_until
+
+    session = again(trained, tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"2 processes would .* qdqbench.quantize.qat"):
+        run_until(session, "qat", quiet=True)
+    assert not (session.folder / "qat").exists()
+
+
+def test_a_study_in_several_processes_is_refused(tmp_path):
+    from qdqbench.quantize.errors import UserError
+    from qdqbench.quantize.study import Plan, study
+
+    with pytest.raises(UserError, match="in one process, not in 2"):
+        study(Plan(None, [], tmp_path), SimpleNamespace(num_processes=2))
 
 
 def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
