@@ -33,6 +33,7 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     seeds: Annotated[int, typer.Option(min=1, help="Runs, with seeds from --seed on.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of head, held-out rows, order and dropout.")] = 0,
     epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 4,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Ends the epochs early.")] = None,
     learning_rate: Annotated[float, typer.Option(help="After warm-up, of AdamW.")] = 5e-5,
     batch_size: Annotated[int, typer.Option(help="Samples of a step, over all GPUs and parts.")] = 32,
     accumulate: Annotated[int, typer.Option(help="Parts that a GPU's share is split into.")] = 1,
@@ -60,6 +61,7 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
 
     settings = _settings(
         epochs=epochs,
+        max_steps=max_steps,
         learning_rate=learning_rate,
         batch_size=batch_size,
         accumulate=accumulate,
@@ -170,6 +172,7 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-TASK.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Fine-tunings, each with PTQ and QAT.")] = 3,
     epochs: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 4,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Of the fine-tuning.")] = None,
     learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 5e-5,
     batch_size: Annotated[int, typer.Option(help="Of the fine-tuning.")] = 32,
     limit: Annotated[int | None, typer.Option(min=4, help="Train rows of the fine-tuning.")] = None,
@@ -185,7 +188,9 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.study import Plan, study
 
     recipes = [load_recipe(name) for name in recipe]
-    settings = _settings(epochs=epochs, learning_rate=learning_rate, batch_size=batch_size, patience=5)
+    settings = _settings(
+        epochs=epochs, max_steps=max_steps, learning_rate=learning_rate, batch_size=batch_size, patience=5
+    )
     chosen = given.find_task(
         model=model,
         task=task,

@@ -273,7 +273,7 @@ def _lines(plan: QatPlan) -> list[tuple[str, str]]:
         ("gap to close", f"{plan.metric} {plan.fp32:.4f} in FP32, PTQ {delta:+.4f} ± {error:.4f}{noise}"),
         (
             "training",
-            f"{cost.steps} steps of {settings['batch_size']} samples ({settings['epochs']:g} epochs of "
+            f"{cost.steps} steps of {settings['batch_size']} samples ({cost.steps * settings['batch_size'] / cost.rows:.2g} epochs of "
             f"{cost.rows} rows, {cost.held_out} held out), {cost.evaluations} evaluations",
         ),
         (

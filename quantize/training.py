@@ -136,7 +136,8 @@ def leave() -> None:
 
 def total_steps(data: TrainingData, settings: Training) -> int:
     """Optimizer steps of a run."""
-    return max(1, round(settings.epochs * steps_per_epoch(data, settings.batch_size)))
+    steps = max(1, round(settings.epochs * steps_per_epoch(data, settings.batch_size)))
+    return min(steps, settings.max_steps or steps)
 
 
 def evaluation_steps(steps: int, evaluations: int) -> set[int]:

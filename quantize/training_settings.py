@@ -16,6 +16,7 @@ class Training(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = 4
+    max_steps: Positive | None = None  # end there, if the epochs go on
     learning_rate: Rate = 5e-5
     batch_size: Positive = 32  # samples of one optimizer step, over all GPUs and accumulated parts
     accumulate: Positive = 1  # parts of a GPU's share of the batch, for memory

@@ -232,6 +232,12 @@ def test_epochs_differ():
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.parametrize(("most", "steps"), [(None, 15), (4, 4), (100, 15)])
+def test_max_steps_end_the_epochs_early(most, steps):
+    data = divide(tiny.sentences(), 0, 0.2, 0)
+    assert total_steps(data, Training(epochs=3, batch_size=16, max_steps=most)) == steps
+
+
 def test_too_few_rows_to_hold_out():
     with pytest.raises(UserError, match="90 rows, of which 1 would be held out"):
         divide(tiny.sentences(), 0, 0.01, 0)
