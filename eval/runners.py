@@ -1,8 +1,9 @@
 """The same predict function over every stage: batches in, float32 logits [n, num_labels] out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from qdqbench.eval.data import Encoded, sorted_batches
 from qdqbench.quantize.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 Floats = npt.NDArray[np.float32]
@@ -60,6 +62,34 @@ def torch_runner(model: "PreTrainedModel") -> Predict:
     from qdqbench.quantize.ptq import forward
 
     return lambda batch: forward(model, batch).float().cpu().numpy()
+
+
+@contextmanager
+def on_gpu(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
+    """The model is on the GPU meanwhile, where torch has one, and fake-quantized by torch's own kernels.
+
+    ModelOpt's would be compiled first, on each new machine. A model is made and exported on the CPU.
+    """
+    from qdqbench.quantize.native_quant import use_modelopt, use_native
+
+    device, module = gpu(), cast("Any", model)
+    if device is None:
+        yield model
+        return
+    module.to(device)
+    use_native(model)
+    try:
+        yield model
+    finally:
+        use_modelopt(model)
+        module.to("cpu")
+
+
+def gpu() -> "torch.device | None":
+    """Torch's GPU, if it has one."""
+    import torch
+
+    return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def onnxruntime_runner(path: Path) -> Predict:

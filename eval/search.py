@@ -38,6 +38,7 @@ class Options:
     """What the user asked for."""
 
     trials: int = 40
+    budget_s: float | None = None  # after which no trial is started
     samples: int = 1024
     batch: int = 32
     length: int = 128
@@ -120,7 +121,7 @@ def _settings(session: Session, options: Options, source: Source) -> dict[str, A
 
 
 def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> bool:
-    """Run trials until the study has as many as asked for.
+    """Run trials until the study has as many as asked for, or the budget of time is spent.
 
     Args:
         worker: of this process.
@@ -132,13 +133,16 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
     Raises:
         CheckFailed, MissingDevice: the GPU cannot be used any more; finished trials are kept.
     """
-    study, wanted = worker.study, worker.options.trials
+    study, wanted, budget_s = worker.study, worker.options.trials, worker.options.budget_s
+    start = time.monotonic()
     with quiet_optuna():
         revive(study)
         while True:
             done = counted(study)
             progress(min(done, wanted), wanted, _best(worker))
             if done >= wanted:
+                return running(study) == 0
+            if budget_s is not None and done and time.monotonic() - start >= budget_s:
                 return running(study) == 0
             if done + running(study) >= wanted and running(study):
                 revive(study)

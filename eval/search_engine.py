@@ -95,7 +95,7 @@ class Devices:
     """What touches the GPU; replaced in tests."""
 
     build: Callable[..., "EngineResult"]
-    load: Callable[[Path, Path], Any]  # engine, graph -> an Engine
+    load: Callable[..., Any]  # engine, graph, runtime_cache=file -> an Engine
     lane: Callable[[Any, Sequence[Any]], Lane]  # bound run, input sets
     place: Callable[[Any], Any]  # arrays to the device
     timer: Timer
@@ -206,7 +206,9 @@ class EngineTimer:
         stack.callback(sidecar_path(path).unlink, missing_ok=True)
         stack.callback(path.unlink, missing_ok=True)
         result = _build(self.devices.build, self.session, exported, path, self.profiles)
-        engine = stack.enter_context(self.devices.load(path, exported.path))
+        # most kernels of an engine are those of the one before: compiled once, they serve all
+        cache = self.folder / f"{name}.cache"
+        engine = stack.enter_context(self.devices.load(path, exported.path, runtime_cache=cache))
         made: dict[Shape, Lane] = {}
         stack.callback(made.clear)  # lanes go before the engine that they run
 

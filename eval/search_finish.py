@@ -115,6 +115,11 @@ def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:
         found.append(f"units are ranked in {worker.ranking_source}")
     if worker.work.session.recipe.calibration.bias_correction:
         found.append("trials are judged before biases are corrected; the chosen recipe is confirmed with it")
+    done, wanted = sum(t.duplicate_of is None for t in trials), worker.options.trials
+    if done < wanted and worker.options.budget_s is not None:
+        found.append(
+            f"{done} of {wanted} trials fitted into {worker.options.budget_s:g} s; the same command goes on"
+        )
     if failed := [t for t in trials if t.state == "failed"]:
         found.append(f"{len(failed)} of {len(trials)} trials failed; their reasons are in the table")
     return list(dict.fromkeys(found))

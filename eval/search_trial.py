@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -144,10 +143,10 @@ class Workspace:
         Raises:
             CheckFailed: NaN or infinity.
         """
-        from qdqbench.eval.runners import predict, torch_runner
+        from qdqbench.eval.runners import on_gpu, predict, torch_runner
 
         size = self.session.config.batch_size
-        with _on_gpu(model):
+        with on_gpu(model):
             return predict(
                 torch_runner(model), encoded, pad_id=self.session.pad_id, batch_size=size, stage="fake_quant"
             )
@@ -248,22 +247,6 @@ class Workspace:
         """The session as if it had been opened with this recipe."""
         config = self.session.config.model_copy(update={"recipe": recipe})
         return Session(config, self.session.folder, notes=self.session.notes)
-
-
-@contextmanager
-def _on_gpu(model: "PreTrainedModel") -> Iterator[None]:
-    """Where there is a GPU, the model is on it meanwhile; it is exported from the CPU, where it was made."""
-    import torch
-
-    if not torch.cuda.is_available():
-        yield
-        return
-    module: Any = model
-    module.to("cuda")
-    try:
-        yield
-    finally:
-        module.to("cpu")
 
 
 def explained(error: Exception) -> str:

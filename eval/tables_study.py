@@ -1,6 +1,7 @@
 """The table of studies: FP32, PTQ and QAT over seeds, in Markdown."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from qdqbench.eval.formats import code, text
 from qdqbench.eval.study_results import Study, StudySummary
@@ -26,7 +27,7 @@ def study_tables(studies: Sequence[Study]) -> list[str]:
         places = list(dict.fromkeys(_where(study) for study in same))
         notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]
         notes += [f"- {text(study.task['name'])}: {text(line)}" for study in same for line in study.warnings]
-        numbered = [[*row, str(places.index(_where(study)) + 1)] for study, row in rows]
+        numbered = [[*row, str(places.index(_where(study)) + 1)] for study, row in rows] + _means(same)
         parts += [title, table(header, numbered), "\n".join(notes)]
     return parts
 
@@ -47,12 +48,38 @@ def _row(study: Study, recipe: str, summary: StudySummary) -> tuple[Study, list[
     ]
 
 
+def _means(studies: Sequence[Study]) -> list[list[str]]:
+    """A row per recipe: means over the tasks, where there are several."""
+    found = []
+    for name in dict.fromkeys(name for study in studies for name in study.summary):
+        each = [study.summary[name] for study in studies if name in study.summary]
+        tasks = {str(study.task["name"]) for study in studies if name in study.summary}
+        if len(each) == len(tasks) > 1:
+            ptq, qat = (
+                f"{100 * sum(s.mean for s in differences) / len(each):+.2f}"
+                for differences in ([s.ptq_minus_fp32 for s in each], [s.qat_minus_fp32 for s in each])
+            )
+            found.append([f"mean of {len(each)}", "", code(name), "", "", "", "", "", ptq, qat, ""])
+    return found
+
+
 def _where(study: Study) -> str:
     found = study.environment
     versions = ", ".join(
         f"{name} {found['versions'][name]}" for name in ("torch", "transformers", "nvidia-modelopt")
     )
-    return f"{found['gpu'] if found['gpu'] != 'none' else found['cpu']}, {versions}"
+    hardware = found["gpu"] if found["gpu"] != "none" else found["cpu"]
+    trained = dict.fromkeys(_settings(recipe["qat"]) for recipe in study.recipes.values())
+    return f"{hardware}, {versions}; FP32: {_settings(study.finetune)}; QAT: {' or '.join(trained)}"
+
+
+def _settings(training: dict[str, Any]) -> str:
+    """Length and size of the steps of a training, in words."""
+    most = f", at most {training['max_steps']} steps" if training["max_steps"] else ""
+    return (
+        f"{training['epochs']:g} epochs{most}, batch {training['batch_size']}, learning rate "
+        f"{training['learning_rate']:g}, precision {training['precision']}"
+    )
 
 
 def _percent(found: Spread, sign: str = "") -> str:

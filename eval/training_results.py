@@ -29,7 +29,7 @@ class TrainingRun(_Model):
     reason: str | None = None  # why it failed
     folder: str | None = None  # of the model, relative to the file
     settings: dict[str, Any]  # of training_settings.Training or Qat
-    precision: str  # bf16 or fp32
+    precision: str  # bf16, tf32 or fp32
     device: str
     processes: int
     rows: int  # training rows, without those held out

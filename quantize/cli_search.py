@@ -26,6 +26,9 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
     data: given.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
     trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which no further trial is started.")
+    ] = None,
     sensitivity: Annotated[
         Path | None, typer.Option(help="File of `qdqbench sensitivity`: which layers to keep in FP16 first.")
     ] = None,
@@ -81,6 +84,7 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
     session = Session(config, _work_folder(folder))
     options = Options(
         trials=trials,
+        budget_s=budget,
         samples=samples,
         batch=batch,
         length=length,

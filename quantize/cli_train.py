@@ -41,7 +41,9 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     schedule: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = "linear",
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01,
     dropout: Annotated[float | None, typer.Option(help="None: the model's own.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp32 or auto: bf16 where the GPU has it.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="bf16, tf32, fp32 or auto: bf16 where the GPU has it.")
+    ] = "auto",
     evaluations: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10,
     patience: Annotated[int, typer.Option(min=0, help="Evaluations without gain that end it; 0: none.")] = 5,
     holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1,
@@ -130,11 +132,11 @@ def qat(  # noqa: PLR0913, PLR0917  (a command's options)
 ) -> None:
     """Quantization-aware training, then on to engine and report; on one GPU or many."""
     from qdqbench.quantize.pipeline import open_run
+    from qdqbench.quantize.processes import leads
     from qdqbench.quantize.qat import settings_of, train_on_all
     from qdqbench.quantize.recipe import load_recipe
     from qdqbench.quantize.run import run_until
     from qdqbench.quantize.session import Session
-    from qdqbench.quantize.training import leads
 
     config = given.run_config(
         load_recipe(recipe),
@@ -298,7 +300,7 @@ def _base(model: str | None, data: str, folder: Path, accelerator: "Accelerator"
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
     """Accelerate on the processes that are here; the group ends with the block."""
-    from qdqbench.quantize.training import leave, new_accelerator
+    from qdqbench.quantize.processes import leave, new_accelerator
 
     accelerator = new_accelerator(precision)
     try:

@@ -54,7 +54,8 @@ class Engine:
     Args:
         path: the engine; its sidecar must lie beside it.
         onnx_path: the graph that it must have been built from.
-        runtime_cache: file for kernels compiled just in time (TensorRT-RTX only), one per engine.
+        runtime_cache: file for kernels compiled just in time (TensorRT-RTX only); engines that are
+            opened one after the other may share it.
         specialize: when TensorRT-RTX compiles the kernels of a shape; EAGER is before its first run.
 
     Raises:

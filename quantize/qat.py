@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def qat(session: Session) -> list[Path]:
     """The stage: train, and write `qat/`."""
-    from qdqbench.quantize.training import launched, new_accelerator
+    from qdqbench.quantize.processes import launched, new_accelerator
 
     if session.accelerator is None and launched() > 1:
         raise UserError(
@@ -61,7 +61,7 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """
     from accelerate.utils import broadcast_object_list
 
-    from qdqbench.quantize.training import leads, leave, new_accelerator
+    from qdqbench.quantize.processes import leads, leave, new_accelerator
 
     if leads():
         lead("ptq")
@@ -97,9 +97,10 @@ def train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
         CheckFailed: the training diverged, or what was written does not rebuild the model.
     """
     from qdqbench.quantize import native_quant
+    from qdqbench.quantize.processes import leave
     from qdqbench.quantize.qat_files import write_trained
     from qdqbench.quantize.qat_job import new_job, prepare_student, training_data
-    from qdqbench.quantize.training import leave, train
+    from qdqbench.quantize.training import train
     from qdqbench.quantize.training_record import blank_run, finished
 
     settings = settings_of(session)

@@ -92,9 +92,9 @@ def make_plan(session: Session) -> QatPlan | None:
     Returns:
         The plan in the main process, None in the others.
     """
+    from qdqbench.quantize.processes import leads, leave, new_accelerator
     from qdqbench.quantize.qat import settings_of
     from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.training import leads, leave, new_accelerator
 
     engine = None
     if leads():
@@ -151,6 +151,7 @@ def measure(session: Session, accelerator: "Accelerator") -> Cost:
     """Time and memory of the training, from a few steps on every process."""
     import time
 
+    from qdqbench.quantize.processes import matrix_products, precision_here
     from qdqbench.quantize.qat import settings_of
     from qdqbench.quantize.qat_job import new_job, prepare_student, training_data
     from qdqbench.quantize.training import evaluation_steps, measure_steps, total_steps
@@ -163,7 +164,7 @@ def measure(session: Session, accelerator: "Accelerator") -> Cost:
     job = new_job(session, settings, accelerator, model, data)  # asks the teacher
     teacher_s = time.perf_counter() - start
     steps = total_steps(data, settings)
-    with _peak_memory(accelerator) as memory:
+    with _peak_memory(accelerator) as memory, matrix_products(settings.precision):
         seconds = measure_steps(job, accelerator, MEASURED)
     job.model.eval()
     start = time.perf_counter()
@@ -174,7 +175,7 @@ def measure(session: Session, accelerator: "Accelerator") -> Cost:
     return Cost(
         device=memory["device"],
         processes=accelerator.num_processes,
-        precision="bf16" if accelerator.mixed_precision == "bf16" else "fp32",
+        precision=precision_here(settings.precision),
         steps=steps,
         evaluations=evaluations,
         rows=len(data.rows),
@@ -265,6 +266,7 @@ def _lines(plan: QatPlan) -> list[tuple[str, str]]:
     noise = " (within noise: there may be nothing to win back)" if gap.within_noise else ""
     settings = plan.settings
     per_step = settings["batch_size"] / cost.step_s
+    epochs = cost.steps * settings["batch_size"] / cost.rows
     return [
         ("quantized", f"{len(plan.quantized)} linears ({', '.join(f'{n} {k}' for k, n in kinds.items())})"),
         ("attention", f"{len(plan.attention)} in INT8"),
@@ -273,7 +275,8 @@ def _lines(plan: QatPlan) -> list[tuple[str, str]]:
         ("gap to close", f"{plan.metric} {plan.fp32:.4f} in FP32, PTQ {delta:+.4f} ± {error:.4f}{noise}"),
         (
             "training",
-            f"{cost.steps} steps of {settings['batch_size']} samples ({cost.steps * settings['batch_size'] / cost.rows:.2g} epochs of "
+            f"{cost.steps} steps of {settings['batch_size']} samples "
+            f"({epochs:.2g} epochs of "
             f"{cost.rows} rows, {cost.held_out} held out), {cost.evaluations} evaluations",
         ),
         (

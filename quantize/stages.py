@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from qdqbench.quantize.stage_common import (
     graph_path,
     weight_form,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PARITY_SAMPLES, PARITY_BATCH = 64, 16
 
@@ -37,9 +40,7 @@ def embedded(session: Session) -> list[Path]:
 
 def baseline(session: Session) -> list[Path]:
     """Evaluate the FP32 model."""
-    from qdqbench.eval.runners import torch_runner
-
-    return [evaluate(session, "fp32", torch_runner(session.fp32_model))]
+    return [_evaluate_torch(session, "fp32", session.fp32_model)]
 
 
 def quantize(session: Session) -> list[Path]:
@@ -67,9 +68,7 @@ def quantize(session: Session) -> list[Path]:
 
 def ptq(session: Session) -> list[Path]:
     """Evaluate the fake-quant model before QAT."""
-    from qdqbench.eval.runners import torch_runner
-
-    return [evaluate(session, "ptq", torch_runner(session.new_ptq_model()))]
+    return [_evaluate_torch(session, "ptq", session.new_ptq_model())]
 
 
 def qat(session: Session) -> list[Path]:
@@ -81,9 +80,7 @@ def qat(session: Session) -> list[Path]:
 
 def fake_quant(session: Session) -> list[Path]:
     """Evaluate the fake-quant model."""
-    from qdqbench.eval.runners import torch_runner
-
-    return [evaluate(session, "fake_quant", torch_runner(session.fake_quant_model))]
+    return [_evaluate_torch(session, "fake_quant", session.fake_quant_model)]
 
 
 def export(session: Session) -> list[Path]:
@@ -138,6 +135,13 @@ def onnxruntime(session: Session) -> list[Path]:
     from qdqbench.eval.runners import onnxruntime_runner
 
     return [evaluate(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
+
+
+def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
+    from qdqbench.eval.runners import on_gpu, torch_runner
+
+    with on_gpu(model):
+        return evaluate(session, stage, torch_runner(model))
 
 
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:

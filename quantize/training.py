@@ -6,7 +6,6 @@ parts changes rounding only, and a resumed run goes on exactly where it was.
 """
 
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from qdqbench.eval.data import Ints
 from qdqbench.eval.training_results import LogRow
 from qdqbench.quantize import checkpoints
 from qdqbench.quantize.errors import CheckFailed
+from qdqbench.quantize.processes import matrix_products
 from qdqbench.quantize.training_data import TrainingData, epoch_batches, shares, steps_per_epoch
 from qdqbench.quantize.training_settings import Training
 
@@ -85,55 +85,6 @@ class _State:
     log: list[dict[str, Any]] = field(default_factory=list)
 
 
-def new_accelerator(precision: str) -> "Accelerator":
-    """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started.
-
-    Args:
-        precision: of the settings.
-    """
-    from datetime import timedelta
-
-    import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-    from accelerate.state import AcceleratorState
-
-    bf16 = precision == "bf16" or (
-        precision == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    )
-    mixed = "bf16" if bf16 else "no"
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed:
-        AcceleratorState._reset_state()  # one process may train twice
-    return Accelerator(
-        mixed_precision=mixed,
-        cpu=not torch.cuda.is_available(),  # else several processes without a GPU would not find each other
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[
-            # calibration runs in the main process while the others wait
-            InitProcessGroupKwargs(timeout=timedelta(hours=6)),
-            # buffers are amax and positions, which are the same everywhere
-            DistributedDataParallelKwargs(broadcast_buffers=False),
-        ],
-    )
-
-
-def leads() -> bool:
-    """Whether this is the main process; true where there is no other."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def launched() -> int:
-    """Processes that a launcher started; 1 where there is none."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def leave() -> None:
-    """End the group of processes, if there is one; each goes on alone."""
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def total_steps(data: TrainingData, settings: Training) -> int:
     """Optimizer steps of a run."""
     steps = max(1, round(settings.epochs * steps_per_epoch(data, settings.batch_size)))
@@ -158,7 +109,8 @@ def train(job: Job, accelerator: "Accelerator") -> Outcome:
         CheckFailed: the loss is NaN or infinite, or the model collapsed.
     """
     try:
-        return _train(job, accelerator)
+        with matrix_products(job.settings.precision):
+            return _train(job, accelerator)
     finally:
         accelerator.free_memory()  # it would go on saving this model with the next one
         job.model.eval()

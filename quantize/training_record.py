@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from qdqbench.eval.training_results import Spread, TrainingRun
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.processes import precision_here
 from qdqbench.quantize.training import Outcome, total_steps
 from qdqbench.quantize.training_data import TrainingData
 from qdqbench.quantize.training_settings import Training
@@ -29,7 +30,7 @@ def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator"
         seed=settings.seed,
         status="done",
         settings=settings.model_dump(mode="json"),
-        precision="bf16" if accelerator.mixed_precision == "bf16" else "fp32",
+        precision=precision_here(settings.precision),
         device=torch.cuda.get_device_name(accelerator.device) if cuda else "CPU",
         processes=accelerator.num_processes,
         rows=len(data.rows),

@@ -25,7 +25,7 @@ class Training(BaseModel):
     weight_decay: Weight = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     dropout: Fraction | None = None  # null: the model's own
-    precision: Literal["auto", "bf16", "fp32"] = "auto"  # auto: bf16 autocast where the GPU has it
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 autocast where the GPU has it
     evaluations: Positive = 10  # on the held-out rows, spread over the run
     patience: Positive | None = None  # evaluations without gain that end the run
     holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the train split, 1,000 rows at most
@@ -54,6 +54,7 @@ class Qat(Training):
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = 3
     learning_rate: Rate = 2e-5
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = "tf32"  # bf16 rounds as coarsely as INT8
     dropout: Fraction | None = 0.0  # the student starts as a near copy of its teacher
     amax: Literal["frozen", "learnt"] = "frozen"
     amax_learning_rate: Rate = 1e-3  # relative to amax

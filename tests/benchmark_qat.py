@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from qdqbench.quantize import native_quant, ptq
 from qdqbench.quantize.matching import resolve
 from qdqbench.quantize.models import load_model, module_table, quiet_transformers
+from qdqbench.quantize.processes import matrix_products
 from qdqbench.quantize.recipe import load_recipe
 
 VARIANTS = ("plain", "sdpa", "modelopt", "native", "learnt")
@@ -66,15 +67,15 @@ def main() -> None:
     print(
         f"{options.model} ({' x '.join(map(str, SHAPES[options.model]))}), batch {options.batch}, "
         f"length {options.length}, recipe {options.recipe}{', compiled' if options.compile else ''}\n"
-        f"{hardware}; {versions}, modelopt {modelopt.__version__}; "
-        f"matmul precision {torch.get_float32_matmul_precision()}"
+        f"{hardware}; {versions}, modelopt {modelopt.__version__}"
     )
     models = _models(options, device)
     inputs = {k: torch.from_numpy(v).to(device) for k, v in _batch(options.batch, options.length).items()}
     inputs["labels"] = torch.randint(2, (options.batch,), device=device)
     for precision in options.precision:
         steps = {name: _step(model, inputs, precision, options) for name, model in models.items()}
-        _table(steps, precision, device, options)
+        with matrix_products(precision):
+            _table(steps, precision, device, options)
 
 
 def _options() -> argparse.Namespace:
@@ -85,7 +86,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--recipe", default="bert-int8-linears")
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument(
+        "--precision", nargs="+", choices=("fp32", "tf32", "bf16"), default=["fp32", "tf32", "bf16"]
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--blocks", type=int, default=20, help="blocks of steps for each variant")
     parser.add_argument("--steps", type=int, default=5, help="steps of a block")

@@ -50,7 +50,7 @@ def test_qat_down_to_a_verified_engine(sst2, tmp_path, amax):
     assert results.verification is not None
     assert results.verification.passed
     assert results.training is not None
-    assert results.training.precision == "bf16"
+    assert results.training.precision == "tf32"
 
 
 def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run):

@@ -137,6 +137,14 @@ def test_more_trials_go_on(searched, given, files, qdqbench):
     assert all(kept[trial.number] == trial.accuracy for trial in before)
 
 
+def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench):
+    done = qdqbench(*options(given, files, tmp_path / "out", "--budget", "0"))
+    found = read_search(tmp_path / "out" / "search.json")
+    assert done.code == (0 if found.outcome.passed else 2), done.err
+    assert len(found.trials) == 1
+    assert f"1 of {TRIALS} trials fitted into 0 s; the same command goes on" in found.warnings
+
+
 def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):
     out, _ = searched
     done = qdqbench(*options(given, files, out, "--batch", 8))

@@ -18,10 +18,11 @@ class Bound:
 
 
 class Engine:
-    def __init__(self, path, onnx):
+    def __init__(self, path, onnx, *, runtime_cache):
+        assert all(other.closed for other in opened if other.cache == runtime_cache)
         self.int8 = json.loads(path.read_text())["int8"]
         assert onnx.is_file()
-        self.path, self.closed = path, False
+        self.path, self.cache, self.closed = path, runtime_cache, False
         opened.append(self)
 
     def bind(self, batch, length):

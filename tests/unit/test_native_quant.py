@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.profiler import ProfilerActivity, profile
 
+from qdqbench.eval import runners
 from qdqbench.quantize import learnt_amax, native_modules, native_quant, ptq
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.matching import Plan
@@ -209,6 +210,20 @@ def test_same_model_and_undone(fake_quant: Quantized) -> None:
         assert type(module) is kind
         assert module.__dict__.keys() == values.keys()
         assert getattr(module, "backend", None) is None
+
+
+def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
+    fake_quant: Quantized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected = fake_quant.model, logits(fake_quant.model)
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    monkeypatch.setattr(runners, "gpu", lambda: torch.device("cpu"))  # stands for one
+    with runners.on_gpu(model) as placed:
+        ours = torch.from_numpy(runners.torch_runner(placed)(padded_batch()))
+        assert {q.backend for q in ptq.enabled_quantizers(placed).values()} == {native_quant.BACKEND}
+    assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert torch.equal(logits(model), expected)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
 
 
 def test_every_weight_gets_a_gradient(fake_quant: Quantized) -> None:

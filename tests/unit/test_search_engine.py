@@ -71,6 +71,8 @@ def test_a_speedup_is_over_one_twin(work, measure):
     assert len(fake_engines.opened) == 3
     assert not fake_engines.opened[0].closed
     assert all(engine.closed for engine in fake_engines.opened[1:])
+    twin, first, second = (engine.cache for engine in fake_engines.opened)
+    assert first == second != twin
 
 
 def test_nothing_in_int8_is_the_twin_itself(work, measure):

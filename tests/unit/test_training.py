@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize import checkpoints
 from qdqbench.quantize.errors import CheckFailed, UserError
-from qdqbench.quantize.training import evaluation_steps, new_accelerator, total_steps, train
+from qdqbench.quantize.processes import new_accelerator
+from qdqbench.quantize.training import evaluation_steps, total_steps, train
 from qdqbench.quantize.training_data import divide, epoch_batches, shares
 from qdqbench.quantize.training_settings import Distill, Training
 

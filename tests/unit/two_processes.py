@@ -6,7 +6,8 @@ from pathlib import Path
 import tiny_training as tiny
 import torch
 
-from qdqbench.quantize.training import new_accelerator, train
+from qdqbench.quantize.processes import new_accelerator
+from qdqbench.quantize.training import train
 
 folder = Path(sys.argv[1])
 accelerator = new_accelerator("fp32")
