@@ -4,6 +4,7 @@ Only latency is measured, so one calibration on random token ids serves all plac
 an engine are added to the file as soon as it is done; what is in the file already is not measured again.
 """
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from qdqbench.eval.bench_clocks import GpuMonitor
 from qdqbench.eval.bench_lanes import random_sets
 from qdqbench.eval.cost_placements import Chosen, choose_placements, columns
 from qdqbench.eval.search_calibration import narrowed
-from qdqbench.eval.search_engine import Devices, EngineTimer, Shape, export
+from qdqbench.eval.search_engine import Devices, EngineTimer, Shape, alone_on_gpu, export
 from qdqbench.eval.search_results import Latency
 from qdqbench.eval.search_space import Space, make_space
 from qdqbench.eval.tasks import Task
@@ -81,6 +82,7 @@ def measure_costs(  # noqa: PLR0913
     start = clock()
     machine = _machine() if devices is None else ("fake GPU", "fake", "0")
     known = read_rows(out) if out.is_file() else []
+    _drop_torn_line(out)
     folder = Path(tempfile.mkdtemp(prefix="qdqbench-cost-"))
     try:
         session = _session(model, folder, seed)
@@ -91,6 +93,7 @@ def measure_costs(  # noqa: PLR0913
         record = _calibrate(session)
         twin = export(session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx").path
         with (
+            alone_on_gpu() if devices is None else contextlib.nullcontext(),
             GpuMonitor(_uuid(devices)) as monitor,
             EngineTimer(session, twin, folder, shapes, devices) as timer,
         ):
@@ -98,6 +101,12 @@ def measure_costs(  # noqa: PLR0913
             return _run(job, known, placements, seed, (start, budget_s, clock), say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Remove what a killed writer left behind the last whole line; `read_rows` passes it over."""
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
 @dataclass
@@ -113,8 +122,8 @@ class _Job:
     machine: tuple[str, str, str]
     name: str
 
-    def measure(self, chosen: Chosen) -> dict[Shape, tuple[Latency, float | None]]:
-        """Latency and GPU clock of one placement at every shape."""
+    def measure(self, chosen: Chosen, shapes: Sequence[Shape]) -> dict[Shape, tuple[Latency, float | None]]:
+        """Latency and GPU clock of one placement."""
         units, attention = chosen
         recipe = self.space.assemble(set(units), set(attention), PLAIN)
         plan = resolve(recipe, self.space.modules, self.space.prefix)
@@ -130,7 +139,7 @@ class _Job:
             clocks[shape] = self.monitor.during([(begin, time.time())]).clock_mhz
             begin = time.time()
 
-        found = self.timer.measure(exported, done)
+        found = self.timer.measure(exported, done, shapes)
         return {shape: (latency, clocks.get(shape)) for shape, latency in found.items()}
 
     def append(self, chosen: Chosen, found: dict[Shape, tuple[Latency, float | None]]) -> int:
@@ -171,9 +180,13 @@ def _run(  # noqa: PLR0913, PLR0917
     longest = 0.0
     for number, chosen in enumerate(choose_placements(job.space, placements, seed), 1):
         placed = columns(chosen, layers)
-        if any(
-            row.name == job.name and row.placement == placed and row.machine == job.machine for row in known
-        ):
+        have = {
+            (row.batch, row.length)
+            for row in known
+            if (row.name, row.placement, row.machine) == (job.name, placed, job.machine)
+        }
+        missing = [shape for shape in job.timer.shapes if shape not in have]
+        if not missing:
             continue
         begin = clock()
         if budget_s is not None and begin - start + longest > budget_s:
@@ -181,7 +194,7 @@ def _run(  # noqa: PLR0913, PLR0917
                 rows, engines, f"stopped at {begin - start:.0f} s of {budget_s:g} s, {failed} engines failed"
             )
         try:
-            found = job.measure(chosen)
+            found = job.measure(chosen, missing)
         except (CheckFailed, UserError, RuntimeError) as error:
             if "CUDA error" in str(error):
                 raise  # nothing runs on the GPU after it

@@ -68,20 +68,19 @@ def torch_runner(model: "PreTrainedModel") -> Predict:
 def on_gpu(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
     """The model is on the GPU meanwhile, where torch has one, and fake-quantized by torch's own kernels.
 
-    ModelOpt's would be compiled first, on each new machine. A model is made and exported on the CPU.
+    It is made and exported on the CPU.
     """
-    from qdqbench.quantize.native_quant import use_modelopt, use_native
+    from qdqbench.quantize.native_quant import native
 
     device, module = gpu(), cast("Any", model)
     if device is None:
         yield model
         return
     module.to(device)
-    use_native(model)
     try:
-        yield model
+        with native(model):
+            yield model
     finally:
-        use_modelopt(model)
         module.to("cpu")
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +20,10 @@ from qdqbench.eval.search_study import (
     requeue,
     revive,
     running,
+    use_sampler,
 )
-from qdqbench.eval.search_trial import Workspace, explained, plan_key
+from qdqbench.eval.search_trial import Workspace, explained, hash_of, plan_key
+from qdqbench.quantize import files
 from qdqbench.quantize.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.recipe import Recipe, parse_recipe
@@ -87,19 +89,21 @@ def open_worker(
     work = Workspace(session, space, options.samples, progress)
     source, measure = latency_source(session, options, work, stack)
     settings = _settings(session, options, source)
-    work.identity = f"{settings['model']} {settings['data']}"
+    work.identity = " ".join(str(settings[name]) for name in ("model", "data", "task"))
     storage = options.storage or default_storage(session.folder.parent)
     name = options.study or f"{session.recipe.name}-{session.config.task.name}"
     with quiet_optuna():
-        study = open_study(storage, name, settings, seed=session.config.seed)
+        study = open_study(storage, name, settings)
         work.space, said = prepare_study(
             study, lambda: rank(work, options.sensitivity), lambda space: first_trials(work, space), space
         )
+        use_sampler(study, session.config.seed)
     return Worker(work, options, source, measure, study, said)
 
 
 def _settings(session: Session, options: Options, source: Source) -> dict[str, Any]:
     """What the trials of one study have in common; the gate may change, it only chooses."""
+    from qdqbench.eval.sensitivity_results import sensitivity_file
     from qdqbench.eval.sources import source_fingerprint
 
     recipe, task = session.recipe, session.config.task
@@ -116,8 +120,17 @@ def _settings(session: Session, options: Options, source: Source) -> dict[str, A
         "latency": source.mode,
         "GPU": [source.gpu, source.backend, source.version],
         "batch and length": [options.batch, options.length],
-        "sensitivity file": options.sensitivity.name if options.sensitivity else None,
+        "cost model": _cost_model(options) if source.mode == "model" else None,
+        "sensitivity file": files.sha256(sensitivity_file(options.sensitivity))
+        if options.sensitivity
+        else None,
     }
+
+
+def _cost_model(options: Options) -> str:
+    from qdqbench.quantize.cost_model import load_cost_model
+
+    return hash_of(load_cost_model(options.cost_model).model_dump(mode="json", include={"rows"}))
 
 
 def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> bool:
@@ -148,7 +161,8 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
                 revive(study)
                 if done + running(study) >= wanted:
                     return False
-            study.optimize(lambda trial: _objective(worker, trial), n_trials=1, catch=(Exception,))
+            with suppress(ValueError):  # another worker took this one for dead, and runs the trial again
+                study.optimize(lambda trial: _objective(worker, trial), n_trials=1, catch=(Exception,))
             if worker.work.fatal is not None:
                 raise worker.work.fatal
 
@@ -218,7 +232,8 @@ def _repeat(worker: Worker, trial: "optuna.Trial", same: Any) -> tuple[float, fl
 
 
 def _values(accuracy: Accuracy, latency: Latency, objective: str) -> tuple[float, float]:
-    return (accuracy.divergence if objective == "divergence" else accuracy.drop), latency.ms
+    first = accuracy.divergence if objective == "divergence" else accuracy.drop
+    return first, 1 / latency.speedup  # the twin was timed beside it; milliseconds drift
 
 
 def _violation(accuracy: Accuracy, latency: Latency, gate: Any) -> float:

@@ -31,6 +31,8 @@ def confirm(
     Every recipe is calibrated on its own, as `qdqbench run` does it. Shipped recipes take the lengths and the
     engine shapes of the given one, so that all are compared on the same tokens.
 
+    A recipe that fails is a row with its reason, the chosen one too.
+
     Returns:
         The chosen recipe first, then the given one and the shipped ones; and FP32's metrics.
     """
@@ -60,8 +62,6 @@ def confirm(
                 progress("validating the engine")
                 row.engine, row.engine_metrics = _judge(work, fp32, _engine(work, recipe, plan))
         except Exception as error:
-            if number == 0:
-                raise
             row = Confirmed(
                 name=recipe.name,
                 shipped=is_shipped,
@@ -98,7 +98,10 @@ def agreement(searched_as: Accuracy, row: Confirmed) -> Agreement:
 
 def failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], list[str]]:
     """What keeps the gate from holding on validation, and what holds only because it is within noise."""
-    bad, noted = [], []
+    bad: list[str] = []
+    noted: list[str] = []
+    if row.status == "failed":
+        return [f"the chosen recipe failed: {row.reason}"], noted
     for stage, splits in (("fake-quant", row.fake_quant), ("the engine", row.engine)):
         for split, found in splits.items():
             drop = -found.delta[metric]
@@ -136,10 +139,14 @@ def _fake_quant(work: Workspace, recipe: Recipe, plan: Plan, fp32: Logits) -> Lo
 def _kept(work: Workspace, name: str, make: Callable[[], Logits]) -> Logits:
     """Logits of an interrupted confirmation are used again."""
     from qdqbench.eval.search_trial import hash_of
+    from qdqbench.eval.sources import source_fingerprint
     from qdqbench.quantize.pipeline import code_hash
 
     session = work.session
-    key = hash_of([work.identity, session.config.limit, session.recipe.export.max_length, code_hash()])[:12]
+    task = session.config.task
+    data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
+    asked = [data, session.config.limit, session.recipe.export.max_length]
+    key = hash_of([work.identity, *asked, code_hash()])[:12]
     path = session.folder / "validated" / f"{name}-{key}.npz"
     if path.is_file():
         with np.load(path) as stored:

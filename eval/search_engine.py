@@ -5,7 +5,9 @@ of two latencies that were taken in the same process within the same seconds.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from qdqbench.eval.bench_lanes import CudaTimer, DeviceLane, random_sets, to_dev
 from qdqbench.eval.search_results import Latency
 from qdqbench.quantize.build import build, gemm_names, require_int8, sidecar_path
 from qdqbench.quantize.engine_shapes import choose
-from qdqbench.quantize.errors import CheckFailed
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.graph import module_of
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.recipe import Recipe
@@ -108,6 +110,34 @@ def gpu_devices() -> Devices:
     return Devices(build, Engine, DeviceLane, to_device, CudaTimer())
 
 
+@contextlib.contextmanager
+def alone_on_gpu() -> Iterator[None]:
+    """Nothing else of qdqbench times engines on this GPU meanwhile.
+
+    Raises:
+        UserError: something does.
+    """
+    from qdqbench.eval.bench_run import gpu_uuid
+
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"qdqbench-{gpu_uuid() or 'gpu'}.lock"
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
+    with path.open("rb") as stream:  # of another user, it may be
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "another process times engines on this GPU, and both would measure each other; give each "
+                "worker a GPU of its own with CUDA_VISIBLE_DEVICES"
+            ) from error
+        yield
+
+
 class EngineTimer:
     """Times engines against one FP16 twin; close it, or use it in a `with` statement.
 
@@ -159,13 +189,17 @@ class EngineTimer:
             raise
 
     def measure(
-        self, exported: Exported, done: Callable[[Shape], None] = lambda shape: None
+        self,
+        exported: Exported,
+        done: Callable[[Shape], None] = lambda shape: None,
+        shapes: Sequence[Shape] | None = None,
     ) -> dict[Shape, Latency]:
-        """Build, prove and time one engine at every shape.
+        """Build, prove and time one engine.
 
         Args:
             exported: its graph.
             done: called after each shape.
+            shapes: some of those that it was made for; None: all.
 
         Raises:
             CheckFailed: INT8 is not proven, an output is NaN or constant, or it fails while it runs.
@@ -175,7 +209,7 @@ class EngineTimer:
         with contextlib.ExitStack() as stack:
             result, lanes = self._open(exported, "trial", stack)
             require_int8(result)
-            for shape in self.shapes:
+            for shape in self.shapes if shapes is None else shapes:
                 ours = Contestant("the engine", "int8", [lanes(shape)], self.devices.timer)
                 twin = Contestant("its FP16 twin", "fp16", [self._twin(shape)], self.devices.timer)
                 for contestant in (twin, ours):

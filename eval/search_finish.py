@@ -1,5 +1,6 @@
 """The end of a search: choose, confirm, and write search.json, the reports and the recipe."""
 
+import math
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,7 +35,8 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
     warnings = _warnings(worker, trials)
     if chosen is not None:
         rows, fp32 = search_confirm.confirm(worker, chosen, progress)
-        agreement = search_confirm.agreement(_whole(worker, chosen), rows[0])
+        if rows[0].status == "done":
+            agreement = search_confirm.agreement(_whole(worker, chosen), rows[0])
         metric = session.config.task.metrics[0]
         failures, noted = search_confirm.failures(rows[0], worker.gate, metric)
         warnings += noted
@@ -42,12 +44,16 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
             warnings.append(
                 "the chosen recipe has nothing in INT8: here no recipe with INT8 is faster than FP16"
             )
-        if not agreement.within_noise:
+        if agreement is not None and not agreement.within_noise:
             warnings.append(
                 f"the searched drop ({100 * agreement.searched:.2f} points) and the confirmed one "
                 f"({100 * agreement.confirmed:.2f}) differ by more than noise"
             )
-        warnings += [f"{row.name} dominates the chosen recipe on validation" for row in rows if row.dominates]
+        warnings += [
+            f"{row.name} dominates the chosen recipe on validation{_by_noise(row, rows[0], metric)}"
+            for row in rows
+            if row.dominates
+        ]
     found = Search(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=session.config.command,
@@ -65,7 +71,7 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
         trials=trials,
         outcome=Outcome(
             passed=not failures,
-            rule=rule(worker.gate),
+            rule=rule(worker.gate) + (", by modelled latency" if worker.source.mode == "model" else ""),
             chosen=chosen.number if chosen else None,
             why=why,
             failures=failures,
@@ -82,6 +88,13 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
     files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
     write_reports(found, folder)
     return found
+
+
+def _by_noise(row: Confirmed, chosen: Confirmed, metric: str) -> str:
+    """What to add where a difference of the metric is no larger than its error."""
+    errors = [next(iter(each.fake_quant.values())).delta_stderr[metric] for each in (row, chosen)]
+    noise = row.metrics[metric] - chosen.metrics[metric] <= 2 * math.hypot(*errors)
+    return ", in accuracy by no more than noise" if noise else ""
 
 
 def _whole(worker: Worker, chosen: Trial) -> Accuracy:

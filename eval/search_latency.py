@@ -74,7 +74,7 @@ def _model(session: Session, options: "Options") -> "tuple[Source, Measure]":
 def _engine(
     session: Session, options: "Options", work: Workspace, stack: ExitStack
 ) -> "tuple[Source, Measure]":
-    from qdqbench.eval.search_engine import EngineTimer, export
+    from qdqbench.eval.search_engine import EngineTimer, alone_on_gpu, export
     from qdqbench.quantize.trt import choose_backend
 
     gpu = find_gpu()
@@ -83,6 +83,7 @@ def _engine(
             "--latency engine needs an NVIDIA GPU, CUDA shows none here; --latency model estimates"
         )
     chosen = choose_backend(session.recipe.engine.backend)
+    stack.enter_context(alone_on_gpu())
     folder = session.folder / f"engines-{os.getpid()}"
     shape = options.batch, options.length
     source = Source(

@@ -22,7 +22,14 @@ def rank(work: "Workspace", file: Path | None) -> tuple[Space, str]:
     if file is not None:
         from qdqbench.eval.sensitivity_results import read_sensitivity
 
-        return from_rows(work.space, read_sensitivity(file).rows, str(file)), f"sensitivity file {file.name}"
+        measured, session = read_sensitivity(file), work.session
+        task = session.config.task.model_dump(mode="json")
+        if measured.model["sha256"] != session.model_sha256 or measured.task != task:
+            raise UserError(
+                f"{file} is of another model or task; run `qdqbench sensitivity` on this one, or leave "
+                "--sensitivity out"
+            )
+        return from_rows(work.space, measured.rows, str(file)), f"sensitivity file {file.name}"
     from qdqbench.eval.search_calibration import without_corrections
     from qdqbench.eval.sensitivity import Measurement
 

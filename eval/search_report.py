@@ -1,5 +1,6 @@
 """What a search says: on the terminal, in `search.md` and in `search.html` (one file, opens offline)."""
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,10 @@ def headline(found: Search) -> str:
     if not found.outcome.passed:
         problems = "; ".join(found.outcome.failures)
         return f"Trial {chosen.number} was chosen, and validation does not confirm it: {problems}."
-    return f"Trial {chosen.number}: {found.outcome.why}; confirmed on validation."
+    what = "confirmed on validation"
+    if found.source.mode == "model":
+        what = "accuracy confirmed on validation, latency modelled and not measured"
+    return f"Trial {chosen.number}: {found.outcome.why}; {what}."
 
 
 def chosen_of(found: Search) -> Trial | None:
@@ -58,9 +62,10 @@ def front_svg(found: Search) -> str:
         return ""
     drop = found.objective == "drop"
     measure = "drop, points" if drop else "divergence from FP32"
+    twin_ms = statistics.median(t.latency.twin_ms for t in done if t.latency)  # one scale for all hours
     groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
     for trial in done:
-        groups[_mark(found, trial)].append(_point(trial, drop=drop))
+        groups[_mark(found, trial)].append(_point(trial, twin_ms, drop=drop))
     shipped = {
         t.duplicate_of: t
         for t in found.trials
@@ -68,10 +73,10 @@ def front_svg(found: Search) -> str:
     }
     for trial in done:  # a shipped recipe that an earlier trial was already
         if trial.number in shipped and _mark(found, trial) not in ("shipped recipe", "chosen"):
-            groups["shipped recipe"].append(_point(trial, drop=drop))
+            groups["shipped recipe"].append(_point(trial, twin_ms, drop=drop))
     figure = plots.figure_of(3.6)
     axes = figure.add_subplot()
-    front = sorted(_point(t, drop=drop) for t in done if t.on_front)
+    front = sorted(_point(t, twin_ms, drop=drop) for t in done if t.on_front)
     axes.step(*zip(*front, strict=True), where="post", color=plots.BLUE, linewidth=1, alpha=0.6)
     for name, colour, marker in MARKS:
         if groups[name]:
@@ -88,10 +93,10 @@ def front_svg(found: Search) -> str:
     return plots.svg_of(figure, "search-front", f"{measure} against latency of {len(done)} recipes")
 
 
-def _point(trial: Trial, *, drop: bool) -> tuple[float, float]:
+def _point(trial: Trial, twin_ms: float, *, drop: bool) -> tuple[float, float]:
     assert trial.accuracy is not None
     assert trial.latency is not None
-    return trial.latency.ms, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
+    return twin_ms / trial.latency.speedup, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
 
 
 def _mark(found: Search, trial: Trial) -> str:
@@ -107,7 +112,9 @@ def _mark(found: Search, trial: Trial) -> str:
 def _context(found: Search) -> dict[str, Any]:
     """Everything in words, ready for the templates."""
     chosen = chosen_of(found)
-    order = sorted(found.trials, key=lambda t: (not t.on_front, t.latency.ms if t.latency else 0, t.number))
+    order = sorted(
+        found.trials, key=lambda t: (not t.on_front, -t.latency.speedup if t.latency else 0, t.number)
+    )
     return {
         "s": found,
         "title": f"{label(found.task)} · {Path(found.model).name} · {found.recipe['name']}",
@@ -201,7 +208,8 @@ def _error(found: Search) -> str:
     if error is None:
         return ""
     return (
-        f"Error of the cost model on engines left out of its fit: latency {error['ms_median']:.1%} (median), "
+        "Error of the cost model on engines left out of its fit, which says nothing of placements that none "
+        f"of them has: latency {error['ms_median']:.1%} (median), "
         f"{error['ms_p90']:.1%} (90th percentile); speed-up {error['speedup_median']:.1%} and "
         f"{error['speedup_p90']:.1%}."
     )
@@ -214,17 +222,17 @@ def summary(found: Search) -> "Group":
     from rich.table import Table
 
     context = _context(found)
-    modelled = " (modelled)" if context["modelled"] else ""
+    modelled = "\nmodelled" if context["modelled"] else ""
     table = Table(box=None)
     table.add_column("recipe", no_wrap=True)
-    for title in (label(found.metric), "drop, points", f"ms{modelled}", f"over FP16{modelled}", ""):
-        table.add_column(title)
+    for title in (label(found.metric), "drop, points", f"ms{modelled}", f"over FP16{modelled}"):
+        table.add_column(title, no_wrap=True)
+    remarks = ["the first row is the chosen recipe; ~: within noise"]
     for number, row in enumerate(context["confirmed"]):
-        noise = ", within noise" if row["noise"] else ""
         latency, speedup = (row[name].removesuffix(" modelled") for name in ("latency", "speedup"))
-        remark = row["remark"] if number else "chosen"
-        cells = (row["name"], row["value"], row["drop"] + noise, latency, speedup, remark)
-        table.add_row(*map(escape, cells))
+        cells = (row["name"], row["value"], row["drop"] + " ~" * bool(row["noise"]), latency, speedup)
+        table.add_row(*map(escape, cells), style=None if number else "bold")
+        remarks += [f"{row['name']}: {row['remark']}"] if row["remark"] else []
     colour = "green" if found.outcome.passed else "red"
     lines: list[Any] = [f"[{colour}]{escape(context['headline'])}[/]"]
     counts = (
@@ -232,6 +240,6 @@ def summary(found: Search) -> "Group":
     )
     lines.append(f"{counts}; asked: {escape(found.outcome.rule)}; latency {escape(found.source.label)}")
     if found.confirmed:
-        lines += [table, escape(context["agreement"])]
+        lines += [table, *map(escape, remarks), escape(context["agreement"])]
     lines += [f"[yellow]note[/] {escape(text)}" for text in found.warnings]
     return Group(*lines)

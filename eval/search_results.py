@@ -99,7 +99,7 @@ class Source(_Model):
     version: str
     batch: int
     length: int
-    outside: list[str] = []  # sizes outside of what the cost model was fitted to
+    outside: list[str] = []  # sizes and placements outside of what the cost model was fitted to
     error: dict[str, float] | None = None  # of the cost model, leave one engine out
 
 
@@ -176,21 +176,20 @@ def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
     """The trial that the gate asks for, and why; None when none holds it (then what was best)."""
     done = [t for t in trials if t.accuracy is not None and t.latency is not None and t.duplicate_of is None]
     held = [t for t in done if t.holds]
-    candidates = [t for t in held if t.on_front] or held
     if gate.min_speedup is not None:
-        if not candidates:
+        if not held:
             best = max(done, key=lambda t: t.latency.speedup if t.latency else 0, default=None)
             return None, _none(best, f"none is {gate.min_speedup:g}x as fast as its FP16 twin")
-        chosen = min(candidates, key=lambda t: t.accuracy.divergence if t.accuracy else 0)
+        chosen = min(held, key=lambda t: (t.accuracy.divergence if t.accuracy else 0, _relative(t)))
         return (
             chosen,
             f"the most accurate of {len(held)} recipes that are at least {gate.min_speedup:g}x as fast",
         )
-    if not candidates:
+    if not held:
         best = min(done, key=lambda t: t.accuracy.drop if t.accuracy else 0, default=None)
         return None, _none(best, f"none loses at most {100 * gate.max_drop:g} points")
-    fastest = min(t.latency.ms for t in candidates if t.latency)
-    near = [t for t in candidates if t.latency and t.latency.ms <= EQUAL_LATENCY * fastest]
+    fastest = min(map(_relative, held))
+    near = [t for t in held if _relative(t) <= EQUAL_LATENCY * fastest]
     chosen = min(near, key=lambda t: t.accuracy.divergence if t.accuracy else 0)
     why = f"the fastest of {len(held)} recipes that lose at most {100 * gate.max_drop:g} points"
     if chosen.accuracy and chosen.accuracy.drop > gate.max_drop:
@@ -201,18 +200,28 @@ def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
 
 
 def dominates(row: Confirmed, chosen: Confirmed, metric: str) -> bool:
-    """Whether a row is at least as accurate and as fast as the chosen recipe, and one of both strictly."""
+    """Whether a row is at least as accurate and as fast as the chosen recipe, and one of both strictly.
+
+    Speed-ups within 1% of each other are equal.
+    """
     if row.latency is None or chosen.latency is None or metric not in row.metrics:
         return False
-    own, other = (row.metrics[metric], -row.latency.ms), (chosen.metrics[metric], -chosen.latency.ms)
-    return own[0] >= other[0] and own[1] >= other[1] and own != other
+    faster = row.latency.speedup / chosen.latency.speedup
+    better = row.metrics[metric] - chosen.metrics[metric]
+    as_good = better >= 0 and faster >= 1 / EQUAL_LATENCY
+    return as_good and (better > 0 or faster > EQUAL_LATENCY)
+
+
+def _relative(trial: Trial) -> float:
+    """Latency over that of the twin beside it: milliseconds of other hours and cards do not compare."""
+    return 1 / trial.latency.speedup if trial.latency else float("inf")
 
 
 def _point(trial: Trial, objective: str) -> tuple[float, float] | None:
     if trial.accuracy is None or trial.latency is None:
         return None
     first = trial.accuracy.divergence if objective == "divergence" else trial.accuracy.drop
-    return first, trial.latency.ms
+    return first, _relative(trial)
 
 
 def _none(best: Trial | None, what: str) -> str:

@@ -1,11 +1,13 @@
 """The Optuna study of a search: shared by workers through its database, and whole after any of them dies."""
 
+import json
 import os
 import socket
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 First = tuple[str, Params, dict[str, Any]]  # origin, parameters, attributes
 HEARTBEAT_S, GRACE_S = 20, 120  # a worker on another machine that is silent for so long is dead
 MOST_ATTEMPTS = 2  # of a trial whose process dies: the second death is a result, such as out of memory
-WAIT_S, CLAIM_S = 1.0, 1800.0  # for the ranking that another worker makes
+WAIT_S, CLAIM_PAUSE_S, CLAIM_S = 1.0, 0.2, 1800.0  # for the ranking that another worker makes
 LOCK_S = 120.0  # SQLite makes workers wait for each other
 MOST_OPENINGS = 10  # workers that create one database at the same time trip over each other's tables
 MOST_REPEATS = (
@@ -42,14 +44,13 @@ def quiet_optuna() -> Iterator[None]:
         optuna.logging.set_verbosity(level)
 
 
-def open_study(storage: str, name: str, settings: dict[str, Any], *, seed: int) -> "optuna.Study":
+def open_study(storage: str, name: str, settings: dict[str, Any]) -> "optuna.Study":
     """Create or join a study.
 
     Args:
         storage: SQLAlchemy URL.
         name: of the study.
         settings: what its trials depend on; JSON.
-        seed: of the sampler; every worker draws from its own stream.
 
     Raises:
         UserError: the database cannot be used, or the study is of other settings.
@@ -78,11 +79,21 @@ def open_study(storage: str, name: str, settings: dict[str, Any], *, seed: int) 
             f"study {name!r} is of another {', '.join(sorted(differing))}; give --study-name a new name, or "
             "another --out"
         )
-    started = len(study.get_trials(deepcopy=False))
-    # two workers with one seed would propose the same; a resumed one must not propose again what it did
-    stream = (seed * 1_000_003 + started * 7919 + os.getpid() * (started > 0)) % 2**31
-    study.sampler = optuna.samplers.TPESampler(seed=stream, multivariate=True, n_startup_trials=8)
     return study
+
+
+def use_sampler(study: "optuna.Study", seed: int) -> None:
+    """Multivariate TPE with a stream of this worker's own.
+
+    Two workers with one seed would propose the same, and a resumed one must not propose again what it did:
+    only the worker that ranked a fresh study draws from the plain seed, so that it can be repeated.
+    """
+    import optuna
+
+    first = study.user_attrs.get("ranking_by", [])[:3] == _me() and not decided(study)
+    own = 0 if first else zlib.crc32(json.dumps([*_me(), time.time()]).encode())
+    stream = (seed * 1_000_003 + own) % 2**31
+    study.sampler = optuna.samplers.TPESampler(seed=stream, multivariate=True, n_startup_trials=8)
 
 
 def _open_storage(storage: str) -> "optuna.storages.RDBStorage":
@@ -131,6 +142,9 @@ def prepare_study(
             time.sleep(WAIT_S)
             continue
         study.set_user_attr("ranking_by", [*_me(), time.time()])
+        time.sleep(CLAIM_PAUSE_S)  # of several that claim at the same time, the last one has it
+        if study.user_attrs["ranking_by"][:3] != _me():
+            continue
         ranked, source = rank()
         for origin, params, attributes in first(ranked):
             study.enqueue_trial(params, user_attrs={"origin": origin, **attributes}, skip_if_exists=True)
@@ -152,7 +166,7 @@ def revive(study: "optuna.Study") -> int:
     found = 0
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
-        if not worker or worker[0] != socket.gethostname():
+        if not worker or worker[0] != _here():
             continue  # the heartbeat decides
         if _started(worker[1]) == worker[2] and worker[1] != os.getpid():
             continue
@@ -217,13 +231,22 @@ def running(study: "optuna.Study") -> int:
 
 
 def _me() -> list[Any]:
-    return [socket.gethostname(), os.getpid(), _started(os.getpid())]
+    return [_here(), os.getpid(), _started(os.getpid())]
+
+
+def _here() -> str:
+    """Where a process number means this process: containers may share a host's name, and not its numbers."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # Linux has both
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def _alive(claim: list[Any]) -> bool:
     """Whether a worker that said it would do something may still be at it."""
     host, pid, started, since = claim
-    if host == socket.gethostname():
+    if host == _here():
         return _started(pid) == started and started is not None
     return bool(time.time() - since < CLAIM_S)
 

@@ -93,13 +93,18 @@ class Sensitivity(_Model):
     environment: dict[str, Any]
 
 
+def sensitivity_file(path: Path) -> Path:
+    """The file itself, or the one in a folder."""
+    return path / FILE if path.is_dir() else path
+
+
 def read_sensitivity(path: Path) -> Sensitivity:
     """Read `sensitivity.json`, or the one in a folder.
 
     Raises:
         UserError: missing, or not of this version.
     """
-    file = path / FILE if path.is_dir() else path
+    file = sensitivity_file(path)
     try:
         return Sensitivity.model_validate(files.read_json(file))
     except ValidationError as error:

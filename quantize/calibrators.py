@@ -4,6 +4,7 @@ Percentile and entropy are ModelOpt's algorithms. Its MSE over a histogram is no
 the number of bits to `fake_tensor_quant` in the place of the bias, so it judges every amax with 0 bits.
 """
 
+import copy
 import warnings
 from typing import Any
 
@@ -114,13 +115,14 @@ def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
     from modelopt.torch.quantization.model_calib import _mse_quant_func
 
     start, stop, step = WEIGHT_CLIPS
+    judge = copy.deepcopy(quantizer).cpu()  # for a GPU, ModelOpt would first compile its arithmetic
     calibrator = MseCalibrator(
-        quantizer.amax.clone(),
-        axis=quantizer.axis,
+        judge.amax.clone(),
+        axis=judge.axis,
         step_size=step,
         start_multiplier=start,
         stop_multiplier=stop,
-        quant_func=lambda x, amax: _mse_quant_func(x, amax, quantizer),
+        quant_func=lambda x, amax: _mse_quant_func(x, amax, judge),
     )
-    calibrator.collect(weight)
-    quantizer.amax = calibrator.compute_amax()
+    calibrator.collect(weight.cpu())
+    quantizer.amax = calibrator.compute_amax().to(weight.device)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "checkpoint.json"
 WEIGHTS = "model.safetensors"
-KEPT = 2  # the last, and the one before it in case the last is damaged; the best is kept as well
+KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
 
 
 class _Manifest(BaseModel):
@@ -27,6 +27,11 @@ class _Manifest(BaseModel):
     state: dict[str, Any]  # of the training loop
     files: dict[str, str]  # name -> sha256
 
+    @property
+    def best_step(self) -> int:
+        """Whose weights the run would end with."""
+        return int(self.state["best_step"])
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -36,24 +41,22 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def save(  # noqa: PLR0913
+def save(
     folder: Path,
     step: int,
     accelerator: "Accelerator",
     *,
     identity: dict[str, Any],
     state: dict[str, Any],
-    best_step: int,
 ) -> None:
-    """Write a checkpoint from all processes; older ones go, but for the one before and the best.
+    """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
 
     Args:
         folder: of the run's checkpoints.
         step: optimizer steps done.
         accelerator: holds model, optimizer and scheduler.
         identity: what a resumed run must share.
-        state: of the training loop.
-        best_step: whose checkpoint is kept as well.
+        state: of the training loop, with `best_step`, whose checkpoint is kept as well.
 
     Raises:
         UserError: it cannot be written.
@@ -71,7 +74,10 @@ def save(  # noqa: PLR0913
         files.write_json(temporary / MANIFEST, written.model_dump(mode="json"))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        for other in set(_all(folder)) - {at(folder, best_step), *_all(folder)[:KEPT]}:
+        # later ones were passed over as damaged
+        kept = [path for path in _all(folder) if path.name <= final.name][:KEPT]
+        known = filter(None, map(_manifest, kept))
+        for other in set(_all(folder)) - {*kept, *(at(folder, each.best_step) for each in known)}:
             shutil.rmtree(other)
 
     main = accelerator.is_main_process
@@ -94,28 +100,21 @@ def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint
         notes: gets a line for each damaged checkpoint that is passed over.
 
     Raises:
-        UserError: a checkpoint of another run (recipe, model, data, number of processes).
+        UserError: a checkpoint of another run (recipe, model, data, processes, arithmetic).
     """
     for found in _all(folder):
-        try:
-            manifest = _Manifest.model_validate(files.read_json(found / MANIFEST))
-        except (UserError, ValidationError):
-            notes.append(f"checkpoint {found.name} is damaged ({MANIFEST}); the one before it is used")
-            continue
-        differing = [
-            f"{key} (there {_short(manifest.identity.get(key))}, here {_short(identity.get(key))})"
-            for key in {**manifest.identity, **identity}
-            if manifest.identity.get(key) != identity.get(key)
-        ]
-        if differing:
-            raise UserError(
-                f"{found} is a checkpoint of another run: it differs in {', '.join(differing)}; go on with "
-                "what it was started with, or give another --out, or remove it to begin again"
-            )
-        if bad := _damaged(found, manifest.files):
-            notes.append(f"checkpoint {found.name} is damaged ({', '.join(bad)}); the one before it is used")
-            continue
-        return Checkpoint(found, manifest.state)
+        manifest = _manifest(found)
+        if manifest is not None:
+            _require_same(found, manifest.identity, identity)
+        bad = _damaged(found)
+        if manifest is not None and not bad:
+            best = at(folder, manifest.best_step)
+            bad = [f"{best.name}/{name}" for name in _damaged(best)]  # the run would end without weights
+            if not bad:
+                return Checkpoint(found, manifest.state)
+        notes.append(f"checkpoint {found.name} is damaged ({', '.join(bad)}); it is passed over")
+    if _all(folder):
+        notes.append("no whole checkpoint was left; the training began again")
     return None
 
 
@@ -125,9 +124,24 @@ def require_whole(folder: Path) -> None:
     Raises:
         UserError: it is gone or damaged.
     """
-    manifest = _Manifest.model_validate(files.read_json(folder / MANIFEST))
-    if bad := _damaged(folder, manifest.files):
-        raise UserError(f"{folder} is damaged ({', '.join(bad)}); remove it and run the same command again")
+    if bad := _damaged(folder):
+        raise UserError(
+            f"{folder} is damaged ({', '.join(bad)}); run the same command again, which goes on from an "
+            "older checkpoint"
+        )
+
+
+def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    differing = [
+        f"{key} (there {_short(there.get(key))}, here {_short(here.get(key))})"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; go on with "
+            "what it was started with, or give another --out, or remove it to begin again"
+        )
 
 
 def _all(folder: Path) -> list[Path]:
@@ -135,10 +149,22 @@ def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
 
 
-def _damaged(folder: Path, hashes: dict[str, str]) -> list[str]:
+def _manifest(folder: Path) -> _Manifest | None:
+    """What a checkpoint says of itself; None where that cannot be read."""
+    try:
+        return _Manifest.model_validate(files.read_json(folder / MANIFEST))
+    except (UserError, ValidationError):
+        return None
+
+
+def _damaged(folder: Path) -> list[str]:
+    """Files of a checkpoint that are not as they were written."""
+    manifest = _manifest(folder)
+    if manifest is None:
+        return [MANIFEST]
     return [
         name
-        for name, digest in hashes.items()
+        for name, digest in manifest.files.items()
         if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
     ]
 

@@ -127,7 +127,10 @@ def _search(session: "Session", options: "Options", folder: Path, *, quiet: bool
         worker = open_worker(session, options, stack, show.say)
         if not run_trials(worker, show.trial):
             if not quiet:
-                console().print("other workers run the last trials; the last one of them writes the report")
+                console().print(
+                    "other workers run the last trials, and the last of them writes the report; "
+                    "if none does, run this command again"
+                )
             return None
         return finish(worker, folder, show.say)
 

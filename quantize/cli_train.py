@@ -14,6 +14,7 @@ from qdqbench.quantize.cli_tools import Json, command_line, console, plain
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from qdqbench.eval.study_results import Study
     from qdqbench.eval.training_results import LogRow
     from qdqbench.quantize.session import Session
     from qdqbench.quantize.training_settings import Training
@@ -59,7 +60,8 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Json = False,
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
-    from qdqbench.quantize.finetune import Request, finetune
+    from qdqbench.quantize.finetune import RESULT, Request, finetune
+    from qdqbench.quantize.training_record import require_all
 
     settings = _settings(
         epochs=epochs,
@@ -103,9 +105,10 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
                 report=show,
             )
             result = finetune(request, accelerator)
-        if not accelerator.is_main_process:
-            return
-    _say_finetuned(result, folder, json)
+    if accelerator.is_main_process:
+        _say_finetuned(result, folder, json)
+    failed = [f"seed {run.seed}" for run in result.runs if run.status == "failed"]
+    require_all(failed, folder / RESULT)
 
 
 def qat(  # noqa: PLR0913, PLR0917  (a command's options)
@@ -185,9 +188,11 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Json = False,
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
+    from qdqbench.eval.study_results import FILE
     from qdqbench.quantize.finetune import Request
     from qdqbench.quantize.recipe import load_recipe
     from qdqbench.quantize.study import Plan, study
+    from qdqbench.quantize.training_record import require_all
 
     recipes = [load_recipe(name) for name in recipe]
     settings = _settings(
@@ -217,6 +222,12 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
             command=command_line(),
         )
         found = study(Plan(request, recipes, folder, say), accelerator)
+    _say_studied(found, folder / FILE, json)
+    failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
+    require_all(failed, folder / FILE)
+
+
+def _say_studied(found: "Study", path: Path, json: bool) -> None:
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
         return
@@ -225,7 +236,7 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.eval.tables_study import study_tables
 
     console().print(Markdown("\n\n".join(study_tables([found]))))
-    console().print(f"results: {folder / 'study.json'}", highlight=False, soft_wrap=True)
+    console().print(f"results: {path}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -300,13 +311,10 @@ def _base(model: str | None, data: str, folder: Path, accelerator: "Accelerator"
 @contextmanager
 def _processes(precision: str) -> "Iterator[Accelerator]":
     """Accelerate on the processes that are here; the group ends with the block."""
-    from qdqbench.quantize.processes import leave, new_accelerator
+    from qdqbench.quantize.processes import group, new_accelerator
 
-    accelerator = new_accelerator(precision)
-    try:
-        yield accelerator
-    finally:
-        leave()
+    with group():
+        yield new_accelerator(precision)
 
 
 @contextmanager

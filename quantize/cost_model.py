@@ -90,6 +90,11 @@ class Row(BaseModel):
         return json.dumps([self.name, self.model.model_dump(), self.placement], sort_keys=True)
 
     @property
+    def mixed(self) -> bool:
+        """Whether some linears are in INT8 and others in FP16."""
+        return len({value for kind in ENCODER_KINDS for value in self.placement[kind]}) > 1
+
+    @property
     def machine(self) -> tuple[str, str, str]:
         """What the latencies are of."""
         return self.gpu, self.backend, self.version
@@ -136,7 +141,7 @@ class CostModel(BaseModel):
         return f"modelled, not measured: fitted to {made}"
 
     def outside(self, model: ModelShape, batch: int, length: int) -> list[str]:
-        """Sizes that lie outside of what was measured."""
+        """Sizes and placements that lie outside of what was measured."""
         asked = {**model.model_dump(), "batch": batch, "length": length}
         found = []
         for name, value in asked.items():
@@ -146,6 +151,10 @@ class CostModel(BaseModel):
             ]
             if not min(known) <= value <= max(known):
                 found.append(f"{name} {value} (measured: {min(known)} to {max(known)})")
+        if not any(row.mixed for row in self.rows):
+            found.append(
+                "linears in INT8 beside others in FP16 (measured: all alike): a border costs nothing"
+            )
         return found
 
 

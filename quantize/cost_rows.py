@@ -33,6 +33,11 @@ def fit(rows: Sequence[Row]) -> CostModel:
             f"{len(rows)} measured rows are too few for {len(TERMS)} terms; measure at least {LEAST_ROWS} "
             "with `qdqbench cost measure`"
         )
+    if len({row.engine for row in rows}) < 2:
+        raise UserError(
+            "the rows are of one engine, so the error on engines left out is unknown; measure other "
+            "placements with `qdqbench cost measure`"
+        )
     machines = sorted({row.machine for row in rows})
     if len(machines) > 1:
         listed = "; ".join(" ".join(machine) for machine in machines)

@@ -14,10 +14,10 @@ from qdqbench.eval.data import Encoded, Ints
 from qdqbench.eval.tasks import Task
 from qdqbench.eval.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize import files
-from qdqbench.quantize.errors import CheckFailed
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.losses import label_loss
 from qdqbench.quantize.models import quiet_transformers
-from qdqbench.quantize.training import Job, Judged, decayed, train
+from qdqbench.quantize.training import Job, decayed, train
 from qdqbench.quantize.training_data import TrainingData, divide
 from qdqbench.quantize.training_judge import collapsed, mean_loss, predict_rows
 from qdqbench.quantize.training_record import (
@@ -31,6 +31,7 @@ from qdqbench.quantize.training_record import (
     write_finished,
 )
 from qdqbench.quantize.training_settings import Training
+from qdqbench.quantize.training_state import Judged
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -104,7 +105,7 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
     """An encoder with a classifier for the task; the classifier is new unless `keep_head`.
 
     Raises:
-        UserError: not found, unsupported, or without encoder weights.
+        UserError: not found, unsupported, without encoder weights, or too short for the samples.
     """
     import torch
 
@@ -113,13 +114,20 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
     task = request.task
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return load_encoder(
+        model = load_encoder(
             request.base,
             num_labels=task.num_labels,
             regression=task.is_regression,
             dropout=request.settings.dropout,
             keep_head=request.keep_head,
         )
+    longest = int(model.config.max_position_embeddings)
+    if request.max_length > longest:
+        raise UserError(
+            f"samples may have {request.max_length} tokens, but model {request.base} has {longest} "
+            "positions; lower --max-length, or in a study export.max_length of the recipes"
+        )
+    return model
 
 
 def _load(request: Request) -> _Data:
@@ -243,7 +251,8 @@ def _validate(
         values |= {f"{name}{suffix}": value for name, value in found.items()}
         found = metrics.stderr(task, logits, encoded.labels, seed=0)
         errors |= {f"{name}{suffix}": value for name, value in found.items()}
-    return {"metrics": values, "stderr": errors, "n": sum(len(e.labels) for e in data.evaluation.values())}
+    first = next(iter(data.evaluation.values()))  # whose metric stands beside n
+    return {"metrics": values, "stderr": errors, "n": len(first.labels)}
 
 
 def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetuning:

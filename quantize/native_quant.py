@@ -13,7 +13,8 @@ back afterwards. What is replaced, and why:
 `tests/benchmark_qat.py` measures all three together. In which type is rounded, and how: `native_modules.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,16 @@ def use_modelopt(model: "PreTrainedModel") -> None:
     if learnt(model):
         raise RuntimeError("ModelOpt's quantizers know no ratios; settle(model) writes them into amax")
     _undo(model)
+
+
+@contextmanager
+def native(model: "PreTrainedModel") -> Iterator[None]:
+    """`use_native` meanwhile: on a GPU ModelOpt would first compile its own, on each new machine."""
+    use_native(model)
+    try:
+        yield
+    finally:
+        use_modelopt(model)
 
 
 def learn_amax(model: "PreTrainedModel", names: Iterable[str] | None = None) -> list[nn.Parameter]:

@@ -29,6 +29,7 @@ class Stage:
     run: Callable[[Session], list[Path]]
     needs: tuple[str, ...]  # stages whose outputs it reads
     inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
+    recorded: Callable[[Session], None] = lambda session: None  # removes what a killed stage would go on from
 
 
 class _Done(BaseModel):
@@ -102,6 +103,7 @@ def run_stages(
             )
             manifest.stages[stage.name] = done
             files.write_json(session.folder / MANIFEST, manifest.model_dump(mode="json"))
+        stage.recorded(session)
         session.notes += [note for note in done.notes if note not in session.notes]
         timings[stage.name] = Timing(wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
     return timings

@@ -1,9 +1,13 @@
 """The processes and the arithmetic of a training: Accelerate on what is here, bf16, TF32 or FP32."""
 
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from qdqbench.quantize.errors import QdqError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,7 +28,7 @@ def precision_here(precision: str) -> str:
 
     cuda = torch.cuda.is_available()
     if precision == "auto":
-        return "bf16" if cuda and torch.cuda.is_bf16_supported() else "fp32"
+        return "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if precision == "tf32":
         return "tf32" if cuda and torch.cuda.get_device_capability() >= AMPERE else "fp32"
     return precision
@@ -87,3 +91,29 @@ def leave() -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    """The group of processes ends with the block.
+
+    Every process raises the same `QdqError`. Any other exception may be one process's alone, for which the
+    others would wait in a collective, as ending the group would for them: it ends this process at once, and
+    the launcher then stops the others.
+    """
+    try:
+        yield
+    except QdqError:
+        leave()
+        raise
+    except BaseException as error:
+        if launched() > 1:
+            traceback.print_exc()
+            rank, what = os.environ.get("RANK", "0"), " ".join(f"{type(error).__name__}: {error}".split())
+            sys.stderr.write(f"qdqbench: process {rank} failed and stops the training, {what[:400]}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        leave()
+        raise
+    leave()

@@ -141,7 +141,12 @@ def calibrate(
     states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     residual.require_shared(states, plan)
-    biases = correct_biases(model, plan.int8, batches) if settings.bias_correction else {}
+    biases: dict[str, list[float]] = {}
+    if settings.bias_correction:
+        from qdqbench.quantize.native_quant import native
+
+        with native(model) if model.device.type == "cuda" else contextlib.nullcontext():
+            biases = correct_biases(model, plan.int8, batches)
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},

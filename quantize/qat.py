@@ -61,12 +61,12 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """
     from accelerate.utils import broadcast_object_list
 
-    from qdqbench.quantize.processes import leads, leave, new_accelerator
+    from qdqbench.quantize.processes import group, leads, new_accelerator
 
     if leads():
         lead("ptq")
-    accelerator = new_accelerator(settings_of(session).precision)
-    try:
+    with group():
+        accelerator = new_accelerator(settings_of(session).precision)
         if not leads():
             if broadcast_object_list([None])[0]:
                 train_quantized(session, accelerator)
@@ -85,8 +85,6 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
             session.accelerator, session.before_training = None, lambda: None
             if not told:
                 broadcast_object_list([False])
-    finally:
-        leave()
 
 
 def train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:

@@ -32,8 +32,13 @@ def write_trained(
         save_modelopt(model, temporary)
     require_rebuilt(session, model)
     files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
-    shutil.rmtree(folder / CHECKPOINTS)
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    written = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
+
+
+def remove_checkpoints(session: Session) -> None:
+    """Once the stage is recorded: killed before, it goes on from the last one and trains no step again."""
+    shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
 
 
 def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:

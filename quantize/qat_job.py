@@ -7,20 +7,24 @@ import numpy as np
 
 from qdqbench.eval import metrics
 from qdqbench.eval.data import Encoded, Ints
+from qdqbench.eval.tasks import Task
 from qdqbench.quantize import native_quant
 from qdqbench.quantize.errors import CheckFailed
 from qdqbench.quantize.losses import answer_distance, hidden_distance, label_loss
 from qdqbench.quantize.session import QAT, Session
-from qdqbench.quantize.training import Job, Judged, decayed
+from qdqbench.quantize.training import Job, decayed
 from qdqbench.quantize.training_data import TrainingData, divide
 from qdqbench.quantize.training_judge import BATCH, Floats, collapsed, mean_loss, predict_rows
 from qdqbench.quantize.training_record import CHECKPOINTS
-from qdqbench.quantize.training_settings import Qat
+from qdqbench.quantize.training_settings import Distill, Qat
+from qdqbench.quantize.training_state import Judged
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from transformers import PreTrainedModel
+
+FAR = 0.1  # of the unit of each part of the loss
 
 
 def new_job(
@@ -47,6 +51,7 @@ def new_job(
         after_step=lambda: native_quant.keep_positive(model),
         report=session.report,
         judge_first=True,
+        far=_far(session.config.task, settings.distill, answers[data.held_out]),
     )
 
 
@@ -72,6 +77,10 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = settings.dropout
+    if not (settings.distill.logits or settings.distill.labels):
+        # hidden states do not depend on these, and processes would wait for their gradients
+        for head in (model.base_model.pooler, model.classifier):
+            head.requires_grad_(False)
     return model
 
 
@@ -81,7 +90,7 @@ def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, 
     known = {id(ratio) for ratio in ratios}
     groups = decayed(model, settings.weight_decay)
     groups = [{**g, "params": [p for p in g["params"] if id(p) not in known]} for g in groups]
-    if ratios:
+    if ratios := [ratio for ratio in ratios if ratio.requires_grad]:
         groups.append({"params": ratios, "weight_decay": 0.0, "lr": settings.amax_learning_rate})
     return groups
 
@@ -161,9 +170,19 @@ def _judge(  # noqa: PLR0913, PLR0917
             score += parts.hidden * found["hidden"]
             found = {"objective": score, **found}
         values = {**found, **metrics.compute(task, logits, labels)}
-        return Judged(-score, values, collapsed(task, logits, labels))
+        constant = collapsed(task, logits, labels) and not collapsed(task, wanted, labels)
+        return Judged(-score, values, constant)
 
     return judge
+
+
+def _far(task: Task, parts: Distill, wanted: Floats) -> float:
+    """A distance that no sound student has, though PTQ may be so near that ten times its own is nothing.
+
+    A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.
+    """
+    unit = float(np.var(wanted)) if task.is_regression else 1.0
+    return FAR * ((parts.logits + parts.labels) * unit + parts.hidden)
 
 
 def _held_out_hidden(

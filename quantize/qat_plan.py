@@ -92,7 +92,7 @@ def make_plan(session: Session) -> QatPlan | None:
     Returns:
         The plan in the main process, None in the others.
     """
-    from qdqbench.quantize.processes import leads, leave, new_accelerator
+    from qdqbench.quantize.processes import group, leads, new_accelerator
     from qdqbench.quantize.qat import settings_of
     from qdqbench.quantize.run import run_until
 
@@ -101,10 +101,8 @@ def make_plan(session: Session) -> QatPlan | None:
         for stage in ("baseline", "ptq"):
             run_until(session, stage)
         engine = _engine(session)
-    try:
+    with group():
         cost = measure(session, new_accelerator(settings_of(session).precision))  # the others wait to meet
-    finally:
-        leave()
     return _plan(session, *engine, cost) if engine else None
 
 

@@ -45,6 +45,7 @@ def baseline(session: Session) -> list[Path]:
 
 def quantize(session: Session) -> list[Path]:
     """Calibrate and record every amax."""
+    from qdqbench.eval.runners import gpu
     from qdqbench.quantize import ptq
     from qdqbench.quantize.calibration import write_record
 
@@ -57,7 +58,10 @@ def quantize(session: Session) -> list[Path]:
         seen = seen % total + count  # smoothing goes through the data twice
         session.progress(seen, total)
 
-    record = ptq.calibrate(session.new_int8_model(), session.plan, batches, settings, progress)
+    model: Any = session.new_int8_model()
+    if (device := gpu()) is not None:
+        model.to(device)
+    record = ptq.calibrate(model, session.plan, batches, settings, progress)
     split = batches.split
     record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += record.notes
@@ -76,6 +80,12 @@ def qat(session: Session) -> list[Path]:
     from qdqbench.quantize.qat import qat as train
 
     return train(session)
+
+
+def _forget_checkpoints(session: Session) -> None:
+    from qdqbench.quantize.qat_files import remove_checkpoints
+
+    remove_checkpoints(session)
 
 
 def fake_quant(session: Session) -> list[Path]:
@@ -256,5 +266,5 @@ def _training(first: tuple[str, ...]) -> list[Stage]:
     """What QAT adds: PTQ on its own, to be compared, and the training."""
     return [
         Stage("ptq", ptq, (*first, "quantize"), _evaluation),
-        Stage("qat", qat, (*first, "quantize"), _trained),
+        Stage("qat", qat, (*first, "quantize"), _trained, _forget_checkpoints),
     ]

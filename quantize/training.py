@@ -17,9 +17,10 @@ from qdqbench.eval.data import Ints
 from qdqbench.eval.training_results import LogRow
 from qdqbench.quantize import checkpoints
 from qdqbench.quantize.errors import CheckFailed
-from qdqbench.quantize.processes import matrix_products
+from qdqbench.quantize.processes import matrix_products, precision_here
 from qdqbench.quantize.training_data import TrainingData, epoch_batches, shares, steps_per_epoch
 from qdqbench.quantize.training_settings import Training
+from qdqbench.quantize.training_state import Judged, State
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LOG_STEPS = 10  # between looks at the loss: each look waits for the device
-MOST_COLLAPSED = 2  # evaluations in a row with an answer that no longer depends on the input
 Tensors = dict[str, "torch.Tensor"]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """An evaluation on the held-out rows."""
-
-    score: float  # higher is better; chooses the weights that are kept
-    values: dict[str, float]  # by name, for the log
-    collapsed: bool  # the answers no longer depend on the input
 
 
 @dataclass
@@ -55,6 +46,7 @@ class Job:
     after_step: Callable[[], None] = lambda: None
     report: Callable[[LogRow, int], None] = lambda row, steps: None  # a new line of the log, and all steps
     judge_first: bool = False  # the weights before training are a candidate too
+    far: float = math.inf  # minus the score: a run that gets there, and ten times its first, diverged
     notes: list[str] = field(default_factory=list)
 
 
@@ -69,20 +61,6 @@ class Outcome:
     seconds: float  # in steps, without evaluations and checkpoints
     samples: int  # seen in `seconds`
     stopped: str | None  # why before the last step
-
-
-@dataclass
-class _State:
-    """What a checkpoint holds beside model, optimizer and scheduler."""
-
-    step: int = 0
-    best_step: int = -1
-    best_score: float = -math.inf
-    without_gain: int = 0  # evaluations
-    collapsed: int = 0  # evaluations in a row
-    seconds: float = 0.0
-    samples: int = 0
-    log: list[dict[str, Any]] = field(default_factory=list)
 
 
 def total_steps(data: TrainingData, settings: Training) -> int:
@@ -106,7 +84,7 @@ def train(job: Job, accelerator: "Accelerator") -> Outcome:
 
     Raises:
         UserError: a checkpoint of another run, or no room for checkpoints.
-        CheckFailed: the loss is NaN or infinite, or the model collapsed.
+        CheckFailed: the loss is NaN or infinite, or the model diverged.
     """
     try:
         with matrix_products(job.settings.precision):
@@ -125,16 +103,16 @@ def _train(job: Job, accelerator: "Accelerator") -> Outcome:
     model, optimizer, scheduler = _prepared(job, accelerator, steps)
     state = _resumed(job, accelerator)
     if state is None:
-        state = _State()
+        state = State()
         set_seed(settings.seed, device_specific=True)
         if job.judge_first:
             _judge(job, accelerator, state)
-    stopped = _stop(state, settings)
+    stopped = state.ends(settings)
     while state.step < steps and stopped is None:
         until = min(step for step in due if step > state.step)
         _advance(job, accelerator, (model, optimizer, scheduler), state, until)
         _judge(job, accelerator, state)
-        stopped = _stop(state, settings)
+        stopped = state.ends(settings)
     _load_best(checkpoints.at(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # its forward is no longer under autocast
     return Outcome(
@@ -200,13 +178,22 @@ def decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def _resumed(job: Job, accelerator: "Accelerator") -> _State | None:
-    identity = {**job.identity, "processes": accelerator.num_processes}
-    found = checkpoints.find(job.folder, identity, job.notes)
+def _identity(job: Job, accelerator: "Accelerator") -> dict[str, Any]:
+    """What a resumed run must share: other arithmetic would go on, but to other weights."""
+    return {
+        **job.identity,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "arithmetic": precision_here(job.settings.precision),
+    }
+
+
+def _resumed(job: Job, accelerator: "Accelerator") -> State | None:
+    found = checkpoints.find(job.folder, _identity(job, accelerator), job.notes)
     if found is None:
         return None
     accelerator.load_state(str(found.folder))
-    state = _State(**found.state)
+    state = State(**found.state)
     job.notes.append(f"resumed after step {state.step}")
     for row in state.log:
         job.report(LogRow(**row), total_steps(job.data, job.settings))
@@ -214,7 +201,7 @@ def _resumed(job: Job, accelerator: "Accelerator") -> _State | None:
 
 
 def _advance(
-    job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: _State, until: int
+    job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
     """Optimizer steps up to the next evaluation."""
     model, optimizer, scheduler = prepared
@@ -294,7 +281,7 @@ def _mean_loss(accelerator: "Accelerator", losses: list[Any], norm: Any, step: i
     return mean
 
 
-def _judge(job: Job, accelerator: "Accelerator", state: _State) -> None:
+def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
     """Evaluate, note, and write a checkpoint."""
     job.model.eval()
     judged = job.judge(job.model)
@@ -303,44 +290,15 @@ def _judge(job: Job, accelerator: "Accelerator", state: _State) -> None:
             f"the model's answers to the held-out rows are NaN or infinite after step {state.step}; lower "
             "learning_rate, or set precision: fp32"
         )
-    gained = judged.score > state.best_score
-    if gained:
-        state.best_step, state.best_score = state.step, judged.score
-    state.without_gain = 0 if gained else state.without_gain + 1
-    # a new head may answer the same to everything for half of the steps
+    # a new head may answer the same to everything for half of the steps, and step 0 is no training
     late = 2 * state.step > total_steps(job.data, job.settings)
-    collapsed = judged.collapsed and (job.judge_first or late)
-    state.collapsed = state.collapsed + 1 if collapsed else 0
+    state.see(judged, may_collapse=late or (job.judge_first and state.step > 0), far=job.far)
     per_epoch = steps_per_epoch(job.data, job.settings.batch_size)
     row = LogRow(step=state.step, epoch=state.step / per_epoch, score=judged.score, values=judged.values)
     state.log.append(row.model_dump())
     job.report(row, total_steps(job.data, job.settings))
-    identity = {**job.identity, "processes": accelerator.num_processes}
-    checkpoints.save(
-        job.folder,
-        state.step,
-        accelerator,
-        identity=identity,
-        state=asdict(state),
-        best_step=state.best_step,
-    )
-
-
-def _stop(state: _State, settings: Training) -> str | None:
-    """Why the run ends here, if it does.
-
-    Raises:
-        CheckFailed: the model collapsed.
-    """
-    if state.collapsed >= MOST_COLLAPSED:
-        raise CheckFailed(
-            f"training diverged: after step {state.step} the model gives the same answer whatever the input, "
-            f"for {state.collapsed} evaluations in a row; lower learning_rate (now "
-            f"{settings.learning_rate:g}) or raise warmup"
-        )
-    if settings.patience is not None and state.without_gain >= settings.patience:
-        return f"no gain in {state.without_gain} evaluations"
-    return None
+    identity = _identity(job, accelerator)
+    checkpoints.save(job.folder, state.step, accelerator, identity=identity, state=asdict(state))
 
 
 def _load_best(checkpoint: Path, model: Any) -> None:

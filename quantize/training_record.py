@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from qdqbench.eval.training_results import Spread, TrainingRun
 from qdqbench.quantize import files
-from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.processes import precision_here
 from qdqbench.quantize.training import Outcome, total_steps
 from qdqbench.quantize.training_data import TrainingData
@@ -77,6 +77,22 @@ def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
             "folder, or remove it to begin again"
         )
     return run
+
+
+def require_all(failed: list[str], path: Path) -> None:
+    """The end of a command over seeds, when its report is written.
+
+    Args:
+        failed: the seeds that were not trained to their end, in words.
+        path: says why.
+
+    Raises:
+        CheckFailed: there are such.
+    """
+    if failed:
+        raise CheckFailed(
+            f"not trained to the end: {', '.join(failed)}; {path} has the reasons, and the others"
+        )
 
 
 def held_out_score(run: TrainingRun) -> float:

@@ -72,6 +72,35 @@ def test_finished_seeds_are_kept_and_other_settings_refused(tuned, qdqbench, giv
     assert "finished training of another learning_rate" in other.err
 
 
+def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, monkeypatch):
+    from qdqbench.quantize import finetune
+    from qdqbench.quantize.errors import CheckFailed
+
+    def diverges(job, accelerator):
+        raise CheckFailed("it diverged")
+
+    out = shutil.copytree(tuned, tmp_path / "f")
+    shutil.rmtree(out / "seed-1")
+    monkeypatch.setattr(finetune, "train", diverges)
+    done = qdqbench("finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", str(out), "--json")
+    assert done.code == 2
+    assert "not trained to the end: seed 1; " in done.err
+    assert [run["status"] for run in json.loads(done.out)["runs"]] == ["done", "failed"]
+    assert "it diverged" in (out / "finetune.json").read_text()
+
+
+def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypatch):
+    from qdqbench.quantize import study
+
+    rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
+    found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
+    monkeypatch.setattr(study, "study", lambda plan, accelerator: found)
+    options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json"]
+    done = qdqbench("study", "--recipe", "bert-int8-attention-qat", *options)
+    assert (done.code, done.out) == (2, "{}\n")
+    assert "not trained to the end: seed 1 with r, seed 3 with r; " in done.err
+
+
 def test_a_killed_fine_tuning_goes_on_bit_for_bit(tuned, given, tmp_path, qdqbench):
     options = [*given("sst2").options, *QUICK, "--out", str(tmp_path / "f")]
     process = subprocess.Popen(
@@ -98,6 +127,7 @@ def test_a_killed_fine_tuning_goes_on_bit_for_bit(tuned, given, tmp_path, qdqben
         (["--epochs", "0"], "--epochs"),
         (["--learning-rate", "2"], "--learning-rate"),
         (["--schedule", "step"], "--schedule"),
+        (["--max-length", "5000"], "positions; lower --max-length"),
         (["--keep-head", "--num-labels", "3"], "no classifier for 3 labels"),
     ],
 )
@@ -216,6 +246,52 @@ def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_pa
     assert any("resumed after step 15" in note for note in session.notes)
     for name in ("model/model.safetensors", "calibration.json", "modelopt/model.safetensors"):
         assert (session.folder / "qat" / name).read_bytes() == (trained / "qat" / name).read_bytes(), name
+
+
+def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, tmp_path, monkeypatch):
+    from qdqbench.quantize import pipeline, training
+    from qdqbench.quantize.run import run_until
+
+    def killed(*arguments):
+        raise Killed
+
+    session = again(trained, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_remove_stale", killed)
+        with pytest.raises(Killed):
+            run_until(session, "qat", quiet=True)
+    assert (session.folder / "qat" / "training.json").exists()
+    monkeypatch.setattr(training, "_gradient", killed)
+    run_until(session, "qat", quiet=True)
+    assert any("resumed after step 30" in note for note in session.notes)
+    assert not (session.folder / "qat" / "checkpoints").exists()
+    for name in ("model/model.safetensors", "calibration.json"):
+        assert (session.folder / "qat" / name).read_bytes() == (trained / "qat" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("logits", [0.0, 1.0])
+def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
+    """Processes would wait for one that never comes."""
+    from qdqbench.quantize import qat_job
+    from qdqbench.quantize.processes import new_accelerator
+    from qdqbench.quantize.training_settings import Distill
+
+    session = again(trained, tmp_path)
+    parts = Distill(logits=logits, hidden=1.0)
+    settings = session.recipe.qat.model_copy(update={"amax": "learnt", "distill": parts})
+    data, _ = qat_job.training_data(session, settings)
+    model = qat_job.prepare_student(session, settings)
+    job = qat_job.new_job(session, settings, new_accelerator("fp32"), model, data)
+    _, batch = data.batch(data.rows[:4])
+    import torch
+
+    job.loss(
+        model, data.rows[:4], {name: torch.from_numpy(array) for name, array in batch.items()}
+    ).backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    stepped = {id(p) for group in job.groups for p in group["params"]}
+    assert stepped == {id(p) for p in model.parameters() if p.requires_grad}
+    assert model.classifier.weight.requires_grad == (logits > 0)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Bias correction: the mean that FP32 had, never a layer that is worse, and nothing else touched."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qdqbench.quantize import bias_correction, ptq
+from qdqbench.quantize import bias_correction, native_quant, ptq
 from qdqbench.quantize.bias_correction import apply_biases, correct_biases
 from qdqbench.quantize.models import load_model
 from qdqbench.quantize.smoothing import quantizers_off
@@ -95,6 +96,22 @@ def test_it_helps_where_clipping_moved_the_means(tiny_bert: Path) -> None:
     assert len(added) >= 8
     after = errors(model, exact, batches)
     assert all(now < 0.9 * was for now, was in zip(after, before, strict=True))
+
+
+def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
+    """On a GPU they stand in for ModelOpt's arithmetic."""
+    model, plan = coarse(tiny_bert, attention="int8", precision={"keep": ["layernorm"]})
+    expected = correct_biases(copy.deepcopy(model), plan.int8, calibration_batches())
+    quantizers = {name: (type(q), q.amax.clone()) for name, q in ptq.enabled_quantizers(model).items()}
+    with native_quant.native(model):
+        ours = correct_biases(model, plan.int8, calibration_batches())
+    assert list(ours) == list(expected)
+    assert len(ours) >= 8
+    for name, values in ours.items():
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]), rtol=1e-3, atol=1e-5)
+    for name, quantizer in ptq.enabled_quantizers(model).items():
+        assert type(quantizer) is quantizers[name][0]
+        assert torch.equal(quantizer.amax, quantizers[name][1])
 
 
 def test_of_each_layer_the_error_never_grows(tiny_bert: Path) -> None:

@@ -72,6 +72,17 @@ def test_a_second_run_adds_what_is_missing(measure):
     assert len({row.engine for row in read_rows(path)}) == 5
 
 
+def test_other_shapes_are_missing_too_and_a_torn_line_goes(measure):
+    _, _, path = measure(placements=3, shapes=SHAPES[:1])
+    with path.open("a") as stream:
+        stream.write('{"name": "smal')
+    done, _, _ = measure(placements=3)
+    assert (done.engines, done.rows) == (3, 3)
+    found = read_rows(path)
+    assert sorted({(row.batch, row.length) for row in found}) == SHAPES
+    assert len(found) == 6
+
+
 def test_the_budget_stops_in_order(measure):
     now = [0.0]
 

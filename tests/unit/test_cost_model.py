@@ -131,6 +131,8 @@ def test_sizes_outside_of_the_data_are_named():
     said = " ".join(model.outside(large, 256, 128))
     assert all(word in said for word in ("layers 24", "hidden 1024", "batch 256"))
     assert "length" not in said
+    alike = [row for row in made_rows() if not row.mixed] + made_rows(models=(TINY,), engines=1)
+    assert "a border costs nothing" in " ".join(fit([*alike, *alike]).outside(SMALL, 32, 128))
 
 
 def test_a_shipped_model_is_used_or_its_absence_says_how_to_make_one(monkeypatch, tmp_path):
@@ -161,6 +163,8 @@ def test_rows_are_read_up_to_a_torn_line(tmp_path):
 def test_rows_that_do_not_go_together_are_refused():
     with pytest.raises(UserError, match="too few"):
         fit(made_rows(models=(TINY,), engines=1)[: LEAST_ROWS - 1])
+    with pytest.raises(UserError, match="of one engine"):
+        fit(4 * made_rows(models=(TINY,), engines=1))
     with pytest.raises(UserError, match="another GPU"):
         fit([*made_rows(), *made_rows(gpu="another GPU")])
 

@@ -1,10 +1,11 @@
 """Latencies of a search from engines that are files: one twin, proof, and failures that are a trial's own."""
 
-from contextlib import ExitStack
+import tempfile
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from qdqbench.eval import search_engine, search_latency
+from qdqbench.eval import bench_run, search_engine, search_latency
 from qdqbench.eval.search import Options
 from qdqbench.eval.search_space import make_space
 from qdqbench.eval.search_trial import Workspace
@@ -48,6 +49,7 @@ def measure(work, monkeypatch):
     """The function that gives latencies, on a GPU that is not there."""
     fakes = fake_engines.devices()
     monkeypatch.setattr(search_engine, "gpu_devices", lambda: fakes)
+    monkeypatch.setattr(search_engine, "alone_on_gpu", nullcontext)
     monkeypatch.setattr(search_latency, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
     monkeypatch.setattr(trt, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"}))
     with ExitStack() as stack:
@@ -105,6 +107,19 @@ def test_files_of_engines_do_not_stay(work, measure):
 def test_a_shape_outside_of_the_profile_is_refused(work):
     with pytest.raises(UserError, match="--batch 500"):
         search_latency.latency_source(work.session, Options(batch=500), work, ExitStack())
+
+
+def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(bench_run, "gpu_uuid", lambda: "GPU-1")
+    with search_engine.alone_on_gpu():
+        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), search_engine.alone_on_gpu():
+            pass
+        monkeypatch.setattr(bench_run, "gpu_uuid", lambda: "GPU-2")
+        with search_engine.alone_on_gpu():
+            pass
+    with search_engine.alone_on_gpu():
+        pass
 
 
 def test_engines_need_a_gpu(work, monkeypatch):

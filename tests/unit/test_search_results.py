@@ -93,6 +93,23 @@ def test_the_fastest_that_holds_is_chosen():
     assert "fastest of 2" in why
 
 
+def test_what_only_a_failing_trial_beats_is_chosen():
+    trials = [trial_of(0, 0.0, 0.0, 2.0), trial_of(1, 0.006, 0.010, 1.0), trial_of(2, 0.001, 0.012, 1.05)]
+    mark_front(trials, "divergence")
+    assert [trial.on_front for trial in trials] == [True, True, False]
+    assert choose(trials, Gate(max_drop=0.003))[0].number == 2
+
+
+def test_milliseconds_of_another_hour_do_not_decide():
+    trials = [trial_of(0, 0.001, 0.1, 1.00), trial_of(1, 0.001, 0.1, 0.97)]
+    slow, fast = (trial.latency for trial in trials)
+    trials[1].latency = fast.model_copy(update={"twin_ms": 1.85, "speedup": 1.85 / 0.97})
+    assert slow.speedup > trials[1].latency.speedup
+    mark_front(trials, "divergence")
+    assert choose(trials, Gate(max_drop=0.003))[0].number == 0
+    assert [trial.on_front for trial in trials] == [True, False]
+
+
 def test_equal_latency_goes_to_the_most_accurate():
     trials = [trial_of(0, 0.001, 0.3, 1.000), trial_of(1, 0.001, 0.1, 1.005), trial_of(2, 0.0, 0.01, 1.2)]
     mark_front(trials, "divergence")
@@ -144,7 +161,15 @@ def test_the_front_holds_what_nothing_beats(objective):
 
 @pytest.mark.parametrize(
     ("value", "ms", "expected"),
-    [(0.9, 1.0, False), (0.91, 1.0, True), (0.9, 0.9, True), (0.91, 1.1, False), (0.89, 0.9, False)],
+    [
+        (0.9, 1.0, False),
+        (0.91, 1.0, True),
+        (0.9, 0.9, True),
+        (0.91, 1.1, False),
+        (0.89, 0.9, False),
+        (0.9, 0.995, False),  # within 1%
+        (0.91, 1.005, True),
+    ],
 )
 def test_domination_is_at_least_as_good_in_both_and_better_in_one(value, ms, expected):
     assert dominates(confirmed("a", value, ms), confirmed("chosen", 0.9, 1.0), "accuracy") is expected
@@ -170,6 +195,16 @@ def test_confirmation_holds_or_says_why():
     assert "within noise" in noted[0]
     row.engine["validation"] = comparison(0.02)
     assert "the engine" in failures(row, gate, "accuracy")[0][0]
+
+
+def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
+    row = Confirmed(name="found", shipped=False, status="failed", reason="2 layers are not in INT8")
+    assert failures(row, Gate(), "accuracy") == (["the chosen recipe failed: 2 layers are not in INT8"], [])
+    outcome = Outcome(passed=False, rule="r", chosen=1, why="w", failures=["the chosen recipe failed: x"])
+    found = sample_search(confirmed=[row], agreement=None, outcome=outcome)
+    for path in write_reports(found, tmp_path):
+        assert "2 layers are not in INT8" in path.read_text()
+    summary(found)
 
 
 def test_rules_in_words():

@@ -1,10 +1,13 @@
 """The space of a search: every point is a valid recipe that means what the parameters say."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qdqbench.eval import search_rank, sensitivity_results
 from qdqbench.eval.search_space import (
     FLIPS,
     FRAMES,
@@ -16,11 +19,13 @@ from qdqbench.eval.search_space import (
     searched_name,
     short_yaml,
 )
+from qdqbench.eval.tasks import Task
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.kinds import layer_of, linear_kind
 from qdqbench.quantize.matching import ModuleInfo, resolve
 from qdqbench.quantize.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 
+TASK = Task(name="x", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
 LAYERS = 12  # numbers of two digits are where patterns go wrong
 
 
@@ -186,3 +191,12 @@ def test_suggestions_cover_the_space():
     assert {params["method"] for params in found} == set(METHODS)
     for params in found:
         SPACE.recipe(params)
+
+
+@pytest.mark.parametrize("other", [{"model": {"sha256": "b"}}, {"task": {"name": "another"}}])
+def test_a_sensitivity_of_another_model_or_task_is_refused(other, monkeypatch, tmp_path):
+    measured = {"model": {"sha256": "a"}, "task": TASK.model_dump(mode="json"), "rows": []} | other
+    monkeypatch.setattr(sensitivity_results, "read_sensitivity", lambda file: SimpleNamespace(**measured))
+    session = SimpleNamespace(model_sha256="a", config=SimpleNamespace(task=TASK))
+    with pytest.raises(UserError, match="another model or task"):
+        search_rank.rank(SimpleNamespace(session=session), tmp_path / "sensitivity.json")

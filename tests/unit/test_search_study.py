@@ -1,7 +1,6 @@
 """The study: shared, resumed, and whole after a worker dies."""
 
 import os
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +19,7 @@ from qdqbench.eval.search_study import (
     requeue,
     revive,
     running,
+    use_sampler,
 )
 from qdqbench.quantize.errors import UserError
 
@@ -38,7 +38,9 @@ def url(tmp_path):
 
 
 def opened(url, settings=SETTINGS, name="x"):
-    return open_study(url, name, settings, seed=0)
+    study = open_study(url, name, settings)
+    use_sampler(study, 0)
+    return study
 
 
 def objective(trial):
@@ -85,7 +87,7 @@ def started_by(study, worker, **attributes):
 
 def test_a_dead_process_loses_no_trial(url):
     study = opened(url)
-    started_by(study, [socket.gethostname(), 2**22 + 1, 1.0])  # no such process
+    started_by(study, [study_module._here(), 2**22 + 1, 1.0])  # no such process
     assert running(study) == 1
     assert revive(study) == 1
     assert (running(study), counted(study)) == (0, 0)
@@ -99,7 +101,7 @@ def test_a_dead_process_loses_no_trial(url):
 
 def test_a_trial_that_kills_its_process_twice_has_failed(url):
     study = opened(url)
-    started_by(study, [socket.gethostname(), 2**22 + 1, 1.0], attempt=MOST_ATTEMPTS)
+    started_by(study, [study_module._here(), 2**22 + 1, 1.0], attempt=MOST_ATTEMPTS)
     assert revive(study) == 1
     assert counted(study) == 1
     assert not study.get_trials(states=(optuna.trial.TrialState.WAITING,))
@@ -108,7 +110,7 @@ def test_a_trial_that_kills_its_process_twice_has_failed(url):
 def test_living_and_distant_workers_are_left_alone(url):
     study = opened(url)
     parent = os.getppid()
-    started_by(study, [socket.gethostname(), parent, study_module._started(parent)])
+    started_by(study, [study_module._here(), parent, study_module._started(parent)])
     started_by(study, ["another-machine", 1, 1.0])
     assert revive(study) == 0
     assert running(study) == 2
@@ -116,7 +118,7 @@ def test_living_and_distant_workers_are_left_alone(url):
 
 def test_a_number_that_another_process_has_now_is_no_life_sign(url):
     study = opened(url)
-    started_by(study, [socket.gethostname(), os.getppid(), 1.0])
+    started_by(study, [study_module._here(), os.getppid(), 1.0])
     assert revive(study) == 1
 
 
@@ -192,20 +194,53 @@ def test_one_worker_ranks_for_all(url):
 
 def test_a_ranking_whose_worker_died_is_made_anew(url, monkeypatch):
     study = opened(url)
-    study.set_user_attr("ranking_by", [socket.gethostname(), 2**22 + 1, 1.0, 0.0])
+    study.set_user_attr("ranking_by", [study_module._here(), 2**22 + 1, 1.0, 0.0])
     space, _ = prepare_study(study, lambda: (Space(["x"]), "anew"), lambda space: [], Space())
     assert space.ranking == ["x"]
 
 
 def test_a_ranking_in_progress_is_waited_for(url, monkeypatch):
     study, parent = opened(url), os.getppid()
-    study.set_user_attr("ranking_by", [socket.gethostname(), parent, study_module._started(parent), 0.0])
+    study.set_user_attr("ranking_by", [study_module._here(), parent, study_module._started(parent), 0.0])
 
     def sleep(seconds):
         study.set_user_attr("ranking", {"order": ["theirs"], "source": "theirs"})
 
     monkeypatch.setattr(study_module.time, "sleep", sleep)
     space, _source = prepare_study(study, lambda: pytest.fail("ranked twice"), lambda space: [], Space())
+    assert space.ranking == ["theirs"]
+
+
+def test_only_who_ranked_a_fresh_study_draws_from_the_plain_seed(url, tmp_path):
+    def proposals(study, me):
+        study.set_user_attr("ranking_by", [*me, 0.0])
+        use_sampler(study, 3)
+        study.optimize(objective, n_trials=4)
+        return [trial.params["keep"] for trial in study.get_trials()]
+
+    me = study_module._me()
+    first = proposals(open_study(url, "x", SETTINGS), me)
+    assert proposals(open_study(f"sqlite:///{tmp_path / 'b.db'}", "x", SETTINGS), me) == first
+    joined = [
+        proposals(open_study(f"sqlite:///{tmp_path / name}", "x", SETTINGS), ["another", 1, 1.0])
+        for name in ("c.db", "d.db")
+    ]
+    assert joined[0] != joined[1]
+    assert first not in joined
+
+
+def test_of_two_that_claim_the_ranking_the_last_one_makes_it(url, monkeypatch):
+    study, made = opened(url), []
+
+    def other(seconds):
+        if not made:  # another worker claims at the same time, and ranks
+            study.set_user_attr("ranking_by", ["another host", 1, 1.0, 2.0**40])
+        made.append(seconds)
+        if len(made) == 2:
+            study.set_user_attr("ranking", {"order": ["theirs"], "source": "theirs"})
+
+    monkeypatch.setattr(study_module.time, "sleep", other)
+    space, _ = prepare_study(study, lambda: pytest.fail("ranked twice"), lambda space: [], Space())
     assert space.ranking == ["theirs"]
 
 

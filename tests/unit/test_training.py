@@ -1,10 +1,14 @@
 """The training loop: what changes nothing, what stops it, and what a killed run goes on from."""
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize import checkpoints
+from qdqbench.eval.tasks import get_task
+from qdqbench.quantize import checkpoints, finetune, processes
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.processes import new_accelerator
 from qdqbench.quantize.training import evaluation_steps, total_steps, train
 from qdqbench.quantize.training_data import divide, epoch_batches, shares
+from qdqbench.quantize.training_judge import collapsed
 from qdqbench.quantize.training_settings import Distill, Training
 
 from . import tiny_training as tiny
@@ -101,6 +107,49 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accele
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
+def scored(job, *scores):
+    """The job with the scores of its next evaluations given."""
+    judge, left = job.judge, list(scores)
+    job.judge = lambda model: dataclasses.replace(judge(model), score=left.pop(0))
+    return job
+
+
+def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path, accelerator):
+    whole = scored(tiny.job(tmp_path / "whole"), -0.5, -1.0, -0.1, -2.0)
+    best = train(whole, accelerator).best_step
+    killed_after(scored(tiny.job(tmp_path / "killed"), -0.5, -1.0, -0.1), 3, accelerator)
+    found = sorted((tmp_path / "killed").glob("step-*"))
+    assert len(found) == 3  # the last, which is the best, the one before, and the best of that time
+    (found[-1] / checkpoints.WEIGHTS).unlink()
+    resumed = scored(tiny.job(tmp_path / "killed"), -0.1, -2.0)
+    assert train(resumed, accelerator).best_step == best
+    assert any(f"{found[-1].name} is damaged (model.safetensors)" in note for note in resumed.notes)
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, accelerator, gone):
+    killed_after(scored(tiny.job(tmp_path), -0.5, -1.0), 2, accelerator)
+    best, last = sorted(tmp_path.glob("step-*"))
+    if gone:
+        shutil.rmtree(best)
+    else:
+        (best / checkpoints.WEIGHTS).write_bytes(b"")
+    resumed = tiny.job(tmp_path)
+    assert train(resumed, accelerator).steps == 18
+    lost = checkpoints.MANIFEST if gone else checkpoints.WEIGHTS
+    assert any(f"{last.name} is damaged ({best.name}/{lost})" in note for note in resumed.notes)
+    assert resumed.notes[-1] == "no whole checkpoint was left; the training began again"
+
+
+def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, accelerator):
+    killed_after(tiny.job(tmp_path), 3, accelerator)
+    for path in tmp_path.glob(f"step-*/{checkpoints.MANIFEST}"):
+        path.write_text("{")
+    killed_after(tiny.job(tmp_path), 1, accelerator)
+    assert [path.name for path in tmp_path.glob("step-*")] == [checkpoints.at(tmp_path, 4).name]
+
+
 def test_a_checkpoint_without_its_manifest_is_passed_over(tmp_path, accelerator):
     killed_after(tiny.job(tmp_path), 2, accelerator)
     last = sorted(tmp_path.glob("step-*"))[-1]
@@ -119,14 +168,18 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, valu
         train(other, accelerator)
 
 
-def test_a_checkpoint_of_another_number_of_processes_is_refused(tmp_path, accelerator):
-    killed_after(tiny.job(tmp_path), 2, accelerator)
+@pytest.mark.parametrize(
+    ("key", "there", "here"), [("processes", 2, 1), ("arithmetic", "bf16", "fp32"), ("device", "npu", None)]
+)
+def test_a_checkpoint_of_other_hardware_is_refused(tmp_path, accelerator, key, there, here):
+    killed_after(tiny.job(tmp_path, precision="fp32"), 2, accelerator)
     for path in tmp_path.glob(f"step-*/{checkpoints.MANIFEST}"):
         stored = json.loads(path.read_text())
-        stored["identity"]["processes"] = 2
+        stored["identity"][key] = there
         path.write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=r"processes \(there 2, here 1\)"):
-        train(tiny.job(tmp_path), accelerator)
+    here = here or accelerator.device.type
+    with pytest.raises(UserError, match=rf"differs in {key} \(there {there}, here {here}\)"):
+        train(tiny.job(tmp_path, precision="fp32"), accelerator)
 
 
 def test_accumulation_changes_rounding_only(tmp_path, accelerator):
@@ -156,6 +209,55 @@ def test_a_model_that_answers_the_same_stops_the_run(tmp_path, accelerator):
     job.judge_first = True
     with pytest.raises(CheckFailed, match=r"diverged: after step 9 .* lower learning_rate \(now 0.05\)"):
         train(job, accelerator)
+
+
+def test_the_model_before_training_may_answer_the_same(tmp_path, accelerator):
+    job = tiny.job(tmp_path, collapsed=lambda number: number < 2)  # at step 0 and once more
+    job.judge_first = True
+    train(job, accelerator)
+
+
+def far(folder, *scores):
+    job = scored(tiny.job(folder), *scores)
+    job.judge_first, job.far = True, 0.1
+    return job
+
+
+def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
+    with pytest.raises(CheckFailed, match=r"held-out rows grew from 0.02 to 0.4 after step 9; lower"):
+        train(far(tmp_path, -0.02, -0.3, -0.4), accelerator)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        (-1e-5, -0.09, -0.09, -0.09, -0.09),  # far from where it began, which is no distance
+        (-0.05, -0.4, -0.4, -0.4, -0.4),  # 8 times as far
+        (-0.02, -0.3, -0.1, -0.3, -0.1),  # and back
+    ],
+)
+def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
+    outcome = train(far(tmp_path, *scores), accelerator)
+    assert (outcome.steps, outcome.best_step) == (18, 0)
+
+
+def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
+    killed_after(far(tmp_path, -0.02, -0.3), 2, accelerator)
+    with pytest.raises(CheckFailed, match=r"grew from 0.02 to 0.4"):
+        train(far(tmp_path, -0.4), accelerator)
+
+
+def test_answers_that_do_not_depend_on_the_input():
+    classes, scores = get_task("sst2"), get_task("stsb")
+    labels, draw = np.array([1, 1, 1, 1, 0]), np.random.default_rng(0)
+    one_class = np.array([[0.0, 3.0]], np.float32) + draw.normal(0, 0.1, (5, 2)).astype(np.float32)
+    assert not collapsed(classes, one_class, labels)
+    same = np.tile(one_class[:1], (5, 1))
+    assert collapsed(classes, same, labels)
+    assert collapsed(classes, same + np.arange(5, dtype=np.float32)[:, None], labels)  # equal probabilities
+    assert not collapsed(classes, same, np.ones(5, np.int64))
+    assert collapsed(scores, same[:, :1], np.arange(5.0))
+    assert not collapsed(scores, one_class[:, :1], np.arange(5.0))
 
 
 def test_a_new_head_may_answer_the_same_for_half_of_the_steps(tmp_path, accelerator):
@@ -237,6 +339,52 @@ def test_epochs_differ():
 def test_max_steps_end_the_epochs_early(most, steps):
     data = divide(tiny.sentences(), 0, 0.2, 0)
     assert total_steps(data, Training(epochs=3, batch_size=16, max_steps=most)) == steps
+
+
+def test_emulated_bf16_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert processes.precision_here("auto") == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("error", "launched", "ended"),
+    [
+        (None, 2, ["left"]),
+        (UserError("x"), 2, ["left"]),
+        (RuntimeError("alone"), 2, ["exit 1"]),
+        (RuntimeError("alone"), 1, ["left"]),
+    ],
+)
+def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, launched, ended):
+    seen = []
+
+    def leave_at_once(code):
+        seen.append(f"exit {code}")
+        raise SystemExit
+
+    monkeypatch.setenv("WORLD_SIZE", str(launched))
+    monkeypatch.setattr(processes, "leave", lambda: seen.append("left"))
+    monkeypatch.setattr(processes.os, "_exit", leave_at_once)
+    with pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(), processes.group():
+        if error:
+            raise error
+    assert seen == ended
+    said = "process 0 failed and stops the training, RuntimeError: alone\n"
+    assert capsys.readouterr().err.endswith(said) == (ended == ["exit 1"])
+
+
+def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
+    monkeypatch.setattr(
+        finetune, "predict_rows", lambda a, m, encoded, rows, pad: np.eye(3, dtype=np.float32)[rows % 3]
+    )
+    splits = {
+        name: SimpleNamespace(labels=np.arange(count) % 3) for name, count in (("matched", 60), ("mm", 90))
+    }
+    data = SimpleNamespace(evaluation=splits, pad_id=0)
+    found = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
+    assert found["n"] == 60
+    assert set(found["metrics"]) == {"accuracy", "accuracy_mm"}
 
 
 def test_too_few_rows_to_hold_out():

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from qdqbench.eval.data import Encoded
-from qdqbench.quantize.training import Job, Judged, decayed
+from qdqbench.quantize.training import Job, decayed
 from qdqbench.quantize.training_data import divide
 from qdqbench.quantize.training_settings import Training
+from qdqbench.quantize.training_state import Judged
 
 WORDS, ROWS = 20, 90
 
