@@ -12,6 +12,7 @@ from qdqbench.quantize import (
     cli_cost,
     cli_inspect,
     cli_methods,
+    cli_qat,
     cli_search,
     cli_sensitivity,
     cli_tools,
@@ -148,7 +149,7 @@ app.add_typer(cli_cost.cost_app, name="cost")
 app.command("sensitivity")(cli_sensitivity.sensitivity)
 app.command("methods")(cli_methods.methods)
 app.command("finetune")(cli_train.finetune)
-app.command("qat")(cli_train.qat)
+app.command("qat")(cli_qat.qat)
 app.command("study")(cli_train.study)
 
 

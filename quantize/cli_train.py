@@ -1,4 +1,4 @@
-"""The commands `finetune` and `qat`; registered in cli.py. Everything heavy is imported inside."""
+"""The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
     from qdqbench.eval.study_results import Study
     from qdqbench.eval.training_results import LogRow
-    from qdqbench.quantize.session import Session
     from qdqbench.quantize.training_settings import Training
 
 BaseModelName = Annotated[
     str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
 ]
-DEFAULT_QAT = "bert-int8-attention-qat"
 Show = Callable[[int, "LogRow", int], None]
 
 
@@ -111,64 +109,6 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     require_all(failed, folder / RESULT)
 
 
-def qat(  # noqa: PLR0913, PLR0917  (a command's options)
-    recipe: given.RecipeName = DEFAULT_QAT,
-    model: given.ModelName = None,
-    task: given.TaskName = None,
-    data: given.Data = "hub",
-    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
-    ] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
-    ] = None,
-    text_column: given.TextColumn = None,
-    label_column: given.LabelColumn = None,
-    num_labels: given.NumLabels = None,
-    metric: given.Metrics = None,
-    batch_size: given.BatchSize = 32,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
-    ] = 0,
-    json: Json = False,
-) -> None:
-    """Quantization-aware training, then on to engine and report; on one GPU or many."""
-    from qdqbench.quantize.pipeline import open_run
-    from qdqbench.quantize.processes import leads
-    from qdqbench.quantize.qat import settings_of, train_on_all
-    from qdqbench.quantize.recipe import load_recipe
-    from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import Session
-
-    config = given.run_config(
-        load_recipe(recipe),
-        model=model,
-        task=task,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        batch_size=batch_size,
-        seed=seed,
-        limit=limit,
-    )
-    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
-    session = Session(config, folder)
-    settings_of(session)  # before anything is written
-    if leads():
-        session = open_run(config, folder)
-    if plan:
-        _plan(session, json)
-        return
-    train_on_all(session, lambda stage: run_until(session, stage, quiet=json))
-    if leads():
-        from qdqbench.quantize.cli import go
-
-        go(session, None, json)
-
-
 def study(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; several.")],
     model: BaseModelName = None,
@@ -249,18 +189,6 @@ def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status("") as status:
         yield lambda text: status.update(plain(text))
-
-
-def _plan(session: "Session", json: bool) -> None:
-    from qdqbench.quantize.qat_plan import make_plan, plan_lines
-
-    found = make_plan(session)
-    if found is None:  # not the main process
-        return
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-    else:
-        console().print(plan_lines(found))
 
 
 def _settings(**values: Any) -> "Training":
