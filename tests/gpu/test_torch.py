@@ -1,0 +1,38 @@
+"""Calibration and PyTorch evaluation on a GPU: what a CPU gives, up to rounding."""
+
+import numpy as np
+import pytest
+
+from qdqbench.eval import runners
+from qdqbench.eval.tasks import get_task
+from qdqbench.quantize import stages
+from qdqbench.quantize.calibration import read_record
+from qdqbench.quantize.ptq import enabled_quantizers
+from qdqbench.quantize.recipe import load_recipe
+from qdqbench.quantize.session import RunConfig, Session
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears-per-tensor", "bert-int8-attention"])
+def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkeypatch, name):
+    config = RunConfig(
+        recipe=load_recipe(name), model=str(sst2.model), task=get_task("sst2"), data=str(sst2.data)
+    )
+    records, logits = {}, {}
+    for place in ("gpu", "cpu"):
+        session = Session(config, tmp_path / place)
+        session.folder.mkdir()
+        with monkeypatch.context() as patch:
+            if place == "cpu":
+                patch.setattr(runners, "gpu", lambda: None)
+            stages.quantize(session)
+            stages.fake_quant(session)
+        assert session.fake_quant_model.device.type == "cpu"
+        assert {q.backend for q in enabled_quantizers(session.fake_quant_model).values()} == {None}
+        records[place] = read_record(session.record_path)
+        with np.load(session.folder / "logits" / "fake_quant.npz") as stored:
+            logits[place] = stored["validation.logits"]
+    for quantizer, state in records["cpu"].quantizers.items():
+        ours = records["gpu"].quantizers[quantizer].amax
+        np.testing.assert_allclose(ours, state.amax, rtol=0.02, err_msg=quantizer)
+    spread = logits["cpu"].std()
+    assert np.abs(logits["gpu"] - logits["cpu"]).mean() < 0.02 * spread
