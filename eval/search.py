@@ -15,6 +15,7 @@ from qdqbench.eval.search_study import (
     decided,
     mark_worker,
     open_study,
+    others_run,
     prepare_study,
     quiet_optuna,
     requeue,
@@ -153,14 +154,11 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
         while True:
             done = counted(study)
             progress(min(done, wanted), wanted, _best(worker))
-            if done >= wanted:
-                return running(study) == 0
-            if budget_s is not None and done and time.monotonic() - start >= budget_s:
-                return running(study) == 0
-            if done + running(study) >= wanted and running(study):
-                revive(study)
-                if done + running(study) >= wanted:
-                    return False
+            if done >= wanted or (budget_s is not None and done and time.monotonic() - start >= budget_s):
+                return not others_run(study)
+            enough = done + running(study) >= wanted
+            if enough and others_run(study) and counted(study) + running(study) >= wanted:
+                return False
             with suppress(ValueError):  # another worker took this one for dead, and runs the trial again
                 study.optimize(lambda trial: _objective(worker, trial), n_trials=1, catch=(Exception,))
             if worker.work.fatal is not None:

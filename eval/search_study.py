@@ -8,6 +8,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ First = tuple[str, Params, dict[str, Any]]  # origin, parameters, attributes
 HEARTBEAT_S, GRACE_S = 20, 120  # a worker on another machine that is silent for so long is dead
 MOST_ATTEMPTS = 2  # of a trial whose process dies: the second death is a result, such as out of memory
 WAIT_S, CLAIM_PAUSE_S, CLAIM_S = 1.0, 0.2, 1800.0  # for the ranking that another worker makes
+UNMARKED = timedelta(seconds=15)  # the first thing that a trial does is to say who runs it
 LOCK_S = 120.0  # SQLite makes workers wait for each other
 MOST_OPENINGS = 10  # workers that create one database at the same time trip over each other's tables
 MOST_REPEATS = (
@@ -166,9 +168,12 @@ def revive(study: "optuna.Study") -> int:
     found = 0
     for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
         worker = trial.user_attrs.get("worker")
-        if not worker or worker[0] != _here():
+        if not worker:
+            if trial.datetime_start and datetime.now() - trial.datetime_start < UNMARKED:
+                continue  # it is about to say who it is
+        elif worker[0] != _here():
             continue  # the heartbeat decides
-        if _started(worker[1]) == worker[2] and worker[1] != os.getpid():
+        elif _started(worker[1]) == worker[2] and worker[1] != os.getpid():
             continue
         try:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
@@ -179,6 +184,18 @@ def revive(study: "optuna.Study") -> int:
     return found
 
 
+def others_run(study: "optuna.Study") -> bool:
+    """Whether other workers are at a trial; one whose worker is not known yet is waited for."""
+    import optuna
+
+    while True:
+        revive(study)
+        trials = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        if all("worker" in trial.user_attrs for trial in trials):
+            return bool(trials)
+        time.sleep(WAIT_S)
+
+
 def requeue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial") -> None:
     """Queue a trial again that was interrupted and not decided."""
     study.enqueue_trial(_params(trial), user_attrs=_kept(trial, int(trial.user_attrs.get("attempt", 1))))
@@ -186,7 +203,7 @@ def requeue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial") -> None:
 
 def _retry(study: "optuna.Study", trial: "FrozenTrial") -> None:
     attempt = int(trial.user_attrs.get("attempt", 1))
-    if attempt >= MOST_ATTEMPTS or not _params(trial):
+    if attempt >= MOST_ATTEMPTS:
         return
     study.enqueue_trial(_params(trial), user_attrs=_kept(trial, attempt + 1))
 

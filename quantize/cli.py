@@ -17,6 +17,7 @@ from qdqbench.quantize import (
     cli_sensitivity,
     cli_tools,
     cli_train,
+    interrupt,
 )
 from qdqbench.quantize import cli_options as options
 from qdqbench.quantize.cli_tools import Json, Run, console, print_json
@@ -233,6 +234,7 @@ class _Interrupted(SystemExit):
 
 def program() -> None:
     """The installed command: `main`, and after Ctrl-C an end that waits for no thread of a library."""
+    interrupt.watch()
     try:
         main()
     except _Interrupted as stop:

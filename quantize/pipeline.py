@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qdqbench.eval.results import Timing
-from qdqbench.quantize import files
+from qdqbench.quantize import files, interrupt
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.measure import measured
 from qdqbench.quantize.session import CONFIG, RunConfig, Session
@@ -83,6 +83,7 @@ def run_stages(
     manifest = _read(session.folder / MANIFEST)
     timings = {}
     for stage in stages:
+        interrupt.check()
         key = _key(session, stage, manifest)
         done = manifest.stages.get(stage.name)
         reused = done is not None and done.key == key and _intact(session.folder, done)
@@ -105,6 +106,7 @@ def run_stages(
             files.write_json(session.folder / MANIFEST, manifest.model_dump(mode="json"))
         stage.recorded(session)
         session.notes += [note for note in done.notes if note not in session.notes]
+        interrupt.check()
         timings[stage.name] = Timing(wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
     return timings
 

@@ -1,5 +1,7 @@
 """Stages: what is reused, what runs again, and what an interruption leaves."""
 
+import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.tasks import GLUE
-from qdqbench.quantize import files
+from qdqbench.quantize import files, interrupt
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.pipeline import MANIFEST, Stage, ancestors, forget_others, open_run, run_stages
 from qdqbench.quantize.recipe import load_recipe
@@ -130,6 +132,23 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
     line.fail_in = None
     assert line.run() == ["b", "c"]
     assert line.path("c").read_text() == "c1b2a1"
+
+
+def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line: Line) -> None:
+    stage = line.stages[1]
+
+    def swallowing(session: Session) -> list[Path]:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt._on_signal(2, None)
+        return stage.run(session)
+
+    line.inputs["b"] = 2
+    line.stages[1] = dataclasses.replace(stage, run=swallowing)
+    with pytest.raises(KeyboardInterrupt):
+        line.run()
+    assert line.ran == ["b"]
+    line.stages[1] = stage
+    assert line.run() == ["c"]
 
 
 def test_finished_stages_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:

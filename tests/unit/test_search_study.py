@@ -3,6 +3,7 @@
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import optuna
 import pytest
@@ -14,6 +15,7 @@ from qdqbench.eval.search_study import (
     decided,
     mark_worker,
     open_study,
+    others_run,
     prepare_study,
     quiet_optuna,
     requeue,
@@ -105,6 +107,18 @@ def test_a_trial_that_kills_its_process_twice_has_failed(url):
     assert revive(study) == 1
     assert counted(study) == 1
     assert not study.get_trials(states=(optuna.trial.TrialState.WAITING,))
+
+
+def test_a_trial_that_died_before_it_said_who_runs_it(url, monkeypatch):
+    study = opened(url)
+    study.ask()  # its process is killed here
+    assert revive(study) == 0  # it may be about to say so
+    monkeypatch.setattr(study_module, "WAIT_S", 0.0)
+    monkeypatch.setattr(study_module, "UNMARKED", timedelta(0))
+    assert not others_run(study)
+    assert (running(study), counted(study)) == (0, 0)
+    study.optimize(objective, n_trials=1)
+    assert counted(study) == 1
 
 
 def test_living_and_distant_workers_are_left_alone(url):

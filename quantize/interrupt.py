@@ -1,0 +1,29 @@
+"""Ctrl-C that holds though a library swallows the exception, as imports do that try what is installed."""
+
+import signal
+import threading
+from typing import Any
+
+_asked = threading.Event()
+
+
+def watch() -> None:
+    """Remember Ctrl-C from now on; in the main thread, unless the signal is ignored or taken."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_signal)
+
+
+def check() -> None:
+    """Stop here if Ctrl-C was pressed before.
+
+    Raises:
+        KeyboardInterrupt: it was.
+    """
+    if _asked.is_set():
+        _asked.clear()
+        raise KeyboardInterrupt
+
+
+def _on_signal(number: int, frame: Any) -> None:
+    _asked.set()
+    raise KeyboardInterrupt
