@@ -517,7 +517,9 @@ def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917
 def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
     """The signal itself, sent to the process while it works."""
     out = tmp_path / "run"
-    command = [sys.executable, "-c", MAIN, "run", *sst2.options, "--out", str(out)]
+    # background jobs of a shell ignore Ctrl-C, and what they start inherits that
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", heeds + MAIN, "run", *sst2.options, "--out", str(out)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as process:
