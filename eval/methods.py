@@ -16,7 +16,7 @@ from qdqbench.eval.data import Encoded
 from qdqbench.eval.methods_results import RECIPE, Judged, Measured, Methods, Row, Scores
 from qdqbench.eval.methods_sections import sections, write_up
 from qdqbench.eval.methods_shared import Shared, calibrated, collect, widest
-from qdqbench.eval.runners import predict, torch_runner
+from qdqbench.eval.runners import placed, predict, torch_runner
 from qdqbench.eval.sensitivity_judge import divergence, draw_samples
 from qdqbench.eval.sensitivity_model import Switches
 from qdqbench.quantize import files
@@ -76,7 +76,7 @@ class Comparing:
         return self._report(cases, found, time.perf_counter() - start)
 
     def _ask_fp32(self) -> None:
-        model = _placed(self.session.fp32_model)
+        model = placed(self.session.fp32_model)
         try:
             self.reference = self._logits(model, self.draw, "FP32")
             self.reference_eval = {
@@ -151,7 +151,7 @@ class Comparing:
     def _pass(self, case: _Case) -> tuple[Shared, float]:
         start = time.perf_counter()
         shared = collect(
-            _placed(self.session.new_int8_model()),
+            placed(self.session.new_int8_model()),
             case.plan,
             self.session.calibration_batches(),
             case.section,
@@ -288,10 +288,3 @@ def _smooths(plan: Plan) -> bool:
 
 def _stderr(each: npt.NDArray[np.float64]) -> float:
     return float(each.std(ddof=1) / np.sqrt(len(each)))
-
-
-def _placed(model: "PreTrainedModel") -> "PreTrainedModel":
-    """On the GPU, where there is one."""
-    import torch
-
-    return model.to("cuda") if torch.cuda.is_available() else model  # type: ignore[arg-type]

@@ -72,16 +72,20 @@ def on_gpu(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
     """
     from qdqbench.quantize.native_quant import native
 
-    device, module = gpu(), cast("Any", model)
-    if device is None:
+    if gpu() is None:
         yield model
         return
-    module.to(device)
+    placed(model)
     try:
         with native(model):
             yield model
     finally:
-        module.to("cpu")
+        cast("Any", model).to("cpu")
+
+
+def placed(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The same model, from now on on the GPU where torch has one."""
+    return model if (device := gpu()) is None else cast("Any", model).to(device)
 
 
 def gpu() -> "torch.device | None":

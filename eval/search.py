@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -159,8 +159,12 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
             enough = done + running(study) >= wanted
             if enough and others_run(study) and counted(study) + running(study) >= wanted:
                 return False
-            with suppress(ValueError):  # another worker took this one for dead, and runs the trial again
+            try:
                 study.optimize(lambda trial: _objective(worker, trial), n_trials=1, catch=(Exception,))
+            except ValueError as error:
+                if "Cannot tell a FAIL trial" not in str(error):
+                    raise
+                # another worker took this one for dead, and runs the trial again
             if worker.work.fatal is not None:
                 raise worker.work.fatal
 

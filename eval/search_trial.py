@@ -219,7 +219,7 @@ class Workspace:
         return without_corrections(self.space.assemble(set(self.space.units), attention, how))
 
     def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
-        from qdqbench.eval.runners import gpu
+        from qdqbench.eval.runners import placed
         from qdqbench.quantize import ptq
         from qdqbench.quantize.pipeline import code_hash
 
@@ -231,10 +231,9 @@ class Workspace:
             found = read_record(path)
         else:
             self.progress("calibrating")
-            model: Any = self._fresh(recipe)
-            if (device := gpu()) is not None:
-                model.to(device)
-            found = ptq.calibrate(model, plan, self._batches(recipe), recipe.calibration)
+            found = ptq.calibrate(
+                placed(self._fresh(recipe)), plan, self._batches(recipe), recipe.calibration
+            )
             write_record(path, found)
         while len(self._records) >= MOST_RECORDS:
             self._records.pop(next(iter(self._records)))  # they are on disk

@@ -11,6 +11,7 @@ from typing import Any
 from qdqbench.eval import metrics, sensitivity_choice
 from qdqbench.eval.collect import environment
 from qdqbench.eval.data import Encoded, sorted_batches
+from qdqbench.eval.runners import placed
 from qdqbench.eval.sensitivity_candidates import Candidate, Choices, choices
 from qdqbench.eval.sensitivity_judge import draw_samples, judge
 from qdqbench.eval.sensitivity_ledger import FILE as PARTIAL
@@ -99,12 +100,8 @@ class Measurement:
     @functools.cached_property
     def bench(self) -> _Bench:
         """The model, calibrated, with everything switchable, and its FP32 logits."""
-        import torch
-
         session, recipe = self.session, self.session.recipe
-        model = session.new_int8_model()
-        if torch.cuda.is_available():
-            model = model.to("cuda")  # type: ignore[arg-type]
+        model = placed(session.new_int8_model())
         seen = 0
 
         def show(count: int) -> None:

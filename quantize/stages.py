@@ -45,7 +45,7 @@ def baseline(session: Session) -> list[Path]:
 
 def quantize(session: Session) -> list[Path]:
     """Calibrate and record every amax."""
-    from qdqbench.eval.runners import gpu
+    from qdqbench.eval.runners import placed
     from qdqbench.quantize import ptq
     from qdqbench.quantize.calibration import write_record
 
@@ -58,10 +58,7 @@ def quantize(session: Session) -> list[Path]:
         seen = seen % total + count  # smoothing goes through the data twice
         session.progress(seen, total)
 
-    model: Any = session.new_int8_model()
-    if (device := gpu()) is not None:
-        model.to(device)
-    record = ptq.calibrate(model, session.plan, batches, settings, progress)
+    record = ptq.calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
     split = batches.split
     record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += record.notes
