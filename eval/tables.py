@@ -22,9 +22,12 @@ from qdqbench.eval.bench_results import FILE as BENCH
 from qdqbench.eval.bench_results import Bench, BenchCell, read_bench, row_of, speedup_of
 from qdqbench.eval.formats import clean, code, text
 from qdqbench.eval.results import Results
+from qdqbench.eval.search_results import FILE as SEARCH
+from qdqbench.eval.search_results import Search, read_search
 from qdqbench.eval.study_results import FILE as STUDY
 from qdqbench.eval.study_results import Study, read_study
 from qdqbench.eval.tables_accuracy import Places, accuracy_tables, mean_tables, run_key, table
+from qdqbench.eval.tables_search import search_tables
 from qdqbench.eval.tables_study import study_tables
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
@@ -42,11 +45,11 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
     """
     found: dict[Path, None] = {}
     for path in paths:
-        names = (RESULTS, BENCH, STUDY)
+        names = (RESULTS, BENCH, STUDY, SEARCH)
         below = [file for name in names for file in path.rglob(name)] if path.is_dir() else [path]
         if not below:
             raise UserError(f"{path} holds no {RESULTS} and no {BENCH}; name the folders of finished runs")
-        found.update(dict.fromkeys(file for file in below if file.name != STUDY))
+        found.update(dict.fromkeys(file for file in below if file.name not in (STUDY, SEARCH)))
     runs: dict[tuple[Any, ...], tuple[Path, Results]] = {}
     benches: dict[tuple[Any, ...], tuple[Path, Bench]] = {}
     for path in found:
@@ -66,14 +69,26 @@ def find_studies(paths: Sequence[Path]) -> list[Study]:
     Raises:
         UserError: unreadable, or of another version.
     """
-    found = {
-        file: None
-        for path in paths
-        for file in (path.rglob(STUDY) if path.is_dir() else [path])
-        if file.name == STUDY
-    }
-    studies = [Study.model_validate(clean(read_study(file).model_dump(mode="json"))) for file in found]
+    read = [read_study(file).model_dump(mode="json") for file in _named(STUDY, paths)]
+    studies = [Study.model_validate(clean(value)) for value in read]
     return sorted(studies, key=lambda study: (str(study.task["name"]), sorted(study.recipes), study.created))
+
+
+def find_searches(paths: Sequence[Path]) -> list[Search]:
+    """Read every `search.json` that is named, or that lies below a named folder.
+
+    Raises:
+        UserError: unreadable, or of another version.
+    """
+    read = [read_search(file).model_dump(mode="json") for file in _named(SEARCH, paths)]
+    searches = [Search.model_validate(clean(value)) for value in read]
+    return sorted(searches, key=lambda found: (found.task, found.source.mode, found.created))
+
+
+def _named(name: str, paths: Sequence[Path]) -> list[Path]:
+    """Files of this name, each once."""
+    below = [file for path in paths for file in (path.rglob(name) if path.is_dir() else [path])]
+    return list(dict.fromkeys(file for file in below if file.name == name))
 
 
 def insert(before: str, tables: str, name: str) -> str:
@@ -88,14 +103,20 @@ def insert(before: str, tables: str, name: str) -> str:
     return f"{head}{BEGIN}\n{tables.strip()}\n{END}{rest.partition(END)[2]}"
 
 
-def tables_markdown(runs: Sequence[Results], benches: Sequence[Bench], studies: Sequence[Study] = ()) -> str:
-    """All tables: accuracy by task, means over tasks, QAT over seeds, latency by model shape, and where."""
+def tables_markdown(
+    runs: Sequence[Results],
+    benches: Sequence[Bench],
+    studies: Sequence[Study] = (),
+    searches: Sequence[Search] = (),
+) -> str:
+    """All tables: accuracy by task, means over tasks, QAT over seeds, searches, latency, and where."""
     places = Places()
     parts = [
         "Written by `qdqbench tables` from results files; do not edit by hand.",
         *accuracy_tables(runs, places),
         *mean_tables(runs, places),
         *study_tables(studies),
+        *search_tables(searches),
         *(part for bench in benches for part in _latency(bench)),
     ]
     return "\n\n".join(part for part in [*parts, places.text()] if part)

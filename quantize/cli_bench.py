@@ -111,28 +111,30 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
 
 
 def tables(
-    results: Annotated[list[Path], typer.Argument(help="results.json, bench.json, study.json, or folders.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="results.json, bench.json, study.json, search.json, or folders.")
+    ],
     into: Annotated[Path, typer.Option(help="Markdown file with the markers.")] = Path("recipes/README.md"),
     check: Annotated[bool, typer.Option(help="Change nothing; exit status 2 when it would change.")] = False,
 ) -> None:
     """Write measured tables between the markers of a Markdown file, from results files and nothing else."""
-    from qdqbench.eval.tables import find_results, find_studies, insert, tables_markdown
+    from qdqbench.eval.tables import find_results, find_searches, find_studies, insert, tables_markdown
     from qdqbench.quantize import files
     from qdqbench.quantize.errors import CheckFailed, UserError
 
     runs, benches = find_results(results)
-    studies = find_studies(results)
+    studies, searches = find_studies(results), find_searches(results)
     try:
         before = into.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {into} ({error}); give --into a Markdown file") from error
-    after = insert(before, tables_markdown(runs, benches, studies), str(into))
+    after = insert(before, tables_markdown(runs, benches, studies, searches), str(into))
     if check:
         if after != before:
             raise CheckFailed(f"{into} does not hold these results; write it with `qdqbench tables`")
         return
     files.write_text(into, after)
-    counted = f"{len(runs)} runs, {len(benches)} benches, {len(studies)} studies"
+    counted = f"{len(runs)} runs, {len(benches)} benches, {len(studies)} studies, {len(searches)} searches"
     console().print(f"{into}: {counted}", highlight=False, soft_wrap=True)
 
 

@@ -151,9 +151,16 @@ class CostModel(BaseModel):
             ]
             if not min(known) <= value <= max(known):
                 found.append(f"{name} {value} (measured: {min(known)} to {max(known)})")
-        if not any(row.mixed for row in self.rows):
+        mixed = sorted({(row.batch, row.length) for row in self.rows if row.mixed})
+        if not mixed:
             found.append(
                 "linears in INT8 beside others in FP16 (measured: all alike): a border costs nothing"
+            )
+        elif (batch, length) not in mixed:
+            shapes = ", ".join(f"{b} x {n}" for b, n in mixed)
+            found.append(
+                f"linears in INT8 beside others in FP16 at batch {batch} x {length} tokens "
+                f"(measured at {shapes})"
             )
         return found
 
@@ -208,7 +215,8 @@ def terms(model: ModelShape, placement: Placement, batch: int, length: int) -> F
             work = max(tokens * rows / TILE**2, WAVE) * depth / TILE
             count["int8_gemm"] += share[kind] * work
             count["fp16_gemm"] += (1 - share[kind]) * work
-            count["int8_kernels"] += share[kind]
+            # q, k and v have scales of their own and stay three products in INT8 (`export.qkv: separate`)
+            count["int8_kernels"] += share[kind] * (3 if kind == "qkv" else 1)
             count["traffic"] += (2 - share[kind]) * (tokens + rows) * depth + 2 * tokens * rows
         split = 0 < share["qkv"] < 1
         count["kernels"] += (3 if split else 1) + 6 + (share["ffn-in"] > 0)

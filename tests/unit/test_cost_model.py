@@ -1,12 +1,17 @@
 """The cost model: its terms, its fit, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import spearmanr
+from transformers import BertConfig, BertForSequenceClassification
 
+from qdqbench.eval.search_results import read_search
 from qdqbench.quantize.cost_model import (
     COLUMNS,
     ENCODER_KINDS,
@@ -16,14 +21,18 @@ from qdqbench.quantize.cost_model import (
     Placement,
     Row,
     load_cost_model,
+    shape_of,
     terms,
 )
 from qdqbench.quantize.cost_rows import LEAST_ROWS, fit, read_rows
 from qdqbench.quantize.errors import MissingDevice, UserError
-from qdqbench.quantize.matching import Plan
+from qdqbench.quantize.matching import Plan, resolve
+from qdqbench.quantize.models import module_table
+from qdqbench.quantize.recipe import parse_recipe
 
 from .cost_rows_made import COEFFICIENTS, SMALL, TINY, made_rows, predicted
 
+ROOT = Path(__file__).parents[2]
 NAMES = list(TERMS)
 
 
@@ -127,6 +136,7 @@ def test_a_file_keeps_everything(tmp_path):
 def test_sizes_outside_of_the_data_are_named():
     model = fit(made_rows())
     assert model.outside(SMALL, 32, 128) == []
+    assert "at batch 16 x 128 tokens" in " ".join(model.outside(SMALL, 16, 128))
     large = ModelShape(layers=24, hidden=1024, intermediate=4096, heads=16)
     said = " ".join(model.outside(large, 256, 128))
     assert all(word in said for word in ("layers 24", "hidden 1024", "batch 256"))
@@ -184,3 +194,29 @@ def test_terms_are_finite_and_known():
     assert set(COEFFICIENTS) == set(TERMS)
     assert set(COLUMNS) == {*ENCODER_KINDS, "attention"}
     assert isinstance(fit(made_rows()), CostModel)
+
+
+def test_the_shipped_model_ranks_engines_that_a_gpu_measured():
+    """The engines of the searches in docs/measured; the cost model was fitted to none of them."""
+    measured = sorted((ROOT / "docs" / "measured").glob("*-search/search.json"))
+    assert len(measured) == 3
+    config = BertConfig(num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
+    with torch.device("meta"):
+        modules = module_table(BertForSequenceClassification(config))
+    fitted, size = load_cost_model(), shape_of(config)
+    for path in measured:
+        found = read_search(path)
+        batch, length = found.source.batch, found.source.length
+        assert found.source.mode == "engine"
+        assert fitted.outside(size, batch, length) == []
+        twin = fitted.predict(size, Placement.none(size.layers), batch, length)
+        real, made = [], []
+        for trial in found.trials:
+            if trial.latency is not None and trial.duplicate_of is None:
+                plan = resolve(parse_recipe(trial.recipe, "trial"), modules, "bert")
+                real.append(trial.latency.speedup)
+                made.append(twin / fitted.predict(size, Placement.of_plan(plan, size.layers), batch, length))
+        assert len(real) >= 40
+        assert spearmanr(real, made).statistic > 0.9
+        assert np.median(np.abs(np.array(made) / np.array(real) - 1)) < 0.02
+        assert real[int(np.argmax(made))] > 0.99 * max(real)

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.bench_results import write_bench
-from qdqbench.eval.tables import BEGIN, END, find_results, find_studies, insert, tables_markdown
+from qdqbench.eval.tables import (
+    BEGIN,
+    END,
+    find_results,
+    find_searches,
+    find_studies,
+    insert,
+    tables_markdown,
+)
 from qdqbench.quantize.errors import UserError
 
 from .test_bench_results import sample_bench
@@ -156,4 +164,23 @@ def test_the_shipped_tables_are_those_of_the_shipped_results():
     runs, benches = find_results([ROOT / "docs" / "measured"])
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     studies = find_studies([ROOT / "docs" / "measured"])
-    assert insert(text, tables_markdown(runs, benches, studies), "recipes/README.md") == text
+    searches = find_searches([ROOT / "docs" / "measured"])
+    assert insert(text, tables_markdown(runs, benches, studies, searches), "recipes/README.md") == text
+
+
+def test_searches_show_what_was_chosen_and_what_would_have_been_better():
+    searches = find_searches([ROOT / "docs" / "measured"])
+    assert len(searches) == 3
+    found = searches[0]
+    made = tables_markdown([], [], [], [found])
+    assert "**`bert-int8-linears-searched`**" in made
+    assert made.count("| MRPC | F1 |") == sum(each.status == "done" for each in found.confirmed)
+    assert "agree within noise" in made
+    assert "dominates" not in made
+    found.confirmed[2].dominates = True
+    found.agreement.within_noise = False
+    found.outcome.failures = ["it lost 3 points"]
+    made = tables_markdown([], [], [], [found])
+    assert f"`{found.confirmed[2].name}` ✗ dominates the chosen one" in made
+    assert "✗ they do not agree" in made
+    assert "it lost 3 points" in made

@@ -1,0 +1,92 @@
+"""The table of searches: the chosen recipe beside the shipped ones on validation, in Markdown."""
+
+from collections.abc import Sequence
+
+from qdqbench.eval.formats import code, label, text
+from qdqbench.eval.results import Comparison
+from qdqbench.eval.search_results import Confirmed, Search
+from qdqbench.eval.tables_accuracy import table
+
+HEADER = [
+    "task",
+    "metric",
+    "recipe",
+    "fake-quant",
+    "drop",
+    "engine drop",
+    "ms",
+    "over FP16",
+    "trials",
+    "where",
+]
+
+
+def search_tables(searches: Sequence[Search]) -> list[str]:
+    """One table: for each search the chosen recipe, then the shipped ones; drops in points."""
+    if not searches:
+        return []
+    places = list(dict.fromkeys(_where(found) for found in searches))
+    rows = [
+        _row(found, confirmed, places.index(_where(found)) + 1)
+        for found in searches
+        for confirmed in found.confirmed
+        if confirmed.status == "done"
+    ]
+    title = (
+        "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones, on validation, "
+        "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error."
+    )
+    notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]
+    notes += [f"- {text(label(found.task))}: {text(line)}" for found in searches for line in _said(found)]
+    return [title, table(HEADER, rows), "\n".join(notes)]
+
+
+def _row(found: Search, confirmed: Confirmed, place: int) -> list[str]:
+    name = code(confirmed.name)
+    if confirmed is found.confirmed[0]:
+        name = f"**{name}**"
+    elif confirmed.dominates:
+        name += " ✗ dominates the chosen one"
+    value, latency = confirmed.metrics.get(found.metric), confirmed.latency
+    return [
+        text(label(found.task)),
+        text(label(found.metric)),
+        name,
+        "" if value is None else f"{100 * value:.2f}",
+        _drop(confirmed.fake_quant, found.metric),
+        _drop(confirmed.engine, found.metric),
+        "" if latency is None else f"{latency.ms:.3f}",
+        "" if latency is None else f"{latency.speedup:.2f}x",
+        str(len(found.trials)),
+        str(place),
+    ]
+
+
+def _drop(splits: dict[str, Comparison], metric: str) -> str:
+    """Of the first split; empty where it was not measured."""
+    for comparison in splits.values():
+        return f"{0.0 - 100 * comparison.delta[metric]:+.2f} ± {100 * comparison.delta_stderr[metric]:.2f}"
+    return ""
+
+
+def _said(found: Search) -> list[str]:
+    """Whether it holds, and whether search and confirmation agree."""
+    lines = list(found.outcome.failures)
+    if found.agreement is not None:
+        said = "they agree within noise" if found.agreement.within_noise else "✗ they do not agree"
+        drops = found.agreement
+        lines.append(
+            f"drop {100 * drops.searched:+.2f} ± {100 * drops.searched_stderr:.2f} where it was searched, "
+            f"{100 * drops.confirmed:+.2f} ± {100 * drops.confirmed_stderr:.2f} confirmed: {said}"
+        )
+    return lines
+
+
+def _where(found: Search) -> str:
+    source = found.source
+    return f"latency {source.label}, batch {source.batch} x {source.length} tokens; {_versions(found)}"
+
+
+def _versions(found: Search) -> str:
+    versions = found.environment["versions"]
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "nvidia-modelopt"))
