@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from qdqbench.eval import plots
@@ -32,6 +33,17 @@ def label(name: str) -> str:
     if name.endswith("_mm"):
         return f"{label(name[:-3])} (mismatched)"
     return LABELS.get(name, name.replace("_", " "))
+
+
+def model_label(name: str) -> str:
+    """Last part of a model's folder or hub id; the one that a run made itself is called by what it is."""
+    path = Path(name)
+    return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
+
+
+def points(fraction: float) -> str:
+    """A drop of a metric in words: 0.01 is `1 point`."""
+    return f"{100 * fraction:g} point{'' if round(100 * fraction, 9) == 1 else 's'}"
 
 
 def size(count: float) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval import plots
-from qdqbench.eval.formats import clean, flat, label, seconds, sentence, yaml_text
+from qdqbench.eval.formats import clean, flat, label, model_label, seconds, sentence, yaml_text
 from qdqbench.eval.methods_results import FILE, Measured, Methods, Row
 from qdqbench.eval.results import Comparison
 from qdqbench.quantize import files
@@ -73,7 +73,7 @@ def view(found: Methods) -> View:
     judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
     return View(
         title=" · ".join(
-            [Path(found.model["name"]).name, label(found.task["name"]), str(found.recipe.get("name"))]
+            [model_label(found.model["name"]), label(found.task["name"]), str(found.recipe.get("name"))]
         ),
         headline=headline(found),
         caption=caption(found),

@@ -144,7 +144,7 @@ def _context(results: Results) -> dict[str, Any]:
         "r": results,
         "said": verdict(results),
         "tiles": _tiles(results),
-        "name": results.model.get("name", "model"),
+        "name": "embedded default" if results.model.get("embedded") else results.model.get("name", "model"),
         "task": label(str(results.task.get("name", "task"))),
         "recipe_name": recipe.get("name", "unnamed recipe"),
         "recipe_yaml": yaml_text(recipe),

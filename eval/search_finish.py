@@ -2,14 +2,26 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from qdqbench.eval import search_confirm
 from qdqbench.eval.collect import environment
+from qdqbench.eval.formats import points
 from qdqbench.eval.search import Worker, trials_of
-from qdqbench.eval.search_results import FILE, Accuracy, Confirmed, Outcome, Search, Trial, choose
+from qdqbench.eval.search_results import (
+    FILE,
+    Accuracy,
+    Agreement,
+    Confirmed,
+    Outcome,
+    Search,
+    Trial,
+    choose,
+)
+from qdqbench.eval.search_trial import explained
 from qdqbench.quantize import files
 from qdqbench.quantize.pipeline import versions
 from qdqbench.quantize.recipe import parse_recipe
@@ -17,44 +29,70 @@ from qdqbench.quantize.recipe import parse_recipe
 RECIPE = "recipe.yaml"
 
 
+@dataclass
+class Judged:
+    """What validation says of the chosen recipe."""
+
+    rows: list[Confirmed] = field(default_factory=list)
+    fp32: dict[str, float] = field(default_factory=dict)
+    agreement: Agreement | None = None
+    failures: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
 def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambda text: None) -> Search:
     """Choose and confirm; writes every file of the outcome into `folder`.
 
     Raises:
-        UserError, CheckFailed: the chosen recipe cannot be calibrated, built or evaluated.
+        UserError: a file cannot be written.
     """
     from qdqbench.eval.search_report import write_reports
 
-    session = worker.work.session
     trials = trials_of(worker)
     chosen, why = choose(trials, worker.gate)
-    rows: list[Confirmed] = []
-    fp32: dict[str, float] = {}
-    agreement = None
-    failures: list[str] = [] if chosen else [why]
-    warnings = _warnings(worker, trials)
-    if chosen is not None:
-        rows, fp32 = search_confirm.confirm(worker, chosen, progress)
-        if rows[0].status == "done":
-            agreement = search_confirm.agreement(_whole(worker, chosen), rows[0])
-        metric = session.config.task.metrics[0]
-        failures, noted = search_confirm.failures(rows[0], worker.gate, metric)
-        warnings += noted
-        if not chosen.int8_linears:
-            warnings.append(
-                "the chosen recipe has nothing in INT8: here no recipe with INT8 is faster than FP16"
-            )
-        if agreement is not None and not agreement.within_noise:
-            warnings.append(
-                f"the searched drop ({100 * agreement.searched:.2f} points) and the confirmed one "
-                f"({100 * agreement.confirmed:.2f}) differ by more than noise"
-            )
-        warnings += [
-            f"{row.name} dominates the chosen recipe on validation{_by_noise(row, rows[0], metric)}"
-            for row in rows
-            if row.dominates
-        ]
-    found = Search(
+    judged = Judged(failures=[why]) if chosen is None else _judge(worker, chosen, progress)
+    found = _search(worker, trials, chosen, why, judged)
+    if chosen is not None and chosen.recipe is not None:
+        files.write_text(folder / RECIPE, _chosen_yaml(chosen))
+    else:
+        (folder / RECIPE).unlink(missing_ok=True)
+    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
+    write_reports(found, folder)
+    return found
+
+
+def _judge(worker: Worker, chosen: Trial, progress: Callable[[str], None]) -> Judged:
+    """Confirm the chosen recipe beside the given and the shipped ones."""
+    metric = worker.work.session.config.task.metrics[0]
+    judged = Judged()
+    judged.rows, judged.fp32 = search_confirm.confirm(worker, chosen, progress)
+    best = judged.rows[0]
+    judged.failures, judged.warnings = search_confirm.failures(best, worker.gate, metric)
+    if best.status == "done":
+        try:
+            judged.agreement = search_confirm.agreement(_whole(worker, chosen), best)
+        except Exception as error:  # hours of trials must not end without their report
+            judged.warnings.append(f"whether search and confirmation agree is not known: {explained(error)}")
+    if not chosen.int8_linears:
+        judged.warnings.append(
+            "the chosen recipe has nothing in INT8: here no recipe with INT8 is faster than FP16"
+        )
+    if judged.agreement is not None and not judged.agreement.within_noise:
+        judged.warnings.append(
+            f"the searched drop ({100 * judged.agreement.searched:.2f} points) and the confirmed one "
+            f"({100 * judged.agreement.confirmed:.2f}) differ by more than noise"
+        )
+    judged.warnings += [
+        f"{row.name} dominates the chosen recipe on validation{_by_noise(row, best, metric)}"
+        for row in judged.rows
+        if row.dominates
+    ]
+    return judged
+
+
+def _search(worker: Worker, trials: list[Trial], chosen: Trial | None, why: str, judged: Judged) -> Search:
+    session = worker.work.session
+    return Search(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=session.config.command,
         recipe=session.recipe.model_dump(mode="json"),
@@ -67,27 +105,20 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
         ranking=worker.work.space.ranking,
         ranking_source=worker.ranking_source,
         source=worker.source,
-        fp32=fp32,
+        fp32=judged.fp32,
         trials=trials,
         outcome=Outcome(
-            passed=not failures,
+            passed=not judged.failures,
             rule=rule(worker.gate) + (", by modelled latency" if worker.source.mode == "model" else ""),
             chosen=chosen.number if chosen else None,
             why=why,
-            failures=failures,
+            failures=judged.failures,
         ),
-        confirmed=rows,
-        agreement=agreement,
-        warnings=warnings,
+        confirmed=judged.rows,
+        agreement=judged.agreement,
+        warnings=_warnings(worker, trials) + judged.warnings,
         environment=_environment(),
     )
-    if chosen is not None and chosen.recipe is not None:
-        files.write_text(folder / RECIPE, _chosen_yaml(chosen))
-    else:
-        (folder / RECIPE).unlink(missing_ok=True)
-    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
-    write_reports(found, folder)
-    return found
 
 
 def _by_noise(row: Confirmed, chosen: Confirmed, metric: str) -> str:
@@ -107,7 +138,7 @@ def rule(gate: Any) -> str:
     """What is asked, in words."""
     if gate.min_speedup is not None:
         return f"at least {gate.min_speedup:g}x as fast as the FP16 twin, most accurate"
-    return f"at most {100 * gate.max_drop:g} points lost, fastest"
+    return f"at most {points(gate.max_drop)} lost, fastest"
 
 
 def _chosen_yaml(chosen: Trial) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval import plots
-from qdqbench.eval.formats import label
+from qdqbench.eval.formats import label, model_label
 from qdqbench.eval.search_results import Confirmed, Latency, Search, Trial
 from qdqbench.quantize import files
 
@@ -117,7 +117,7 @@ def _context(found: Search) -> dict[str, Any]:
     )
     return {
         "s": found,
-        "title": f"{label(found.task)} · {Path(found.model).name} · {found.recipe['name']}",
+        "title": f"{label(found.task)} · {model_label(found.model)} · {found.recipe['name']}",
         "headline": headline(found),
         "chosen": chosen,
         "recipe_yaml": chosen.recipe if chosen else "",

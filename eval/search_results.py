@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from qdqbench.eval.formats import points
 from qdqbench.eval.results import Comparison
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import UserError
@@ -187,11 +188,11 @@ def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
         )
     if not held:
         best = min(done, key=lambda t: t.accuracy.drop if t.accuracy else 0, default=None)
-        return None, _none(best, f"none loses at most {100 * gate.max_drop:g} points")
+        return None, _none(best, f"none loses at most {points(gate.max_drop)}")
     fastest = min(map(_relative, held))
     near = [t for t in held if _relative(t) <= EQUAL_LATENCY * fastest]
     chosen = min(near, key=lambda t: t.accuracy.divergence if t.accuracy else 0)
-    why = f"the fastest of {len(held)} recipes that lose at most {100 * gate.max_drop:g} points"
+    why = f"the fastest of {len(held)} recipes that lose at most {points(gate.max_drop)}"
     if chosen.accuracy and chosen.accuracy.drop > gate.max_drop:
         why += f" (it lost {100 * chosen.accuracy.drop:.2f}, which is within noise)"
     if len(near) > 1:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.formats import clean, count_of, flat, label, seconds, sentence, yaml_text
+from qdqbench.eval.formats import clean, count_of, flat, label, model_label, seconds, sentence, yaml_text
 from qdqbench.eval.sensitivity_charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity_results import FILE, Judged, Row, Sensitivity, ranking
 from qdqbench.quantize import files
@@ -76,7 +76,7 @@ def view(found: Sensitivity) -> View:
     return View(
         title=" · ".join(
             [
-                Path(found.model["name"]).name,
+                model_label(found.model["name"]),
                 label(found.task["name"]),
                 str(found.recipe.get("name", "recipe")),
             ]

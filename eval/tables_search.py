@@ -33,7 +33,7 @@ def search_tables(searches: Sequence[Search]) -> list[str]:
         if confirmed.status == "done"
     ]
     title = (
-        "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones, on validation, "
+        "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
         "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error."
     )
     notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]

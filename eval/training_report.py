@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.formats import clean, count_of, first, flat, label, seconds
+from qdqbench.eval.formats import clean, count_of, first, flat, label, model_label, seconds
 from qdqbench.eval.training_charts import charts_of, measure, points_of, score_name
 from qdqbench.eval.training_results import Finetuning, TrainingRun
 from qdqbench.quantize import files
@@ -134,7 +134,7 @@ def view(result: Finetuning) -> View:
     failed = [run for run in runs if run.status == "failed"]
     said = {f"seed {run.seed} failed: {run.reason}" for run in failed}
     settings = [row for row in flat(runs[0].settings) if row[0] != "seed"] if runs else []
-    base = Path(str(result.base.get("name", "encoder"))).name
+    base = model_label(str(result.base.get("name", "encoder")))
     return View(
         title=f"{base} · {label(str(result.task.get('name', 'task')))}",
         status="passed" if not failed else "partly" if len(failed) < len(runs) else "failed",

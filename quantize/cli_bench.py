@@ -1,14 +1,14 @@
 """The commands `bench` and `tables`; registered in cli.py. Everything heavy is imported inside."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qdqbench.quantize.cli_tools import command_line, console
+from qdqbench.quantize.progress import status
 
 if TYPE_CHECKING:
     from qdqbench.eval.bench_prepare import Options
@@ -81,7 +81,7 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
         raise UserError(f"--seconds is {seconds}; give a positive number")
     if not cpu:
         _require_gpu(target, recipe)
-    with _progress(quiet=json) as announce:
+    with status(quiet=json) as announce:
         announce("exporting")
         chosen, folder = _open(target, model, recipe, out, seed)
         real = None
@@ -205,15 +205,3 @@ def _finish(found: "Bench", folder: Path, json: bool) -> None:
             console().print(f"report: {path}", highlight=False, soft_wrap=True)
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """One changing line on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield status.update

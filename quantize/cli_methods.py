@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench.quantize import cli_options as options
-from qdqbench.quantize.cli_tools import Json, console, time_left
+from qdqbench.quantize.cli_tools import Json, console
+from qdqbench.quantize.progress import time_left
 
 if TYPE_CHECKING:
     from qdqbench.eval.methods_results import Methods

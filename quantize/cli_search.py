@@ -1,15 +1,15 @@
 """The command `search`; registered in cli.py. Everything heavy is imported inside."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qdqbench.quantize import cli_options as given
-from qdqbench.quantize.cli_tools import Json, console, plain
+from qdqbench.quantize import progress
+from qdqbench.quantize.cli_tools import Json, console
 
 if TYPE_CHECKING:
     from qdqbench.eval.search import Options
@@ -121,7 +121,7 @@ def _search(session: "Session", options: "Options", folder: Path, *, quiet: bool
     from qdqbench.eval.search_finish import finish
 
     with ExitStack() as stack:
-        show = stack.enter_context(_progress(options.trials, quiet=quiet))
+        show = stack.enter_context(progress.trials(options.trials, quiet=quiet))
         if session.config.model is None:
             _embedded(session, show)
         worker = open_worker(session, options, stack, show.say)
@@ -156,50 +156,3 @@ def _finish(found: "Search", folder: Path, json: bool) -> None:
         console().print(f"report: {folder / 'search.html'}", highlight=False, soft_wrap=True)
     if not found.outcome.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
-
-
-class _Silent:
-    """No terminal."""
-
-    def say(self, text: str) -> None:
-        """What is being done."""
-
-    def trial(self, done: int, total: int, best: str) -> None:
-        """Trials so far."""
-
-
-class _Bar(_Silent):
-    """One bar over the trials on a terminal."""
-
-    def __init__(self, bars: Any, total: int) -> None:
-        self.bars, self.task = bars, bars.add_task("preparing", total=total, best="")
-
-    def say(self, text: str) -> None:
-        self.bars.update(self.task, description=plain(text))
-
-    def trial(self, done: int, total: int, best: str) -> None:
-        self.bars.update(
-            self.task,
-            completed=done,
-            description=f"trial {min(done + 1, total)} of {total}",
-            best=plain(best),
-        )
-
-
-@contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[_Silent]:
-    if quiet or not sys.stderr.isatty():
-        yield _Silent()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<28}"),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[best]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        yield _Bar(bars, total)

@@ -1,8 +1,6 @@
 """The commands `check` and `profile`, and what all commands share. Heavy libraries are imported inside."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,25 +103,3 @@ def command_line() -> str:
     import shlex
 
     return shlex.join(["qdqbench", *sys.argv[1:]])
-
-
-@contextmanager
-def time_left(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
-    """A bar with the time that is left on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total, text: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        bar = bars.add_task("", total=None)
-        yield lambda done, total, text: bars.update(bar, completed=done, total=total, description=text)

@@ -1,7 +1,7 @@
 """The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench.quantize import cli_options as given
-from qdqbench.quantize.cli_tools import Json, command_line, console, plain
+from qdqbench.quantize import progress
+from qdqbench.quantize.cli_tools import Json, command_line, console
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from qdqbench.eval.study_results import Study
-    from qdqbench.eval.training_results import LogRow
     from qdqbench.quantize.training_settings import Training
 
 BaseModelName = Annotated[
     str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
 ]
-Show = Callable[[int, "LogRow", int], None]
 
 
 def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
@@ -88,7 +87,7 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     folder = _own_folder(out or Path("runs") / f"finetune-{chosen.name}")
     with _processes(settings.precision) as accelerator:
         base, source = _base(model, data, folder, accelerator)
-        with _progress(seeds, settings.seed, quiet=json or not accelerator.is_main_process) as show:
+        with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as show:
             request = Request(
                 base=base,
                 task=chosen,
@@ -147,7 +146,7 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
         metric=metric,
     )
     folder = _own_folder(out or Path("runs") / f"study-{chosen.name}")
-    with _processes(settings.precision) as accelerator, _status(quiet=json) as say:
+    with _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
         base, source = _base(model, data, folder, accelerator)
         request = Request(
             base=base,
@@ -177,18 +176,6 @@ def _say_studied(found: "Study", path: Path, json: bool) -> None:
 
     console().print(Markdown("\n\n".join(study_tables([found]))))
     console().print(f"results: {path}", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """One line on a terminal that says what is done now, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as status:
-        yield lambda text: status.update(plain(text))
 
 
 def _settings(**values: Any) -> "Training":
@@ -243,40 +230,6 @@ def _processes(precision: str) -> "Iterator[Accelerator]":
 
     with group():
         yield new_accelerator(precision)
-
-
-@contextmanager
-def _progress(seeds: int, first: int, *, quiet: bool) -> Iterator[Show]:
-    """One bar per seed on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda seed, row, steps: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}  {task.fields[judged]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks = {}
-
-        def show(seed: int, row: "LogRow", steps: int) -> None:
-            if seed not in tasks:
-                name = f"seed {seed}" if seeds > 1 else "training"
-                tasks[seed] = bars.add_task(name, total=steps, loss="", judged="")
-            fields = {"completed": row.step}
-            if row.loss is not None:
-                fields["loss"] = f"loss {row.loss:.4f}"  # type: ignore[assignment]
-            if row.score is not None:
-                values = ", ".join(f"{name} {value:.4f}" for name, value in row.values.items())
-                fields["judged"] = plain(f"held out: {values}")  # type: ignore[assignment]
-            bars.update(tasks[seed], **fields)  # type: ignore[arg-type]
-
-        yield show
 
 
 def _say_finetuned(result: Any, folder: Path, json: bool) -> None:

@@ -1,12 +1,9 @@
 """Run a session's stages with progress, and write the report at the end."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.results import Timing
-from qdqbench.quantize import files
+from qdqbench.quantize import files, progress
 from qdqbench.quantize.errors import UserError
 from qdqbench.quantize.pipeline import ancestors, forget_others, run_stages
 from qdqbench.quantize.recipe import dump_recipe
@@ -15,7 +12,6 @@ from qdqbench.quantize.stages import stages
 
 if TYPE_CHECKING:
     from qdqbench.eval.results import Results
-    from qdqbench.eval.training_results import LogRow
 
 EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = ("results.json", "report.md", "report.html")
@@ -46,7 +42,7 @@ def run_until(session: Session, until: str | None, *, quiet: bool = False) -> "R
         raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
     forget_others(session.folder, listed)
     files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-    with _progress(session, quiet) as show:
+    with progress.stages(session, quiet=quiet) as show:
 
         def announce(name: str, reused: bool) -> None:
             show(name, reused)
@@ -69,54 +65,3 @@ def _report(session: Session, timings: dict[str, Timing]) -> "Results":
     files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
     write_reports(results, session.folder)
     return results
-
-
-@contextmanager
-def _progress(session: Session, quiet: bool) -> Iterator[Callable[[str, bool], None]]:
-    """One bar per stage on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda name, reused: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        current: list[object] = []
-
-        def finish() -> None:
-            if current:
-                bars.update(current[-1], total=1, completed=1)  # type: ignore[arg-type]
-
-        def announce(name: str, reused: bool) -> None:
-            finish()
-            label = f"{name} (unchanged)" if reused else name
-            current.append(bars.add_task(label, total=1 if reused else None))
-
-        def progress(done: int, total: int) -> None:
-            bars.update(current[-1], completed=done, total=total)  # type: ignore[arg-type]
-
-        def report(row: "LogRow", steps: int) -> None:
-            loss = f" loss {row.loss:.4g}" if row.loss is not None else ""
-            bars.update(
-                current[-1],  # type: ignore[arg-type]
-                completed=row.step,
-                total=steps,
-                description=f"qat {row.step}/{steps}{loss}" if loss else None,
-            )
-
-        session.progress, session.report = progress, report
-        yield announce
-        finish()

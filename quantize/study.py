@@ -1,7 +1,7 @@
 """FP32, PTQ and QAT of one task over seeds: what a seed moves, beside what quantization moves."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from qdqbench.eval.training_results import Finetuning, Spread, TrainingRun
 from qdqbench.quantize import files
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.finetune import Request, finetune
+from qdqbench.quantize.progress import training_line
 from qdqbench.quantize.qat import settings_of
 from qdqbench.quantize.recipe import Recipe
 from qdqbench.quantize.session import QAT, RunConfig, Session
@@ -53,7 +54,11 @@ def study(plan: Plan, accelerator: "Accelerator") -> Study:
     for recipe in plan.recipes:
         settings_of(_session(plan, recipe, 0))
     plan.say("fine-tuning")
-    models = finetune(plan.request, accelerator)
+    told = replace(
+        plan.request,
+        report=lambda seed, row, steps: plan.say(f"fine-tuning, seed {seed}: {training_line(row, steps)}"),
+    )
+    models = finetune(told, accelerator)
     rows = []
     for run in models.runs:
         for recipe in plan.recipes:
@@ -92,11 +97,13 @@ def _row(plan: Plan, recipe: Recipe, model: TrainingRun) -> StudyRow:
         return row
     wanted = _session(plan, recipe, model.seed)
     session = open_run(wanted.config, wanted.folder)
+    name = f"seed {model.seed}: {recipe.name}"
+    session.report = lambda row, steps: plan.say(f"{name}, qat, {training_line(row, steps)}")
     try:
         run_stages(
             session,
             ancestors(stages(session), STAGES),
-            lambda name, reused: plan.say(f"seed {model.seed}: {recipe.name}, {name}"),
+            lambda stage, reused: plan.say(f"{name}, {stage}"),
         )
     except CheckFailed as error:
         return row.model_copy(update={"reason": str(error)})

@@ -33,6 +33,12 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
 
 
 @pytest.fixture(autouse=True)
+def _no_progress_lines(monkeypatch) -> None:
+    """A slow machine must not add lines to what a test compares; they have tests of their own."""
+    monkeypatch.setattr("qdqbench.quantize.progress.EVERY_S", float("inf"))
+
+
+@pytest.fixture(autouse=True)
 def _trained_once(monkeypatch, tmp_path_factory) -> None:
     """The embedded default is trained by the first test that wants it; the others get copies."""
     from qdqbench.eval import embedded

@@ -741,3 +741,16 @@ def test_every_field_is_documented_and_no_other(name: str) -> None:
 
 def test_the_document_names_the_current_version() -> None:
     assert f"The current version is {SCHEMA_VERSION}." in DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("/models/minilm-sst2", "minilm-sst2"),
+        ("owner/minilm", "minilm"),
+        ("runs/a/embedded/model", "embedded default"),
+        ("model", "model"),
+    ],
+)
+def test_a_model_is_called_by_its_last_part(name, expected):
+    assert formats.model_label(name) == expected

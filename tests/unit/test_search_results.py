@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval import search_results
+from qdqbench.eval import search_finish, search_results
 from qdqbench.eval.results import Comparison
 from qdqbench.eval.search_confirm import agreement, failures
 from qdqbench.eval.search_finish import rule
@@ -24,7 +25,7 @@ from qdqbench.eval.search_results import (
     mark_front,
     read_search,
 )
-from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.recipe import Gate, load_recipe
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "search.md"
@@ -209,6 +210,7 @@ def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
 
 def test_rules_in_words():
     assert rule(Gate(max_drop=0.003)) == "at most 0.3 points lost, fastest"
+    assert rule(Gate(max_drop=0.01)) == "at most 1 point lost, fastest"
     assert "1.4x" in rule(Gate(min_speedup=1.4))
 
 
@@ -306,3 +308,20 @@ def test_every_field_is_documented():
             section = text.partition(f"(`{name}`)")[2].partition("\n## ")[0]
             documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
             assert documented == [*model.model_fields], name
+
+
+def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(monkeypatch):
+    def broken(*_):
+        raise CheckFailed("the GPU is gone")
+
+    rows = [confirmed("found", 0.9, 1.0), confirmed("bert-int8-ffn", 0.9, 1.1, shipped=True)]
+    monkeypatch.setattr(search_finish.search_confirm, "confirm", lambda *_: (rows, {"accuracy": 0.9}))
+    monkeypatch.setattr(search_finish, "_whole", broken)
+    task = SimpleNamespace(metrics=["accuracy"])
+    session = SimpleNamespace(config=SimpleNamespace(task=task))
+    worker = SimpleNamespace(work=SimpleNamespace(session=session), gate=Gate(max_drop=0.01))
+    judged = search_finish._judge(worker, trial_of(3, 0.0, 0.1, 1.0), lambda text: None)
+    assert judged.rows == rows
+    assert judged.agreement is None
+    assert judged.failures == []
+    assert any("agree is not known: the GPU is gone" in line for line in judged.warnings)
