@@ -46,7 +46,7 @@ def load_split(
     columns = _check_columns(loaded, task)
     dataset = loaded.dataset.select_columns(columns)
     _check_rows(dataset, task, loaded.source)
-    notes = list(loaded.notes)
+    notes = [*loaded.notes, *_blank(dataset, task, split)]
     kept = loaded.rows if limit is None else min(limit, loaded.rows)
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
@@ -98,6 +98,16 @@ def _check_rows(dataset: "datasets.Dataset", task: Task, source: str) -> None:
         problem = _label_problem(column.to_numpy(), task)
     if problem:
         raise UserError(f"the labels (column {task.label_column!r}) of {source} {problem}")
+
+
+def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
+    """Texts without a word: an empty cell of a CSV file is one, so this may be a fault of the data."""
+    found = []
+    for name in task.text_columns:
+        texts = dataset.data.column(name).to_pylist()
+        if count := sum(not text.strip() for text in texts):
+            found.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
+    return found
 
 
 def _label_problem(labels: npt.NDArray[Any], task: Task) -> str:

@@ -23,7 +23,7 @@ from qdqbench.quantize import files
 from qdqbench.quantize.bias_correction import correct_biases
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.matching import Plan, resolve
-from qdqbench.quantize.recipe import Calibration
+from qdqbench.quantize.recipe import Calibration, Recipe
 from qdqbench.quantize.session import Session
 
 if TYPE_CHECKING:
@@ -95,10 +95,7 @@ class Comparing:
 
         recipe = self.session.recipe
         listed = sections(recipe.calibration, self.methods, self.smooths)
-        if not recipe.quantizes:
-            raise UserError(
-                f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
-            )
+        require_int8(recipe)
         model = self.session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         cases: dict[Any, _Case] = {}
@@ -288,3 +285,15 @@ def _smooths(plan: Plan) -> bool:
 
 def _stderr(each: npt.NDArray[np.float64]) -> float:
     return float(each.std(ddof=1) / np.sqrt(len(each)))
+
+
+def require_int8(recipe: Recipe) -> None:
+    """The recipe has something to calibrate.
+
+    Raises:
+        UserError: it has not.
+    """
+    if not recipe.quantizes:
+        raise UserError(
+            f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
+        )

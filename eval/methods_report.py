@@ -149,10 +149,12 @@ def summary(found: Methods) -> "Group":
     shown = view(found)
     head = Panel(Text(shown.headline), title=Text(shown.title), border_style="green", title_align="left")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for name in (*shown.settings, *shown.columns, ""):
-        table.add_column(name, no_wrap=name == "method")
+    for name in (*shown.settings, *_screen(shown.columns), ""):
+        table.add_column(name, no_wrap="FP32" not in name)
     for line in shown.lines:
-        cells = line.cells if not line.failure else ["failed", *[""] * (len(shown.columns) - 1)]
+        cells = (
+            _screen(line.cells) if not line.failure else ["failed", *[""] * (len(_screen(shown.columns)) - 1)]
+        )
         style = "green" if line.best else "red" if line.failure else ""
         table.add_row(*(Text(cell) for cell in (*line.settings, *cells, line.marks)), style=style)
     failed = [
@@ -163,6 +165,11 @@ def summary(found: Methods) -> "Group":
     notes = [Text(f"note: {note}", style="yellow") for note in shown.notes]
     parts: list[RenderableType] = [head, table, Text(shown.caption), *failed, *notes]
     return Group(*parts)
+
+
+def _screen(cells: list[str]) -> list[str]:
+    """What fits 80 columns: the divergence without its error, and the difference to FP32 of every split."""
+    return [cells[0].split(" ± ")[0], *cells[5:-1:2]]
 
 
 def _explanation(found: Methods) -> list[str]:

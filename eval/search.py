@@ -81,10 +81,12 @@ def open_worker(
     """
     from qdqbench.eval.search_first import first_trials
     from qdqbench.eval.search_latency import latency_source
-    from qdqbench.eval.search_rank import rank
+    from qdqbench.eval.search_rank import rank, read_ranking
     from qdqbench.eval.search_study import default_storage
     from qdqbench.quantize.models import module_table
 
+    if options.sensitivity is not None:  # before a study is made for it
+        read_ranking(session, options.sensitivity)
     model = session.fp32_model
     space = make_space(session.recipe, module_table(model), model.base_model_prefix)
     work = Workspace(session, space, options.samples, progress)

@@ -42,7 +42,7 @@ def confirm(
     listed: list[tuple[Recipe, bool]] = [(best, False)]
     loaded = {name: load_recipe(name) for name in shipped_recipes()}
     shipped = {name: recipe for name, recipe in loaded.items() if recipe.qat is None}
-    if base not in shipped.values():
+    if base not in (*shipped.values(), best):
         listed.append((base, False))
     listed += [(_adapted(r, base), True) for r in shipped.values() if r.model.family == base.model.family]
     progress("validating FP32")

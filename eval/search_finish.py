@@ -50,7 +50,7 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
 
     trials = trials_of(worker)
     chosen, why = choose(trials, worker.gate)
-    judged = Judged(failures=[why]) if chosen is None else _judge(worker, chosen, progress)
+    judged = Judged(failures=[why]) if chosen is None else _judge(worker, trials, chosen, progress)
     found = _search(worker, trials, chosen, why, judged)
     if chosen is not None and chosen.recipe is not None:
         files.write_text(folder / RECIPE, _chosen_yaml(chosen))
@@ -61,7 +61,7 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
     return found
 
 
-def _judge(worker: Worker, chosen: Trial, progress: Callable[[str], None]) -> Judged:
+def _judge(worker: Worker, trials: list[Trial], chosen: Trial, progress: Callable[[str], None]) -> Judged:
     """Confirm the chosen recipe beside the given and the shipped ones."""
     metric = worker.work.session.config.task.metrics[0]
     judged = Judged()
@@ -74,9 +74,7 @@ def _judge(worker: Worker, chosen: Trial, progress: Callable[[str], None]) -> Ju
         except Exception as error:  # hours of trials must not end without their report
             judged.warnings.append(f"whether search and confirmation agree is not known: {explained(error)}")
     if not chosen.int8_linears:
-        judged.warnings.append(
-            "the chosen recipe has nothing in INT8: here no recipe with INT8 is faster than FP16"
-        )
+        judged.warnings.append(_without_int8(trials, judged.rows))
     if judged.agreement is not None and not judged.agreement.within_noise:
         judged.warnings.append(
             f"the searched drop ({100 * judged.agreement.searched:.2f} points) and the confirmed one "
@@ -119,6 +117,20 @@ def _search(worker: Worker, trials: list[Trial], chosen: Trial | None, why: str,
         warnings=_warnings(worker, trials) + judged.warnings,
         environment=_environment(),
     )
+
+
+def _without_int8(trials: list[Trial], rows: list[Confirmed]) -> str:
+    """Why nothing in INT8 was chosen, as far as trials and confirmation know."""
+    said = "the chosen recipe has nothing in INT8: "
+    tried = [trial for trial in trials if trial.int8_linears and trial.latency is not None]
+    speedups = [t.latency.speedup for t in tried if t.latency] + [
+        r.latency.speedup for r in rows if r.latency
+    ]
+    if not tried:
+        return f"{said}no recipe with INT8 was tried to its end, ask for more trials"
+    if max(speedups, default=0.0) <= 1:
+        return f"{said}here no recipe with INT8 is faster than FP16"
+    return f"{said}none of the {len(tried)} tried with INT8 satisfies the gate better, though some are faster"
 
 
 def _by_noise(row: Confirmed, chosen: Confirmed, metric: str) -> str:

@@ -9,6 +9,7 @@ from qdqbench.quantize.session import Session
 
 if TYPE_CHECKING:
     from qdqbench.eval.search_trial import Workspace
+    from qdqbench.eval.sensitivity_results import Sensitivity
 
 SAMPLES = 128  # enough to tell the worst units from the others
 
@@ -20,15 +21,7 @@ def rank(work: "Workspace", file: Path | None) -> tuple[Space, str]:
         UserError: the file is not a sensitivity of this model.
     """
     if file is not None:
-        from qdqbench.eval.sensitivity_results import read_sensitivity
-
-        measured, session = read_sensitivity(file), work.session
-        task = session.config.task.model_dump(mode="json")
-        if measured.model["sha256"] != session.model_sha256 or measured.task != task:
-            raise UserError(
-                f"{file} is of another model or task; run `qdqbench sensitivity` on this one, or leave "
-                "--sensitivity out"
-            )
+        measured = read_ranking(work.session, file)
         return from_rows(work.space, measured.rows, str(file)), f"sensitivity file {file.name}"
     from qdqbench.eval.search_calibration import without_corrections
     from qdqbench.eval.sensitivity import Measurement
@@ -41,6 +34,24 @@ def rank(work: "Workspace", file: Path | None) -> tuple[Space, str]:
     samples = min(SAMPLES, work.samples)
     found = Measurement(Session(everything, session.folder), samples).run()
     return from_rows(work.space, found.rows, "the sensitivity"), f"sensitivity on {samples} train rows"
+
+
+def read_ranking(session: Session, file: Path) -> "Sensitivity":
+    """A sensitivity file of the session's model and task.
+
+    Raises:
+        UserError: missing, unreadable, or of another model or task.
+    """
+    from qdqbench.eval.sensitivity_results import read_sensitivity
+
+    measured = read_sensitivity(file)
+    task = session.config.task.model_dump(mode="json")
+    if measured.model["sha256"] != session.model_sha256 or measured.task != task:
+        raise UserError(
+            f"{file} is of another model or task; run `qdqbench sensitivity` on this one, or leave "
+            "--sensitivity out"
+        )
+    return measured
 
 
 def from_rows(space: Space, rows: Any, source: str) -> Space:

@@ -19,6 +19,7 @@ MARKS = (  # what a point of the plot is; shape and colour differ
     ("given recipe", plots.GREEN, "^"),
     ("chosen", plots.VERMILLION, "*"),
 )
+SETTINGS = {"method": "activations", "smooth": "smooth", "weights_method": "weights"}
 
 
 def write_reports(found: Search, folder: Path) -> list[Path]:
@@ -135,11 +136,7 @@ def _context(found: Search) -> dict[str, Any]:
 
 def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
     accuracy, latency = trial.accuracy, trial.latency
-    how = [
-        f"{k.removeprefix('weights_')} {trial.params[k]}"
-        for k in ("method", "smooth", "weights_method")
-        if k in trial.params
-    ]
+    how = [f"{name} {trial.params[key]}" for key, name in SETTINGS.items() if key in trial.params]
     return {
         "number": trial.number,
         "origin": trial.origin,
@@ -172,8 +169,24 @@ def _confirmed_cells(found: Search, row: Confirmed) -> dict[str, Any]:
         "speedup": _speedup(found, row.latency),
         "shipped": row.shipped,
         "dominates": row.dominates,
-        "remark": row.reason or ("dominates the chosen recipe" if row.dominates else ""),
+        "remark": row.reason or "; ".join([*_other_splits(row, metric), *_dominating(row)]),
     }
+
+
+def _dominating(row: Confirmed) -> list[str]:
+    return ["dominates the chosen recipe"] if row.dominates else []
+
+
+def _other_splits(row: Confirmed, metric: str) -> list[str]:
+    """Drops on the evaluation splits behind the first: MNLI has two."""
+    found = []
+    for split, versus in list(row.fake_quant.items())[1:]:
+        drops = f"drop {_points(-versus.delta[metric], versus.delta_stderr[metric])}"
+        if split in row.engine:
+            engine = row.engine[split]
+            drops += f", of the engine {_points(-engine.delta[metric], engine.delta_stderr[metric])}"
+        found.append(f"{split.removeprefix('validation_')}: {drops}")
+    return found
 
 
 def _points(drop: float, error: float) -> str:
@@ -197,7 +210,8 @@ def _agreement(found: Search) -> str:
     if pair is None:
         return ""
     return (
-        f"Drop where it was searched {_points(pair.searched, pair.searched_stderr)} points, confirmed "
+        "Calibrated in full, its drop where it was searched is "
+        f"{_points(pair.searched, pair.searched_stderr)} points, and on validation "
         f"{_points(pair.confirmed, pair.confirmed_stderr)}: they "
         + ("agree within noise." if pair.within_noise else "differ by more than noise.")
     )

@@ -78,8 +78,8 @@ def open_study(storage: str, name: str, settings: dict[str, Any]) -> "optuna.Stu
         study.set_user_attr("settings", settings)
     elif differing := [key for key in {*known, *settings} if known.get(key) != settings.get(key)]:
         raise UserError(
-            f"study {name!r} is of another {', '.join(sorted(differing))}; give --study-name a new name, or "
-            "another --out"
+            f"study {name!r} was made with other settings ({', '.join(sorted(differing))}); give "
+            "--study-name a new name, or another --out"
         )
     return study
 

@@ -11,6 +11,7 @@ from typing import Any
 from qdqbench.eval import metrics, sensitivity_choice
 from qdqbench.eval.collect import environment
 from qdqbench.eval.data import Encoded, sorted_batches
+from qdqbench.eval.formats import count_of
 from qdqbench.eval.runners import placed
 from qdqbench.eval.sensitivity_candidates import Candidate, Choices, choices
 from qdqbench.eval.sensitivity_judge import draw_samples, judge
@@ -26,6 +27,7 @@ from qdqbench.quantize.session import Session
 
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
 EVERYTHING = "everything"
+FEW = 64  # samples; below it the standard error of a metric means little
 Progress = Callable[[float, float, str], None]  # cost done, cost in all, what is next
 
 
@@ -284,10 +286,19 @@ class Measurement:
             rows=rows,
             curve=curve,
             choice=sensitivity_choice.choice_of(point, reached, reason, chosen),
-            notes=[*session.notes, *self.found.notes, *_notes(config.recipe)],
+            notes=[*session.notes, *self.found.notes, *_few(len(encoded.labels)), *_notes(config.recipe)],
             timings={"candidates_s": self.ledger.seconds, "this_run_s": wall_s},
             environment=environment(),
         )
+
+
+def _few(samples: int) -> list[str]:
+    if samples >= FEW:
+        return []
+    return [
+        f"{count_of(samples, 'sample')}: too few to judge a drop: a standard error of 0 says that no answer "
+        f"changed, not that none would; take {FEW} or more"
+    ]
 
 
 def _notes(recipe: Recipe) -> list[str]:

@@ -228,6 +228,9 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
+AT_THE_END = ("methods", "bench")  # commands that write all of their results at their end
+
+
 class _Interrupted(SystemExit):
     """Ctrl-C, after its message."""
 
@@ -256,6 +259,7 @@ def main() -> None:
         sys.argv.remove("--debug")
     from qdqbench.quantize.errors import QdqError
 
+    anew = any(name in sys.argv[1:2] for name in AT_THE_END)
     try:
         _invoke()
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
@@ -268,7 +272,10 @@ def main() -> None:
             sys.stderr.write(f"qdqbench: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write("qdqbench: interrupted; finished stages are kept, run the same command to go on\n")
+        kept = "" if anew else "finished stages are kept, "
+        sys.stderr.write(
+            f"qdqbench: interrupted; {kept}run the same command to {'start anew' if anew else 'go on'}\n"
+        )
         raise _Interrupted(1) from None
     except Exception as error:
         if debug:

@@ -76,13 +76,14 @@ def methods(  # noqa: PLR0913, PLR0917  (a command's options)
 def _compare(  # noqa: PLR0913
     config: "RunConfig", folder: Path, samples: int, methods: list[str], smooths: list[str], *, quiet: bool
 ) -> "Methods":
-    from qdqbench.eval.methods import Comparing
+    from qdqbench.eval.methods import Comparing, require_int8
     from qdqbench.eval.methods_report import write_methods
     from qdqbench.eval.methods_sections import sections
     from qdqbench.quantize import stages
     from qdqbench.quantize.session import Session
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
+    require_int8(config.recipe)
     with time_left(quiet=quiet) as show:
         session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
         if config.model is None:

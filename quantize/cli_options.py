@@ -109,10 +109,12 @@ def check_out(folder: Path, marker: str, what: str, *, without_marker: Collectio
     Raises:
         UserError: it is a file, or holds something else.
     """
+    from qdqbench.quantize import files
     from qdqbench.quantize.errors import UserError
 
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
+    files.require_writable(folder)
     there = {path.name for path in folder.iterdir() if path.name[0] != "."} if folder.is_dir() else set()
     if there - {*without_marker} and marker not in there:
         raise UserError(f"{folder} holds other files than {what}; give --out an empty or new folder")

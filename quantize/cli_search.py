@@ -81,6 +81,8 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
         seed=seed,
     )
     folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
+    _require_inputs(sensitivity, cost_model)
+    _require_own(folder, study_name or f"{config.recipe.name}-{config.task.name}")
     session = Session(config, _work_folder(folder))
     options = Options(
         trials=trials,
@@ -100,18 +102,46 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
         _finish(found, folder, json)
 
 
+def _require_inputs(sensitivity: Path | None, cost_model: Path | None) -> None:
+    """Files that are named can be read; told before anything is trained or loaded."""
+    from qdqbench.eval.sensitivity_results import read_sensitivity
+    from qdqbench.quantize.cost_model import load_cost_model
+
+    if sensitivity is not None:
+        read_sensitivity(sensitivity)
+    if cost_model is not None:
+        load_cost_model(cost_model)
+
+
+def _require_own(out: Path, study: str) -> None:
+    """The folder holds no finished search of another study, which this one would replace.
+
+    Raises:
+        UserError: it does.
+    """
+    from qdqbench.eval.search_results import FILE, read_search
+    from qdqbench.quantize.errors import UserError
+
+    if (out / FILE).is_file() and (known := read_search(out / FILE).study) != study:
+        raise UserError(
+            f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out"
+        )
+
+
 def _work_folder(out: Path) -> Path:
     """Folder for what the search needs again, inside of its output folder.
 
     Raises:
         UserError: the output folder holds something else.
     """
+    from qdqbench.quantize import files
     from qdqbench.quantize.errors import UserError
 
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give --out a folder")
     if out.is_dir() and any(out.iterdir()) and not (out / WORK).is_dir():
         raise UserError(f"{out} holds other files than a search; give --out an empty or new folder")
+    files.require_writable(out)
     (out / WORK).mkdir(parents=True, exist_ok=True)
     return out / WORK
 

@@ -202,10 +202,12 @@ def _own_folder(out: Path) -> Path:
     Raises:
         UserError: it holds something else.
     """
+    from qdqbench.quantize import files
     from qdqbench.quantize.errors import UserError
 
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; give --out a folder")
+    files.require_writable(out)
     ours = ("seed-", "embedded", "finetune.", "study.", ".")
     if out.is_dir() and any(not path.name.startswith(ours) for path in out.iterdir()):
         raise UserError(f"{out} holds other files than a fine-tuning; give --out an empty or new folder")

@@ -282,6 +282,8 @@ def load_cost_model(path: Path | None = None) -> CostModel:
             )
         text, source = shipped.read_text(encoding="utf-8"), DATA
     else:
+        if not path.is_file():
+            raise UserError(f"there is no cost model {path}; make one with `qdqbench cost fit`")
         text, source = json.dumps(files.read_json(path)), str(path)
     try:
         return CostModel.model_validate_json(text)

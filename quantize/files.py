@@ -37,6 +37,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def require_writable(folder: Path) -> None:
+    """Find out that a folder cannot be written before hours of work; nothing is left behind.
+
+    Raises:
+        UserError: it cannot.
+    """
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryDirectory(prefix=".qdqbench-", dir=parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}; choose another --out folder") from error
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` atomically."""
     with atomic_path(path) as temporary:

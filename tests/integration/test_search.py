@@ -137,6 +137,29 @@ def test_more_trials_go_on(searched, given, files, qdqbench):
     assert all(kept[trial.number] == trial.accuracy for trial in before)
 
 
+def test_bad_files_are_told_before_a_study_is_made(searched, given, files, tmp_path, qdqbench):
+    out = tmp_path / "out"
+    done = qdqbench(*options(given, files, out, "--sensitivity", tmp_path / "nowhere.json"))
+    assert done.code == 1
+    assert "nowhere.json" in done.err
+    assert "unexpected" not in done.err
+    assert not out.exists()
+    words = options(given, files, out)
+    words[words.index("--cost-model") + 1] = str(tmp_path / "no-model.json")
+    done = qdqbench(*words)
+    assert (done.code, "qdqbench cost fit" in done.err) == (1, True)
+    assert not out.exists()
+
+
+def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qdqbench):
+    out, _ = searched
+    before = (out / "search.json").read_bytes()
+    done = qdqbench(*options(given, files, out, "--study-name", "another"))
+    assert done.code == 1
+    assert "holds the finished search" in done.err
+    assert (out / "search.json").read_bytes() == before
+
+
 def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench):
     done = qdqbench(*options(given, files, tmp_path / "out", "--budget", "0"))
     found = read_search(tmp_path / "out" / "search.json")
@@ -149,7 +172,7 @@ def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):
     out, _ = searched
     done = qdqbench(*options(given, files, out, "--batch", 8))
     assert done.code == 1
-    assert "is of another batch and length" in done.err
+    assert "made with other settings (batch and length)" in done.err
     assert done.err.count("\n") == 1
 
 

@@ -101,3 +101,12 @@ def test_sha256_over_block_borders(tmp_path: Path, size: int) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     (tmp_path / "a").write_bytes(data[:size])
     assert files.sha256(tmp_path / "a") == hashlib.sha256(data[:size]).hexdigest()
+
+
+def test_what_cannot_be_written_is_told_before_and_nothing_is_left(tmp_path):
+    files.require_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "x", Path("/proc/qdqbench")):
+        with pytest.raises(UserError, match="choose another --out"):
+            files.require_writable(folder)

@@ -320,8 +320,34 @@ def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(mo
     task = SimpleNamespace(metrics=["accuracy"])
     session = SimpleNamespace(config=SimpleNamespace(task=task))
     worker = SimpleNamespace(work=SimpleNamespace(session=session), gate=Gate(max_drop=0.01))
-    judged = search_finish._judge(worker, trial_of(3, 0.0, 0.1, 1.0), lambda text: None)
+    trial = trial_of(3, 0.0, 0.1, 1.0)
+    judged = search_finish._judge(worker, [trial], trial, lambda text: None)
     assert judged.rows == rows
     assert judged.agreement is None
     assert judged.failures == []
     assert any("agree is not known: the GPU is gone" in line for line in judged.warnings)
+
+
+@pytest.mark.parametrize(
+    ("tried", "confirmed_ms", "expected"),
+    [
+        (None, 1.0, "no recipe with INT8 was tried"),
+        (4.0, 3.0, "no recipe with INT8 is faster than FP16"),
+        (1.5, 3.0, "none of the 1 tried with INT8"),
+        (4.0, 1.0, "none of the 1 tried with INT8"),
+    ],
+)
+def test_why_nothing_in_int8_was_chosen_is_what_was_measured(tried, confirmed_ms, expected):
+    half = trial_of(1, 0.0, 0.0, 2.0).model_copy(update={"int8_linears": 0})
+    trials = [half] if tried is None else [half, trial_of(2, 0.0, 0.1, tried)]
+    said = search_finish._without_int8(trials, [confirmed("bert-int8-ffn", 0.9, confirmed_ms)])
+    assert expected in said
+
+
+def test_both_splits_of_mnli_are_shown(tmp_path):
+    row = confirmed("found", 0.9, 1.0)
+    row.fake_quant = {"validation_matched": comparison(0.01), "validation_mismatched": comparison(0.05)}
+    found = sample_search(confirmed=[row])
+    for path in write_reports(found, tmp_path):
+        assert "mismatched: drop" in path.read_text()
+        assert "5.00" in path.read_text()

@@ -63,7 +63,7 @@ def test_a_study_goes_on_where_it_was(url):
 
 def test_other_settings_are_refused_in_one_sentence(url):
     opened(url)
-    with pytest.raises(UserError, match="of another batch and length") as caught:
+    with pytest.raises(UserError, match=r"made with other settings \(batch and length\)") as caught:
         opened(url, SETTINGS | {"batch and length": [8, 128]})
     assert "\n" not in str(caught.value)
     opened(url, {"model": "b"}, name="y")
