@@ -224,6 +224,7 @@ def test_no_codes_when_not_a_terminal(arguments):
     assert not ANSI.search(done.stdout + done.stderr)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_is_quiet_when_not_a_terminal(sst2, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")

@@ -65,8 +65,15 @@ def ranks(values):
     return np.argsort(np.argsort(values))
 
 
+def _with_long(recipes):
+    """Of the QAT recipes one goes the whole way at once; `test_training` goes it too."""
+    known = "bert-int8-residual-qat"
+    long = [name for name in recipes if name.endswith("-qat") and name != known]
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
+
+
 @needs_rtx
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", _with_long(RECIPES))
 def test_every_shipped_recipe(recipe, sst2, tmp_path, qdqbench):
     out, loaded = tmp_path / "run", load_recipe(recipe)
     done = qdqbench("run", recipe, *sst2.options, "--out", out)

@@ -160,6 +160,7 @@ def test_a_finished_search_is_not_replaced_by_another(searched, given, files, qd
     assert (out / "search.json").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench):
     done = qdqbench(*options(given, files, tmp_path / "out", "--budget", "0"))
     found = read_search(tmp_path / "out" / "search.json")
@@ -245,6 +246,7 @@ def finished(storage):
             return 0
 
 
+@pytest.mark.long
 def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
     out = tmp_path / "out"
     process = subprocess.Popen(
