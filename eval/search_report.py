@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval import plots
-from qdqbench.eval.formats import label, model_label
+from qdqbench.eval.formats import drop_points, label, model_label
 from qdqbench.eval.search_results import Confirmed, Latency, Search, Trial
 from qdqbench.quantize import files
 
@@ -143,7 +143,7 @@ def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
         "what": f"{trial.int8_linears} linears, {trial.int8_attention} attentions",
         "how": ", ".join(how) if trial.int8_linears else "nothing to calibrate",
         "divergence": f"{accuracy.divergence:.3g}" if accuracy else "",
-        "drop": _points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
+        "drop": drop_points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
         "noise": "within noise" if accuracy and accuracy.within_noise else "",
         "latency": _ms(found, latency),
         "speedup": _speedup(found, latency),
@@ -162,9 +162,9 @@ def _confirmed_cells(found: Search, row: Confirmed) -> dict[str, Any]:
     return {
         "name": row.name,
         "value": f"{row.metrics[metric]:.4f}" if metric in row.metrics else "",
-        "drop": _points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else "",
+        "drop": drop_points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else "",
         "noise": "within noise" if versus and versus.within_noise else "",
-        "engine": _points(-engine.delta[metric], engine.delta_stderr[metric]) if engine else "",
+        "engine": drop_points(-engine.delta[metric], engine.delta_stderr[metric]) if engine else "",
         "latency": _ms(found, row.latency),
         "speedup": _speedup(found, row.latency),
         "shipped": row.shipped,
@@ -181,16 +181,12 @@ def _other_splits(row: Confirmed, metric: str) -> list[str]:
     """Drops on the evaluation splits behind the first: MNLI has two."""
     found = []
     for split, versus in list(row.fake_quant.items())[1:]:
-        drops = f"drop {_points(-versus.delta[metric], versus.delta_stderr[metric])}"
+        drops = f"drop {drop_points(-versus.delta[metric], versus.delta_stderr[metric])}"
         if split in row.engine:
             engine = row.engine[split]
-            drops += f", of the engine {_points(-engine.delta[metric], engine.delta_stderr[metric])}"
+            drops += f", of the engine {drop_points(-engine.delta[metric], engine.delta_stderr[metric])}"
         found.append(f"{split.removeprefix('validation_')}: {drops}")
     return found
-
-
-def _points(drop: float, error: float) -> str:
-    return f"{100 * drop + 0.0:+.2f} ± {100 * error:.2f}"
 
 
 def _ms(found: Search, latency: Latency | None) -> str:
@@ -211,8 +207,8 @@ def _agreement(found: Search) -> str:
         return ""
     return (
         "Calibrated in full, its drop where it was searched is "
-        f"{_points(pair.searched, pair.searched_stderr)} points, and on validation "
-        f"{_points(pair.confirmed, pair.confirmed_stderr)}: they "
+        f"{drop_points(pair.searched, pair.searched_stderr)} points, and on validation "
+        f"{drop_points(pair.confirmed, pair.confirmed_stderr)}: they "
         + ("agree within noise." if pair.within_noise else "differ by more than noise.")
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from qdqbench.eval.formats import code, label, text
+from qdqbench.eval.formats import code, drop_points, label, text, versions_text
 from qdqbench.eval.results import Comparison
 from qdqbench.eval.search_results import Confirmed, Search
 from qdqbench.eval.tables_accuracy import table
@@ -65,28 +65,24 @@ def _row(found: Search, confirmed: Confirmed, place: int) -> list[str]:
 def _drop(splits: dict[str, Comparison], metric: str) -> str:
     """Of the first split; empty where it was not measured."""
     for comparison in splits.values():
-        return f"{0.0 - 100 * comparison.delta[metric]:+.2f} ± {100 * comparison.delta_stderr[metric]:.2f}"
+        return drop_points(-comparison.delta[metric], comparison.delta_stderr[metric])
     return ""
 
 
 def _said(found: Search) -> list[str]:
-    """Whether it holds, and whether search and confirmation agree."""
+    """Whether it holds, what could not be judged, and whether search and confirmation agree."""
     lines = list(found.outcome.failures)
+    lines += [f"✗ {row.name} failed: {row.reason}" for row in found.confirmed if row.status == "failed"]
     if found.agreement is not None:
         said = "they agree within noise" if found.agreement.within_noise else "✗ they do not agree"
         drops = found.agreement
         lines.append(
-            f"drop {100 * drops.searched:+.2f} ± {100 * drops.searched_stderr:.2f} where it was searched, "
-            f"{100 * drops.confirmed:+.2f} ± {100 * drops.confirmed_stderr:.2f} confirmed: {said}"
+            f"drop {drop_points(drops.searched, drops.searched_stderr)} where it was searched, "
+            f"{drop_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {said}"
         )
     return lines
 
 
 def _where(found: Search) -> str:
-    source = found.source
-    return f"latency {source.label}, batch {source.batch} x {source.length} tokens; {_versions(found)}"
-
-
-def _versions(found: Search) -> str:
-    versions = found.environment["versions"]
-    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "nvidia-modelopt"))
+    source, versions = found.source, versions_text(found.environment)
+    return f"latency {source.label}, batch {source.batch} x {source.length} tokens; {versions}"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from qdqbench.eval.formats import code, text
+from qdqbench.eval.formats import code, text, versions_text
 from qdqbench.eval.study_results import Study, StudySummary
 from qdqbench.eval.tables_accuracy import table
 from qdqbench.eval.training_results import Spread
@@ -65,12 +65,11 @@ def _means(studies: Sequence[Study]) -> list[list[str]]:
 
 def _where(study: Study) -> str:
     found = study.environment
-    versions = ", ".join(
-        f"{name} {found['versions'][name]}" for name in ("torch", "transformers", "nvidia-modelopt")
-    )
     hardware = found["gpu"] if found["gpu"] != "none" else found["cpu"]
     trained = dict.fromkeys(_settings(recipe["qat"]) for recipe in study.recipes.values())
-    return f"{hardware}, {versions}; FP32: {_settings(study.finetune)}; QAT: {' or '.join(trained)}"
+    return (
+        f"{hardware}, {versions_text(found)}; FP32: {_settings(study.finetune)}; QAT: {' or '.join(trained)}"
+    )
 
 
 def _settings(training: dict[str, Any]) -> str:

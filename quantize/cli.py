@@ -228,7 +228,7 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
-AT_THE_END = ("methods", "bench")  # commands that write all of their results at their end
+FROM_THE_START = ("methods", "bench")  # commands that do not go on with what an interrupted call left
 
 
 class _Interrupted(SystemExit):
@@ -259,7 +259,7 @@ def main() -> None:
         sys.argv.remove("--debug")
     from qdqbench.quantize.errors import QdqError
 
-    anew = any(name in sys.argv[1:2] for name in AT_THE_END)
+    anew = any(name in sys.argv[1:2] for name in FROM_THE_START)
     try:
         _invoke()
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader

@@ -184,3 +184,6 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     assert f"`{found.confirmed[2].name}` ✗ dominates the chosen one" in made
     assert "✗ they do not agree" in made
     assert "it lost 3 points" in made
+    found.confirmed[3].status, found.confirmed[3].reason = "failed", "out of memory"
+    made = tables_markdown([], [], [], [found])
+    assert f"{found.confirmed[3].name} failed: out of memory" in made
