@@ -33,7 +33,8 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
         smoothing.inputs |= {n: v for n, v in given.inputs.items() if of(n) is record and n in plan.int8}
         smoothing.rows |= {n: v for n, v in given.rows.items() if of(n) is record}
     quantizers = {name: of(name).quantizers[name] for name in wanted}
-    return fused.model_copy(update={"quantizers": quantizers, "smoothing": smoothing})
+    splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
+    return fused.model_copy(update={"quantizers": quantizers, "smoothing": smoothing, "splits": splits})
 
 
 def without_corrections(recipe: Recipe) -> Recipe:

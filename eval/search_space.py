@@ -110,6 +110,8 @@ class Space:
             "weights_method": how["weights_method"],
             "smooth": smooth,
         }
+        if not any(kind == "ffn-out" for _, kind in units):
+            calibration["split_outliers"] = 0  # nothing is left to split
         data = self.base.model_dump(mode="json") | {
             "name": searched_name(self.base.name),
             "description": description,

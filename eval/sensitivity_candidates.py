@@ -80,10 +80,9 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
 
 
 def _scaling(recipe: Recipe, name: str) -> Scaling:
-    """Calibration of what the recipe has not in INT8: its section, without smoothing where that cannot be."""
+    """Calibration of what the recipe has not in INT8: its section, which smooths some linears only."""
     section = recipe.calibration
-    possible = ENCODER_KINDS if section.smooth != "gain" else ("qkv", "ffn-in")
-    smooth = section.smooth if linear_kind(name) in possible else "none"
+    smooth = section.smooth if linear_kind(name) in ("qkv", "ffn-in") else "none"  # as `matching` has it
     return Scaling(section.method, section.weights_method, smooth)
 
 

@@ -7,6 +7,7 @@ import yaml
 from qdqbench.eval.formats import count_of
 from qdqbench.eval.sensitivity_candidates import Choices
 from qdqbench.eval.sensitivity_results import Choice, CurvePoint, Judged
+from qdqbench.quantize.kinds import linear_kind
 from qdqbench.quantize.matching import ModuleInfo, matched, resolve
 from qdqbench.quantize.recipe import Recipe, Rule, dump_recipe, parse_recipe
 
@@ -95,6 +96,9 @@ def write_up(
         precision = "fp32" if name in found.base.fp32 else recipe.precision.compute
         rules.append(Rule(match=short(name), type="Linear", precision=precision))
     rules += [Rule(match=short(name), type="Attention", precision="fp16") for name in point.attention]
+    calibration = recipe.calibration
+    if not any(linear_kind(name) == "ffn-out" for name in int8):
+        calibration = calibration.model_copy(update={"split_outliers": 0})  # nothing is left to split
     count = len(point.linears)
     chosen = Recipe.model_validate(
         recipe.model_dump(mode="json")
@@ -102,6 +106,7 @@ def write_up(
             "name": f"{recipe.name.removesuffix('-sensitivity')}-sensitivity",
             "description": f"{recipe.name}, {count_of(count, 'linear')} kept out of INT8 by sensitivity.",
             "rules": [rule.model_dump(mode="json") for rule in rules],
+            "calibration": calibration.model_dump(mode="json"),
         }
     )
     short_form = chosen.model_dump(mode="json", exclude_defaults=True)

@@ -51,6 +51,16 @@ class Smoothing(BaseModel):
     rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
 
 
+class Split(BaseModel):
+    """Copies of outlier channels in one feed-forward; the columns that they leave are filled with zeros."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    extra: int  # channels more than the model has
+    # channel -> what divides its activation and its weight, powers of two; the product is its copies
+    outliers: dict[int, tuple[int, int]]
+
+
 class CalibrationRecord(BaseModel):
     """`calibration.json`: every amax, and the data that it came from."""
 
@@ -59,6 +69,7 @@ class CalibrationRecord(BaseModel):
     schema_version: Literal[2] = 2
     method: str  # of the calibration section; rules may refine it
     methods: dict[str, str] = {}  # linear or attention -> method, where it differs
+    splits: dict[str, Split] = {}  # second linear of a feed-forward -> its copies, made after smoothing
     smoothing: Smoothing = Smoothing()
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
     seed: int

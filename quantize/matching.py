@@ -79,6 +79,8 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     residual = _int8_residuals(recipe, modules, prefix)
     scaling = _scaling(recipe, modules, prefix, {*int8, *attention})
     _require_int8_readers(residual, int8, scaling)
+    if recipe.calibration.split_outliers:
+        _require_splittable(int8, scaling)
     plan = Plan(
         int8=int8,
         high=tuple(name for name in linears if name not in int8),
@@ -221,6 +223,21 @@ def _require_int8_readers(
         raise UserError(
             f"residual: int8 needs {' and '.join(problems)}; change their rules, or keep these residuals out "
             "with a rule of type Residual and precision fp16"
+        )
+
+
+def _require_splittable(int8: Mapping[str, str], scaling: Mapping[str, Scaling]) -> None:
+    """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
+    names = [name for name in int8 if linear_kind(name) == "ffn-out"]
+    if not names:
+        raise UserError(
+            "calibration.split_outliers is for the second linear of feed-forwards, and none of them is INT8; "
+            "quantize them with a rule, or drop it"
+        )
+    if smoothed := [name for name in names if scaling[name].smooth != "none"]:
+        raise UserError(
+            f"calibration.split_outliers divides the input of {name_list(smoothed)}, and so would smooth; "
+            "drop one of them"
         )
 
 

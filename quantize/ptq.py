@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize import residual, smoothing
+from qdqbench.quantize import residual, smoothing, splitting
 from qdqbench.quantize.bias_correction import apply_biases, correct_biases
 from qdqbench.quantize.calibration import (
     CalibrationRecord,
     QuantizerState,
     Smoothing,
+    Split,
     kind_of,
     require_plausible,
 )
@@ -100,8 +101,8 @@ def calibrate(
         plan: what becomes INT8, and how its scales are found.
         batches: int64 [B, L] arrays input_ids, attention_mask and token_type_ids. Batches of equal length
             hold no padding, so no quantizer sees a padded position (Model-Optimizer issue 1261). They are
-            gone through once, once more before that where the plan smooths, and in part after it where
-            biases are corrected.
+            gone through once, once more before that where the plan smooths or outliers are split, and in part
+            after it where biases are corrected.
         settings: the recipe's calibration section.
         progress: called with the number of samples of each batch.
 
@@ -114,7 +115,6 @@ def calibrate(
 
     mtq = import_modelopt()
     _require_finite_weights(model)
-    quantizers = insert_quantizers(model, plan)
     lengths: list[int] = []
 
     def forward_loop(inner: "PreTrainedModel") -> None:
@@ -128,7 +128,8 @@ def calibrate(
                 f"calibration saw no samples of split {settings.split!r}; give a split that has rows"
             )
 
-    moved = _smooth(model, plan, forward_loop)
+    quantizers = insert_quantizers(model, plan)
+    moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
     calibrators.install(quantizers, plan)
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
@@ -150,6 +151,7 @@ def calibrate(
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
+        splits=splits,
         smoothing=moved,
         biases=biases,
         seed=settings.seed,
@@ -159,16 +161,31 @@ def calibrate(
     )
 
 
-def _smooth(
-    model: "PreTrainedModel", plan: Plan, forward_loop: Callable[["PreTrainedModel"], None]
-) -> Smoothing:
-    if all(plan.scaling_of(name).smooth == "none" for name in (*plan.int8, *plan.attention)):
-        return Smoothing()
-    return smoothing.smooth(model, plan, forward_loop)
+def _prepare(
+    model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
+) -> tuple[Smoothing, dict[str, Split]]:
+    """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
+    smooths = any(plan.scaling_of(name).smooth != "none" for name in (*plan.int8, *plan.attention))
+    ranges: splitting.Ranges = {}
+
+    def watched(inner: "PreTrainedModel") -> None:
+        with splitting.watch(inner, plan if extra else Plan()) as found:
+            forward_loop(inner)
+        ranges.update(found)
+
+    moved = Smoothing()
+    if smooths:
+        moved = smoothing.smooth(model, plan, watched)
+    elif extra:
+        with smoothing.quantizers_off(model):
+            watched(model)
+    return moved, splitting.split(model, ranges, extra)
 
 
 def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> None:
     """Rebuild the calibrated fake-quant model from `calibration.json`, scales bit for bit.
+
+    Copies of outlier channels are part of it, so `model` may come out wider than it was.
 
     Raises:
         UserError: the record is of another recipe or model.
@@ -181,6 +198,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
     residual.require_shared(record.quantizers, plan)
     smoothing.apply(model, record.smoothing)
+    splitting.apply(model, record.splits)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
     for name, quantizer in quantizers.items():

@@ -60,11 +60,12 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
 
 
 def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:
-    """An ordinary Hugging Face folder: no quantizers, and no smoothing factors in the weights."""
+    """An ordinary Hugging Face folder: no quantizers, no smoothing factors in the weights, no copies."""
     from qdqbench.quantize.smoothing import take_back
+    from qdqbench.quantize.splitting import merge
 
     plain = session.new_model()
-    weights = take_back(model, record.smoothing)
+    weights = merge(take_back(model, record.smoothing), record.splits)
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     plain.save_pretrained(folder)
     session.tokenizer.save_pretrained(folder)

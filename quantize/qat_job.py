@@ -9,9 +9,11 @@ from qdqbench.eval import metrics
 from qdqbench.eval.data import Encoded, Ints
 from qdqbench.eval.tasks import Task
 from qdqbench.quantize import native_quant
-from qdqbench.quantize.errors import CheckFailed
+from qdqbench.quantize.calibration import read_record
+from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.losses import answer_distance, hidden_distance, label_loss
 from qdqbench.quantize.session import QAT, Session
+from qdqbench.quantize.splitting import keep_equal
 from qdqbench.quantize.training import Job, decayed
 from qdqbench.quantize.training_data import TrainingData, divide
 from qdqbench.quantize.training_judge import BATCH, Floats, collapsed, mean_loss, predict_rows
@@ -39,6 +41,14 @@ def new_job(
     answers = teach(accelerator, teacher, data)
     if settings.distill.hidden:
         teacher.requires_grad_(False)
+    model.to(accelerator.device)
+    tie = keep_equal(model, read_record(session.folder / "calibration.json").splits)
+    tie()
+
+    def after_step() -> None:
+        native_quant.keep_positive(model)
+        tie()
+
     return Job(
         model=model,
         data=data,
@@ -48,7 +58,7 @@ def new_job(
         folder=session.folder / QAT / CHECKPOINTS,
         identity={},
         groups=parameter_groups(model, settings),
-        after_step=lambda: native_quant.keep_positive(model),
+        after_step=after_step,
         report=session.report,
         judge_first=True,
         far=_far(session.config.task, settings.distill, answers[data.held_out]),
@@ -66,10 +76,21 @@ def training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
 
 
 def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
-    """The PTQ model with quantizers made for training."""
+    """The PTQ model with quantizers made for training.
+
+    Raises:
+        UserError: only some of its feed-forwards have outlier channels split.
+    """
     from torch import nn
 
     model = session.new_ptq_model()
+    splits, layers = read_record(session.folder / "calibration.json").splits, model.config.num_hidden_layers
+    if splits and len(splits) != layers:
+        raise UserError(
+            f"qat with split_outliers needs the second feed-forward linear of all {layers} layers in INT8, "
+            f"and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize the "
+            "others, or drop split_outliers"
+        )
     native_quant.use_native(model)
     if settings.amax == "learnt":
         native_quant.learn_amax(model)

@@ -121,6 +121,8 @@ class Calibration(_Section):
     method: Method = "max"
     weights_method: WeightMethod = "max"
     smooth: Smooth = "none"  # of linears that read a LayerNorm, and of q against k; a rule can smooth others
+    # channels that each feed-forward gets for copies of its outliers; by 32, as INT8 kernels need alignment
+    split_outliers: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = 0
     bias_correction: bool = False  # of the INT8 linears of the encoder
     seed: Annotated[int, Field(ge=0)] = 0
 

@@ -29,7 +29,7 @@ def recipe(tmp_path, **qat):
     """An INT8 attention recipe with a short training, in a file."""
     text = yaml.safe_load(json.dumps(load_recipe("bert-int8-attention-qat").model_dump(mode="json")))
     text["qat"] = {"epochs": 2, "batch_size": 16, "evaluations": 2, "distill": {"hidden": 1.0}} | qat
-    text["calibration"] |= {"samples": 32, "bias_correction": False}
+    text["calibration"] |= {"samples": 32, "bias_correction": False, "split_outliers": 32}
     text["name"], text["gate"]["max_drop"] = "trained", 1.0
     text["engine"]["shapes"] = text["engine"]["shapes"][-1]  # one profile builds sooner
     path = tmp_path / "recipe.yaml"
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatc
         run_until(session, "qat", quiet=True)
     monkeypatch.undo()
     config = session.config
-    rules = [{"match": "encoder.layer.0.output.dense", "precision": "fp16"}]
+    rules = [{"match": "encoder.layer.0.intermediate.dense", "precision": "fp16"}]
     placed = config.recipe.model_dump(mode="json")
     placed["rules"] += rules
     other = type(session)(
@@ -316,6 +316,17 @@ def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatc
     )
     with pytest.raises(UserError, match="checkpoint of another run: it differs in recipe"):
         run_until(other, "qat", quiet=True)
+
+
+def test_layers_of_different_size_are_refused(given, qdqbench, tmp_path):
+    """Only some feed-forwards would be split: no configuration of a model says that."""
+    path = Path(recipe(tmp_path))
+    placed = yaml.safe_load(path.read_text())
+    placed["rules"].append({"match": "encoder.layer.0.output.dense", "precision": "fp16"})
+    path.write_text(yaml.safe_dump(placed))
+    done = qdqbench("qat", str(path), *given("sst2").options, "--out", str(tmp_path / "run"))
+    assert (done.code, "all 2 layers in INT8, and 1 are" in done.err) == (1, True), done.err
+    assert not (tmp_path / "run" / "qat").exists()
 
 
 def test_an_unchanged_training_is_reused(trained, qdqbench):

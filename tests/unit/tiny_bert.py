@@ -136,6 +136,12 @@ def exported(
     return copied(_exported(folder, name, compute, weights))
 
 
+def exported_of(model: Any, plan: Plan, weights: str, compute: str = "fp32") -> onnx.ModelProto:
+    """The finished graph of a fake-quant model."""
+    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return export.finish(export.trace(model, 20), plan, settings)
+
+
 def copied(model: onnx.ModelProto) -> onnx.ModelProto:
     twin = onnx.ModelProto()
     twin.CopyFrom(model)
