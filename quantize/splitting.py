@@ -32,7 +32,7 @@ Ints = npt.NDArray[np.int64]
 Ranges = dict[str, "torch.Tensor"]  # second linear of a feed-forward -> largest magnitude of each input, [K]
 
 LIKE = 8  # a channel is an outlier against the range that this many others reach
-SPREAD = 0.125  # of the copies of a channel: the last divides its activation by so much more than the first
+SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation by so much more than the first
 FP16_STEPS = 1024
 
 
