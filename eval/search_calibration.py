@@ -1,9 +1,10 @@
 """One calibration for many placements: the part of its record that a plan needs."""
 
-from qdqbench.quantize.calibration import CalibrationRecord, Smoothing
+from qdqbench.quantize.calibration import CalibrationRecord, QuantizerState, Smoothing
 from qdqbench.quantize.kinds import layer_of
 from qdqbench.quantize.matching import Plan
 from qdqbench.quantize.recipe import Recipe
+from qdqbench.quantize.splitting import first_of
 
 
 def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> CalibrationRecord:
@@ -34,7 +35,18 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
         smoothing.rows |= {n: v for n, v in given.rows.items() if of(n) is record}
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
+    for name, each in fused.splits.items():
+        rows = f"{first_of(name)}.weight_quantizer"
+        if name not in splits and rows in quantizers:
+            quantizers[rows] = _without_copies(quantizers[rows], each.extra)
     return fused.model_copy(update={"quantizers": quantizers, "smoothing": smoothing, "splits": splits})
+
+
+def _without_copies(state: QuantizerState, extra: int) -> QuantizerState:
+    """Amax of the rows that the model has, which come first."""
+    if not isinstance(state.amax, list):
+        return state
+    return state.model_copy(update={"amax": state.amax[:-extra]})
 
 
 def without_corrections(recipe: Recipe) -> Recipe:

@@ -20,13 +20,14 @@ from qdqbench.eval.bench_report import (
 )
 from qdqbench.eval.bench_results import FILE as BENCH
 from qdqbench.eval.bench_results import Bench, BenchCell, read_bench, row_of, speedup_of
-from qdqbench.eval.formats import clean, code, text
+from qdqbench.eval.formats import clean, text
 from qdqbench.eval.results import Results
 from qdqbench.eval.search_results import FILE as SEARCH
 from qdqbench.eval.search_results import Search, read_search
 from qdqbench.eval.study_results import FILE as STUDY
 from qdqbench.eval.study_results import Study, read_study
 from qdqbench.eval.tables_accuracy import Places, accuracy_tables, mean_tables, run_key, table
+from qdqbench.eval.tables_changed import Changed
 from qdqbench.eval.tables_search import search_tables
 from qdqbench.eval.tables_study import study_tables
 from qdqbench.quantize import files
@@ -110,24 +111,25 @@ def tables_markdown(
     searches: Sequence[Search] = (),
 ) -> str:
     """All tables: accuracy by task, means over tasks, QAT over seeds, searches, latency, and where."""
-    places = Places()
+    places, changed = Places(), Changed()
     parts = [
         "Written by `qdqbench tables` from results files; do not edit by hand.",
-        *accuracy_tables(runs, places),
-        *mean_tables(runs, places),
-        *study_tables(studies),
-        *search_tables(searches),
-        *(part for bench in benches for part in _latency(bench)),
+        *accuracy_tables(runs, places, changed),
+        *mean_tables(runs, places, changed),
+        *study_tables(studies, changed),
+        *search_tables(searches, changed),
+        *(part for bench in benches for part in _latency(bench, changed)),
     ]
-    return "\n\n".join(part for part in [*parts, places.text()] if part)
+    return "\n\n".join(part for part in [*parts, changed.text(), places.text()] if part)
 
 
-def _latency(bench: Bench) -> list[str]:
+def _latency(bench: Bench, changed: Changed) -> list[str]:
     """Latency, speed-ups and throughput of one bench."""
-    about, recipe = bench.target, bench.recipe.get("name")
+    about = bench.target
     shape, random = about.shape, " (random weights)" if about.random_weights else ""
     title = (
-        f"### Latency: {text(about.name)}{random}, {code(recipe)}, {SHAPES[bench.settings.profile]}\n\n"
+        f"### Latency: {text(about.name)}{random}, {changed.label(bench.recipe)}, "
+        f"{SHAPES[bench.settings.profile]}\n\n"
         f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from qdqbench.eval.formats import code, label, text
 from qdqbench.eval.results import QAT_STAGES, STAGES, Comparison, Results, StageResult
+from qdqbench.eval.tables_changed import Changed
 from qdqbench.eval.tasks import GLUE
 
 QAT_NOTE = (
@@ -37,7 +38,7 @@ class Places:
         return "\n".join(["Accuracy was measured on:", "", *lines])
 
 
-def accuracy_tables(runs: Sequence[Results], places: Places) -> list[str]:
+def accuracy_tables(runs: Sequence[Results], places: Places, changed: Changed) -> list[str]:
     """One table per task: a row per recipe and model, the primary metric of every stage."""
     by_task: dict[str, list[Results]] = defaultdict(list)
     for run in runs:
@@ -56,7 +57,7 @@ def accuracy_tables(runs: Sequence[Results], places: Places) -> list[str]:
             "recipe", "model", *_stage_titles(trained), "difference", *(["QAT minus PTQ"] if trained else []),
             "INT8 proven", "n", "seed", "gate", "where",
         ]  # fmt: skip
-        rows = [_accuracy_row(run, places, trained=trained) for run in by_task[task]]
+        rows = [_accuracy_row(run, places, changed, trained=trained) for run in by_task[task]]
         parts.append(table(header, rows))
         parts += [f"Partial data: {line}" for run in by_task[task] if (line := _limited(run))]
     return parts
@@ -75,7 +76,7 @@ def _stage_cells(run: Results, metric: str, trained: bool) -> list[str]:
     ]
 
 
-def _accuracy_row(run: Results, places: Places, *, trained: bool) -> list[str]:
+def _accuracy_row(run: Results, places: Places, changed: Changed, *, trained: bool) -> list[str]:
     metric = str(run.task["metrics"][0])
     stages = [run.stages.get(name, StageResult(status="skipped")) for name in STAGES]
     last = next((row for row in reversed(stages) if row.vs_fp32 is not None), None)
@@ -90,7 +91,7 @@ def _accuracy_row(run: Results, places: Places, *, trained: bool) -> list[str]:
             proven += f", residuals {run.engine.int8_residuals}/{run.engine.expected_int8_residuals}"
     counts = sorted({row.n for row in stages if row.status == "done"})
     return [
-        code(run.recipe.get("name")),
+        changed.label(run.recipe),
         text(_model_name(run)),
         *_stage_cells(run, metric, trained),
         _difference(last.vs_fp32 if last else None, metric),
@@ -111,7 +112,7 @@ def _difference(versus: Comparison | None, metric: str) -> str:
     return f"{100 * versus.delta[metric]:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
-def mean_tables(runs: Sequence[Results], places: Places) -> list[str]:
+def mean_tables(runs: Sequence[Results], places: Places, changed: Changed) -> list[str]:
     """Mean of the primary metrics over all tasks, for recipes that were measured once on each of them."""
     tasks = sorted({str(run.task.get("name")) for run in runs}, key=_task_order)
     groups: dict[tuple[Any, ...], list[Results]] = defaultdict(list)
@@ -119,14 +120,14 @@ def mean_tables(runs: Sequence[Results], places: Places) -> list[str]:
         groups[run.recipe.get("name"), run.seed, places.number(run)].append(run)
     trained = any(run.trained for run in runs)
     rows = []
-    for (recipe, seed, place), found in groups.items():
+    for (_, seed, place), found in groups.items():
         if sorted(str(run.task.get("name")) for run in found) != sorted(tasks):
             continue  # a task is missing, or has several models
         cells = [
             "no QAT" if stage == "ptq" and not any(run.trained for run in found) else _mean(found, stage)
             for stage in (QAT_STAGES if trained else STAGES)
         ]
-        rows.append([code(recipe), *cells, _mean_difference(found), str(seed), str(place)])
+        rows.append([changed.label(found[0].recipe), *cells, _mean_difference(found), str(seed), str(place)])
     if len(tasks) < 2 or not rows:
         return []
     title = (

@@ -6,6 +6,7 @@ from qdqbench.eval.formats import code, drop_points, label, text, versions_text
 from qdqbench.eval.results import Comparison
 from qdqbench.eval.search_results import Confirmed, Search
 from qdqbench.eval.tables_accuracy import table
+from qdqbench.eval.tables_changed import Changed
 
 HEADER = [
     "task",
@@ -21,13 +22,13 @@ HEADER = [
 ]
 
 
-def search_tables(searches: Sequence[Search]) -> list[str]:
+def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     """One table: for each search the chosen recipe, then the shipped ones; drops in points."""
     if not searches:
         return []
     places = list(dict.fromkeys(_where(found) for found in searches))
     rows = [
-        _row(found, confirmed, places.index(_where(found)) + 1)
+        _row(found, confirmed, changed, places.index(_where(found)) + 1)
         for found in searches
         for confirmed in found.confirmed
         if confirmed.status == "done"
@@ -41,8 +42,8 @@ def search_tables(searches: Sequence[Search]) -> list[str]:
     return [title, table(HEADER, rows), "\n".join(notes)]
 
 
-def _row(found: Search, confirmed: Confirmed, place: int) -> list[str]:
-    name = code(confirmed.name)
+def _row(found: Search, confirmed: Confirmed, changed: Changed, place: int) -> list[str]:
+    name = changed.label(confirmed.recipe) if confirmed.recipe else code(confirmed.name)
     if confirmed is found.confirmed[0]:
         name = f"**{name}**"
     elif confirmed.dominates:

@@ -6,17 +6,20 @@ from typing import Any
 from qdqbench.eval.formats import code, text, versions_text
 from qdqbench.eval.study_results import Study, StudySummary
 from qdqbench.eval.tables_accuracy import table
+from qdqbench.eval.tables_changed import Changed
 from qdqbench.eval.training_results import Spread
 
 
-def study_tables(studies: Sequence[Study]) -> list[str]:
+def study_tables(studies: Sequence[Study], changed: Changed) -> list[str]:
     """One table per base encoder: a row per task and recipe, in points of the primary metric."""
     parts = []
     for base in sorted({study.base["sha256"] for study in studies}):
         same = sorted(
             (study for study in studies if study.base["sha256"] == base), key=lambda s: str(s.task["name"])
         )
-        rows = [_row(study, name, summary) for study in same for name, summary in study.summary.items()]
+        rows = [
+            _row(study, name, summary, changed) for study in same for name, summary in study.summary.items()
+        ]
         title = (
             f"### QAT over seeds: {text(same[0].base['name'])}\n\nMean ± standard deviation over seeds of "
             "the validation metric in percent, fake-quant in PyTorch. Differences are taken seed by seed. "
@@ -32,12 +35,12 @@ def study_tables(studies: Sequence[Study]) -> list[str]:
     return parts
 
 
-def _row(study: Study, recipe: str, summary: StudySummary) -> tuple[Study, list[str]]:
+def _row(study: Study, recipe: str, summary: StudySummary, changed: Changed) -> tuple[Study, list[str]]:
     task = study.task
     return study, [
         text(task["name"]),
         text(task["metrics"][0]),
-        code(recipe),
+        changed.label(study.recipes[recipe]),
         str(summary.qat.n),
         str(study.n),
         _percent(summary.fp32),

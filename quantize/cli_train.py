@@ -172,9 +172,11 @@ def _say_studied(found: "Study", path: Path, json: bool) -> None:
         return
     from rich.markdown import Markdown
 
+    from qdqbench.eval.tables_changed import Changed
     from qdqbench.eval.tables_study import study_tables
 
-    console().print(Markdown("\n\n".join(study_tables([found]))))
+    changed = Changed()
+    console().print(Markdown("\n\n".join([*study_tables([found], changed), changed.text()])))
     console().print(f"results: {path}", highlight=False, soft_wrap=True)
 
 

@@ -166,7 +166,7 @@ def merge(weights: "dict[str, torch.Tensor]", splits: dict[str, Split]) -> "dict
         columns = layout_of(found, width).columns[:width]
         merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
         for part in ("weight", "bias"):
-            if (key := f"{_first(name)}.{part}") in weights:
+            if (key := f"{first_of(name)}.{part}") in weights:
                 merged[key] = weights[key][:width]
     return merged
 
@@ -196,10 +196,10 @@ def layout_of(found: Split, width: int) -> Layout:
     return Layout(index, inputs[index] * less, columns[index] * kept / less)
 
 
-def _first(name: str) -> str:
+def first_of(name: str) -> str:
     """The first linear of the feed-forward that a second one belongs to."""
     return f"{name.removesuffix('.output.dense')}.intermediate.dense"
 
 
 def _linears(model: "PreTrainedModel", name: str) -> tuple[Any, Any]:
-    return model.get_submodule(_first(name)), model.get_submodule(name)
+    return model.get_submodule(first_of(name)), model.get_submodule(name)

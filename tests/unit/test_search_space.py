@@ -154,7 +154,7 @@ def test_nothing_left_to_search_is_an_error():
         {"match": "encoder.layer.*", "type": "Linear", "precision": "fp32"},
     ]
     with pytest.raises(UserError, match="nothing to search"):
-        space_of(rules=rules)
+        space_of(rules=rules, calibration={})
 
 
 def test_the_ranking_weighs_cost_by_work():

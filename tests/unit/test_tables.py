@@ -1,5 +1,6 @@
 """Measured tables: the golden files give the golden text, byte for byte, in any order."""
 
+import copy
 import itertools
 import json
 import shutil
@@ -17,7 +18,9 @@ from qdqbench.eval.tables import (
     insert,
     tables_markdown,
 )
+from qdqbench.eval.tables_changed import differences
 from qdqbench.quantize.errors import UserError
+from qdqbench.quantize.recipe import load_recipe
 
 from .test_bench_results import sample_bench
 from .test_report import sample as sample_run
@@ -30,6 +33,31 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "tables"
 def test_golden_results_give_the_golden_tables():
     made = tables_markdown(*find_results([GOLDEN]))
     assert made == (GOLDEN / "expected.md").read_text(encoding="utf-8").rstrip("\n")
+
+
+def test_results_of_a_recipe_that_changed_since_are_marked():
+    runs, benches = find_results([GOLDEN])
+    recipe = load_recipe("bert-int8-linears").model_dump(mode="json")
+    for result in (runs[1], benches[0]):
+        result.recipe = copy.deepcopy(recipe)
+    assert "†" not in tables_markdown(runs, benches)
+    runs[1].recipe["calibration"]["smooth"] = 0.25
+    runs[1].recipe["gate"]["max_drop"] = 0.9  # decides nothing that a table shows
+    made = tables_markdown(runs, benches)
+    assert made.count("| `bert-int8-linears` † |") == 1
+    assert "- `bert-int8-linears`: calibration.smooth 0.25 (now 0.65)" in made
+    del benches[0].recipe["calibration"]["split_outliers"]  # of a version that did not have it
+    assert "calibration.split_outliers 0 (now 64)" in tables_markdown(runs, benches)
+
+
+def test_an_engine_before_training_is_that_of_the_recipe():
+    recipe = load_recipe("bert-int8-residual-qat")
+    assert differences(recipe.model_dump(mode="json")) == []
+    assert differences(recipe.ptq.model_dump(mode="json")) == []
+    assert differences({"name": "bert-int8-residual-qat", "rules": 3}) == [
+        "it is of another version of qdqbench"
+    ]
+    assert differences({"name": "mine"}) == []
 
 
 def test_the_order_of_the_files_does_not_matter():
@@ -181,7 +209,7 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     found.agreement.within_noise = False
     found.outcome.failures = ["it lost 3 points"]
     made = tables_markdown([], [], [], [found])
-    assert f"`{found.confirmed[2].name}` ✗ dominates the chosen one" in made
+    assert f"`{found.confirmed[2].name}` † ✗ dominates the chosen one" in made
     assert "✗ they do not agree" in made
     assert "it lost 3 points" in made
     found.confirmed[3].status, found.confirmed[3].reason = "failed", "out of memory"
