@@ -22,6 +22,7 @@ from qdqbench.eval.sensitivity_model import Switches
 from qdqbench.quantize import files
 from qdqbench.quantize.bias_correction import correct_biases
 from qdqbench.quantize.errors import CheckFailed, UserError
+from qdqbench.quantize.kinds import linear_kind
 from qdqbench.quantize.matching import Plan, resolve
 from qdqbench.quantize.recipe import Calibration, Recipe
 from qdqbench.quantize.session import Session
@@ -40,9 +41,16 @@ class _Case:
     plan: Plan
 
     @property
-    def passes(self) -> tuple[tuple[str, str, float | str], ...]:
+    def passes(self) -> tuple[Any, ...]:
         """What rows that share a pass over the data have in common."""
-        return tuple((name, each.weights, each.smooth) for name, each in self.plan.scaling.items())
+        each = tuple((name, each.weights, each.smooth) for name, each in self.plan.scaling.items())
+        return self.section.split_outliers, each
+
+    @property
+    def prepares(self) -> bool:
+        """Whether calibration goes through the data once before."""
+        smooths = any(each.smooth != "none" for each in self.plan.scaling.values())
+        return smooths or self.section.split_outliers > 0
 
 
 @dataclass
@@ -99,9 +107,11 @@ class Comparing:
         model = self.session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         cases: dict[Any, _Case] = {}
+        if not any(linear_kind(name) == "ffn-out" for name in resolve(recipe, modules, prefix).int8):
+            listed = [section for section in listed if not section.split_outliers]  # nothing to split
         for section in listed:
             plan = resolve(recipe.model_copy(update={"calibration": section}), modules, prefix)
-            key = tuple(plan.scaling.items()), section.bias_correction
+            key = tuple(plan.scaling.items()), section.bias_correction, section.split_outliers
             cases.setdefault(key, _Case(section, plan))
         if same := len(listed) - len(cases):
             self.session.notes.append(
@@ -113,7 +123,7 @@ class Comparing:
     def _count(self, cases: list[_Case]) -> None:
         """Samples that will be run through a model, for the progress bar."""
         judged = len(self.draw.labels) + sum(len(e.labels) for _, e in self.session.eval_splits.values())
-        passes = sum(1 + _smooths(cases[group[0]].plan) for group in _groups(cases))
+        passes = sum(1 + cases[group[0]].prepares for group in _groups(cases))
         self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
 
     def _say(self, count: int, text: str) -> None:
@@ -211,6 +221,7 @@ class Comparing:
                     smooth=section.smooth,
                     weights_method=section.weights_method,
                     bias_correction=section.bias_correction,
+                    split_outliers=section.split_outliers,
                     recipe=at == 0,
                     best=at == best,
                     measured=measured,
@@ -277,10 +288,6 @@ def _groups(cases: list[_Case]) -> Iterator[list[int]]:
     for at, case in enumerate(cases):
         groups.setdefault(case.passes, []).append(at)
     yield from groups.values()
-
-
-def _smooths(plan: Plan) -> bool:
-    return any(each.smooth != "none" for each in plan.scaling.values())
 
 
 def _stderr(each: npt.NDArray[np.float64]) -> float:

@@ -23,7 +23,7 @@ MEANING = {
 class Line:
     """One row in words."""
 
-    settings: list[str]  # method, smooth, weights, bias correction
+    settings: list[str]  # method, smooth, weights, bias correction, split
     cells: list[str]
     marks: str  # best, recipe
     best: bool
@@ -78,7 +78,7 @@ def view(found: Methods) -> View:
         headline=headline(found),
         caption=caption(found),
         explanation=_explanation(found),
-        settings=("method", "smooth", "weights", "bias"),
+        settings=("method", "smooth", "weights", "bias", "split"),
         columns=[
             "divergence",
             "of the recipe's",
@@ -184,6 +184,7 @@ def _explanation(found: Methods) -> list[str]:
 
 def _line(found: Methods, row: Row) -> Line:
     settings = [row.method, str(row.smooth), row.weights_method, "on" if row.bias_correction else "off"]
+    settings.append(str(row.split_outliers or "off"))
     tie = row.measured is not None and row.measured.ties and not row.best
     marks = [("best", row.best), ("=", tie), ("the recipe", row.recipe)]
     return Line(
@@ -233,6 +234,7 @@ def delta_svg(found: Methods) -> str:
 def _short(row: Row) -> str:
     parts = [row.method.replace("percentile/", "p"), f"smooth {row.smooth}" if row.smooth != "none" else ""]
     parts += ["w. mse" if row.weights_method == "mse" else "", "bias" if row.bias_correction else ""]
+    parts += [f"split {row.split_outliers}" if row.split_outliers else ""]
     return ", ".join(part for part in parts if part)
 
 

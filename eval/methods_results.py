@@ -46,6 +46,7 @@ class Row(_Model):
     smooth: float | str
     weights_method: str
     bias_correction: bool
+    split_outliers: int = 0  # channels for copies
     recipe: bool  # the recipe as it is
     best: bool  # least divergence on the train draw
     measured: Measured | None  # None when it failed
@@ -58,6 +59,7 @@ class Row(_Model):
         parts += [f"smooth {self.smooth}"] if self.smooth != "none" else []
         parts += [f"weights {self.weights_method}"] if self.weights_method != "max" else []
         parts += ["bias correction"] if self.bias_correction else []
+        parts += [f"split {self.split_outliers}"] if self.split_outliers else []
         return ", ".join(parts)
 
 

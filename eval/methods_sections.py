@@ -12,6 +12,7 @@ from qdqbench.quantize.recipe import Calibration, Recipe, parse_recipe
 
 METHODS = ("max", "percentile/99.9", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 ALPHA = 0.65  # of SmoothQuant where the recipe does not smooth
+EXTRA = 64  # channels for copies where the recipe does not split
 
 
 def sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -> list[Calibration]:
@@ -24,7 +25,7 @@ def sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -
 
     Returns:
         The recipe's own, every method with every smoothing, and, where nothing was named, the recipe's own
-        with one thing changed: weights_method, bias_correction, smooth (gain).
+        with one thing changed: weights_method, bias_correction, split_outliers, smooth (gain).
 
     Raises:
         UserError: not a method, or not a way to smooth.
@@ -39,6 +40,7 @@ def sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -
         weights = "max" if own.weights_method == "mse" else "mse"
         found.append(_changed(own, {"weights_method": weights}))
         found.append(_changed(own, {"bias_correction": not own.bias_correction}))
+        found.append(_changed(own, {"split_outliers": 0 if own.split_outliers else EXTRA}))
         found.append(_changed(own, {"smooth": ALPHA if own.smooth == "gain" else "gain"}))
     return [section for at, section in enumerate(found) if section not in found[:at]]
 

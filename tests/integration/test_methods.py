@@ -58,6 +58,7 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     assert {row.smooth for row in found.rows} == {"none", 0.65, "gain"}
     assert {row.weights_method for row in found.rows} == {"max", "mse"}
     assert {row.bias_correction for row in found.rows} == {False, True}
+    assert {row.split_outliers for row in found.rows} == {0, 64}
     least = min(row.measured.divergence for row in found.rows)
     assert found.best.measured.divergence == least > 0
     assert found.best.measured.above_best == 0

@@ -54,7 +54,7 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
     assert len(found) == len({section.model_dump_json() for section in found})
     single = [section for section in found if len(differing(section, own)) == 1]
     changed = {next(iter(differing(section, own))) for section in single}
-    assert changed == {"method", "smooth", "weights_method", "bias_correction"}
+    assert changed == {"method", "smooth", "weights_method", "bias_correction", "split_outliers"}
     assert {section.method for section in found} == {*METHODS, own.method}
     assert {"none", own.smooth, "gain"} <= {section.smooth for section in found}
     assert all(differing(section, own) <= {"method", "smooth"} or section in single for section in found)
