@@ -392,6 +392,7 @@ def test_two_processes_train_one_run(given, tmp_path):
     path = recipe(tmp_path, amax="learnt")
     unbuilt = yaml.safe_load(Path(path).read_text())  # engines are built in other tests
     unbuilt["engine"]["backend"], unbuilt["gate"]["int8_layers"] = "tensorrt", None
+    unbuilt["calibration"]["split_outliers"] = 0  # with copies PTQ is so near that no step is better
     Path(path).write_text(yaml.safe_dump(unbuilt))
     command += ["-m", "qdqbench.quantize.qat", path, *given("sst2").options]
     done = subprocess.run(
