@@ -9,16 +9,19 @@ import pytest
 from pydantic import BaseModel
 
 from qdqbench.eval import methods_results
+from qdqbench.eval.methods import Comparing
 from qdqbench.eval.methods_report import view, write_methods
 from qdqbench.eval.methods_results import Judged, Measured, Methods, Row, Scores, read_methods
 from qdqbench.eval.methods_sections import METHODS, sections, write_up
 from qdqbench.eval.methods_shared import calibrated, collect, widest
 from qdqbench.eval.results import Comparison
+from qdqbench.eval.tasks import Task
 from qdqbench.quantize import ptq
 from qdqbench.quantize.calibration import kind_of
 from qdqbench.quantize.errors import CheckFailed, UserError
 from qdqbench.quantize.models import load_model
 from qdqbench.quantize.recipe import Calibration, load_recipe, parse_recipe
+from qdqbench.quantize.session import RunConfig, Session
 
 from .tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
 
@@ -308,3 +311,13 @@ def test_every_field_is_documented(model: type[BaseModel]) -> None:
     assert section is not None
     assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(model.model_fields)
     assert methods_results.FILE in DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])
+def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, match: str) -> None:
+    rules = [{"match": match, "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}]
+    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+    config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
+    cases = Comparing(Session(config, tiny_bert), 8)._cases()
+    split = {case.section.split_outliers for case in cases}
+    assert split == ({0, 64} if match == "encoder.layer.*" else {0})

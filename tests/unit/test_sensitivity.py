@@ -146,6 +146,16 @@ def test_linears_without_a_rule_are_per_channel() -> None:
     assert any(f"{5 * LAYERS} linears of the encoder are not INT8" in note for note in found.notes)
 
 
+def test_candidates_are_calibrated_as_the_recipe_that_has_them_would() -> None:
+    rules = [{"match": "encoder.layer.0.*", "type": "Linear", **tiny_bert.INT8}]
+    calibration = {"smooth": 0.65, "split_outliers": 32}
+    part = tiny_bert.recipe_with(rules=rules, calibration=calibration)
+    whole = tiny_bert.recipe_with(calibration=calibration)
+    found, wanted = found_for(part), resolve(whole, modules(), "bert")
+    for name in wanted.int8:
+        assert found.plan.scaling_of(name) == wanted.scaling_of(name), name
+
+
 def test_attention_that_cannot_be_fused_is_no_candidate() -> None:
     found = found_for(tiny_bert.recipe_with(), head_size=24)
     assert not [c for c in found.candidates if c.kind == "attention"]
@@ -217,6 +227,16 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     # again: the name does not grow
     again, _ = write_up(written, kept_point(kept, found_for(written)), found_for(written), modules(), "bert")
     assert again.name == written.name
+
+
+def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
+    recipe = tiny_bert.recipe_with(calibration={"split_outliers": 32})
+    found = found_for(recipe)
+    point = kept_point(FFN, found)
+    written, _ = write_up(recipe, point, found, modules(), "bert")
+    assert written.calibration.split_outliers == 0
+    point = kept_point(FFN[:1], found)
+    assert write_up(recipe, point, found, modules(), "bert")[0].calibration.split_outliers == 32
 
 
 def test_attention_leaves_int8_with_its_output() -> None:
