@@ -22,7 +22,7 @@ from qdqbench.eval.sensitivity_model import Switches
 from qdqbench.quantize import files
 from qdqbench.quantize.bias_correction import correct_biases
 from qdqbench.quantize.errors import CheckFailed, UserError
-from qdqbench.quantize.kinds import linear_kind
+from qdqbench.quantize.kinds import splittable
 from qdqbench.quantize.matching import Plan, resolve
 from qdqbench.quantize.recipe import Calibration, Recipe
 from qdqbench.quantize.session import Session
@@ -107,7 +107,7 @@ class Comparing:
         model = self.session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         cases: dict[Any, _Case] = {}
-        if not any(linear_kind(name) == "ffn-out" for name in resolve(recipe, modules, prefix).int8):
+        if not splittable(resolve(recipe, modules, prefix).int8):
             listed = [section for section in listed if not section.split_outliers]  # nothing to split
         for section in listed:
             plan = resolve(recipe.model_copy(update={"calibration": section}), modules, prefix)

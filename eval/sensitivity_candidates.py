@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from qdqbench.eval.sensitivity_model import EMBEDDINGS, LAYERNORMS
 from qdqbench.eval.sensitivity_results import Group
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.kinds import KINDS, layer_of, linear_kind
+from qdqbench.quantize.kinds import KINDS, SMOOTHED, layer_of, linear_kind
 from qdqbench.quantize.matching import INT8_HEAD_SIZES, ModuleInfo, Plan, Scaling, resolve
 from qdqbench.quantize.recipe import Recipe
 
@@ -82,7 +82,7 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
 def _scaling(recipe: Recipe, name: str) -> Scaling:
     """Calibration of what the recipe has not in INT8: its section, which smooths some linears only."""
     section = recipe.calibration
-    smooth = section.smooth if linear_kind(name) in ("qkv", "ffn-in") else "none"  # as `matching` has it
+    smooth = section.smooth if linear_kind(name) in SMOOTHED else "none"
     return Scaling(section.method, section.weights_method, smooth)
 
 

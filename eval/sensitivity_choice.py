@@ -7,7 +7,7 @@ import yaml
 from qdqbench.eval.formats import count_of
 from qdqbench.eval.sensitivity_candidates import Choices
 from qdqbench.eval.sensitivity_results import Choice, CurvePoint, Judged
-from qdqbench.quantize.kinds import linear_kind
+from qdqbench.quantize.kinds import splittable
 from qdqbench.quantize.matching import ModuleInfo, matched, resolve
 from qdqbench.quantize.recipe import Recipe, Rule, dump_recipe, parse_recipe
 
@@ -97,7 +97,7 @@ def write_up(
         rules.append(Rule(match=short(name), type="Linear", precision=precision))
     rules += [Rule(match=short(name), type="Attention", precision="fp16") for name in point.attention]
     calibration = recipe.calibration
-    if not any(linear_kind(name) == "ffn-out" for name in int8):
+    if not splittable(int8):
         calibration = calibration.model_copy(update={"split_outliers": 0})  # nothing is left to split
     count = len(point.linears)
     chosen = Recipe.model_validate(

@@ -117,17 +117,17 @@ def mean_tables(runs: Sequence[Results], places: Places, changed: Changed) -> li
     tasks = sorted({str(run.task.get("name")) for run in runs}, key=_task_order)
     groups: dict[tuple[Any, ...], list[Results]] = defaultdict(list)
     for run in runs:
-        groups[run.recipe.get("name"), run.seed, places.number(run)].append(run)
+        groups[changed.label(run.recipe), run.seed, places.number(run)].append(run)
     trained = any(run.trained for run in runs)
     rows = []
-    for (_, seed, place), found in groups.items():
+    for (recipe, seed, place), found in groups.items():
         if sorted(str(run.task.get("name")) for run in found) != sorted(tasks):
             continue  # a task is missing, or has several models
         cells = [
             "no QAT" if stage == "ptq" and not any(run.trained for run in found) else _mean(found, stage)
             for stage in (QAT_STAGES if trained else STAGES)
         ]
-        rows.append([changed.label(found[0].recipe), *cells, _mean_difference(found), str(seed), str(place)])
+        rows.append([recipe, *cells, _mean_difference(found), str(seed), str(place)])
     if len(tasks) < 2 or not rows:
         return []
     title = (

@@ -1,9 +1,10 @@
 """The table of studies: FP32, PTQ and QAT over seeds, in Markdown."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from qdqbench.eval.formats import code, text, versions_text
+from qdqbench.eval.formats import text, versions_text
 from qdqbench.eval.study_results import Study, StudySummary
 from qdqbench.eval.tables_accuracy import table
 from qdqbench.eval.tables_changed import Changed
@@ -30,7 +31,9 @@ def study_tables(studies: Sequence[Study], changed: Changed) -> list[str]:
         places = list(dict.fromkeys(_where(study) for study in same))
         notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]
         notes += [f"- {text(study.task['name'])}: {text(line)}" for study in same for line in study.warnings]
-        numbered = [[*row, str(places.index(_where(study)) + 1)] for study, row in rows] + _means(same)
+        numbered = [[*row, str(places.index(_where(study)) + 1)] for study, row in rows] + _means(
+            same, changed
+        )
         parts += [title, table(header, numbered), "\n".join(notes)]
     return parts
 
@@ -51,18 +54,21 @@ def _row(study: Study, recipe: str, summary: StudySummary, changed: Changed) -> 
     ]
 
 
-def _means(studies: Sequence[Study]) -> list[list[str]]:
+def _means(studies: Sequence[Study], changed: Changed) -> list[list[str]]:
     """A row per recipe: means over the tasks, where there are several."""
     found = []
-    for name in dict.fromkeys(name for study in studies for name in study.summary):
-        each = [study.summary[name] for study in studies if name in study.summary]
-        tasks = {str(study.task["name"]) for study in studies if name in study.summary}
-        if len(each) == len(tasks) > 1:
+    groups: dict[str, list[tuple[str, StudySummary]]] = defaultdict(list)
+    for study in studies:
+        for name, summary in study.summary.items():
+            groups[changed.label(study.recipes[name])].append((str(study.task["name"]), summary))
+    for recipe, pairs in groups.items():
+        each = [summary for _, summary in pairs]
+        if len(each) == len({task for task, _ in pairs}) > 1:
             ptq, qat = (
                 f"{100 * sum(s.mean for s in differences) / len(each):+.2f}"
                 for differences in ([s.ptq_minus_fp32 for s in each], [s.qat_minus_fp32 for s in each])
             )
-            found.append([f"mean of {len(each)}", "", code(name), "", "", "", "", "", ptq, qat, ""])
+            found.append([f"mean of {len(each)}", "", recipe, "", "", "", "", "", ptq, qat, ""])
     return found
 
 

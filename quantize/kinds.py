@@ -1,6 +1,7 @@
 """Which part of a BERT encoder a module is: what sensitivity and search move between precisions."""
 
 import re
+from collections.abc import Iterable
 
 KINDS = ("qkv", "output", "ffn-in", "ffn-out", "pooler", "classifier")
 _PATTERNS = {
@@ -11,6 +12,7 @@ _PATTERNS = {
     "pooler": r"(^|\.)pooler\.dense$",
     "classifier": r"(^|\.)classifier$",
 }
+SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 # ends of the names of modules that add a residual -> of the linears that read the same tensor
 _RESIDUALS = {
@@ -22,6 +24,11 @@ _RESIDUALS = {
 def linear_kind(name: str) -> str | None:
     """Kind of a linear by its full name; None for one that BERT does not have."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name)), None)
+
+
+def splittable(linears: Iterable[str]) -> list[str]:
+    """Second feed-forward linears, whose outlier channels can be split."""
+    return [name for name in linears if linear_kind(name) == "ffn-out"]
 
 
 def layer_of(name: str) -> int | None:

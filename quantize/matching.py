@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdqbench.quantize.errors import UserError
-from qdqbench.quantize.kinds import linear_kind, residual_readers
+from qdqbench.quantize.kinds import SMOOTHED, linear_kind, residual_readers, splittable
 from qdqbench.quantize.recipe import Recipe, Rule
 
 INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
@@ -100,7 +100,7 @@ def _scaling(
     section = recipe.calibration
     found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
-    smoothed = [n for n in found if modules[n].kind == "Attention" or linear_kind(n) in ("qkv", "ffn-in")]
+    smoothed = [n for n in found if modules[n].kind == "Attention" or linear_kind(n) in SMOOTHED]
     found |= {name: replace(found[name], smooth=section.smooth) for name in smoothed}
     idle = []
     for rule in (rule for rule in recipe.rules if rule.refines):
@@ -228,7 +228,7 @@ def _require_int8_readers(
 
 def _require_splittable(int8: Mapping[str, str], scaling: Mapping[str, Scaling]) -> None:
     """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
-    names = [name for name in int8 if linear_kind(name) == "ffn-out"]
+    names = splittable(int8)
     if not names:
         raise UserError(
             "calibration.split_outliers is for the second linear of feed-forwards, and none of them is INT8; "

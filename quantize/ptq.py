@@ -21,6 +21,7 @@ from qdqbench.quantize.calibration import (
     require_plausible,
 )
 from qdqbench.quantize.errors import CheckFailed, UserError
+from qdqbench.quantize.kinds import splittable
 from qdqbench.quantize.matching import Plan, name_list
 from qdqbench.quantize.recipe import Calibration
 
@@ -165,21 +166,10 @@ def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
 ) -> tuple[Smoothing, dict[str, Split]]:
     """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
-    smooths = any(plan.scaling_of(name).smooth != "none" for name in (*plan.int8, *plan.attention))
-    ranges: splitting.Ranges = {}
-
-    def watched(inner: "PreTrainedModel") -> None:
-        with splitting.watch(inner, plan if extra else Plan()) as found:
-            forward_loop(inner)
-        ranges.update(found)
-
-    moved = Smoothing()
-    if smooths:
-        moved = smoothing.smooth(model, plan, watched)
-    elif extra:
-        with smoothing.quantizers_off(model):
-            watched(model)
-    return moved, splitting.split(model, ranges, extra)
+    seconds = splittable(plan.int8) if extra else []
+    ranges = smoothing.measure(model, plan, forward_loop, seconds)
+    moved = smoothing.smooth(model, plan, ranges)
+    return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
 
 
 def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> None:

@@ -40,21 +40,21 @@ LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divi
 Floats = npt.NDArray[np.float64]
 
 
-def smooth(model: "PreTrainedModel", plan: Plan, run: Callable[["PreTrainedModel"], None]) -> Smoothing:
-    """Measure the range of every channel, choose the factors, and apply them to `model`.
+def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
+    """Choose the factors from the range of every channel, and apply them to `model`.
 
     Args:
         model: FP32 model with quantizers inserted; changed in place.
         plan: says which linears are smoothed, and how.
-        run: one pass of the calibration data through the model.
+        ranges: what `measure` saw of the calibration data.
 
     Raises:
         UserError: "gain" for linears whose input is not the output of a LayerNorm.
     """
-    wanted = {name: plan.scaling_of(name).smooth for name in plan.int8}
-    wanted = {name: how for name, how in wanted.items() if how != "none"}
-    heads = [name for name in plan.attention if plan.scaling_of(name).smooth != "none"]
-    sources, ranges = _sources(model, list(wanted)), _ranges(model, list(wanted), heads, run)
+    wanted, heads = _smoothed(plan, plan.int8), _smoothed(plan, plan.attention)
+    if not (wanted or heads):
+        return Smoothing()
+    sources = _sources(model, list(wanted))
     lost = [name for name, how in wanted.items() if how == "gain" and name not in sources.gains]
     if lost:
         raise UserError(
@@ -73,7 +73,13 @@ def smooth(model: "PreTrainedModel", plan: Plan, run: Callable[["PreTrainedModel
     return Smoothing(inputs=inputs.inputs, columns=rows.columns | inputs.columns, rows=rows.rows)
 
 
-def _move_into_rows(model: "PreTrainedModel", wanted: dict[str, Any], ranges: "_Ranges") -> Smoothing:
+def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
+    """How each of these is smoothed, of those that are."""
+    found = {name: plan.scaling_of(name).smooth for name in names}
+    return {name: how for name, how in found.items() if how != "none"}
+
+
+def _move_into_rows(model: "PreTrainedModel", wanted: dict[str, Any], ranges: "Ranges") -> Smoothing:
     """Factors of output projections that go into the rows of the value projections."""
     found = Smoothing()
     for name, how in wanted.items():
@@ -85,7 +91,7 @@ def _move_into_rows(model: "PreTrainedModel", wanted: dict[str, Any], ranges: "_
 
 
 def _move_from_inputs(
-    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_Sources", ranges: "_Ranges"
+    model: "PreTrainedModel", wanted: dict[str, Any], sources: "_Sources", ranges: "Ranges"
 ) -> Smoothing:
     """Factors of linears whose input is divided before its Q; one for all that read the same tensor."""
     found = Smoothing()
@@ -188,8 +194,14 @@ def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
 
 def _scales(weights: Iterable["torch.Tensor"], ranges: Floats, alpha: float) -> Floats:
     """Factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
-    largest = np.max([w.detach().abs().amax(dim=0).double().cpu().numpy() for w in weights], axis=0)
+    largest = np.max([column_ranges(weight) for weight in weights], axis=0)
     return _power_of_two(_ratio(ranges**alpha, largest ** (1 - alpha)))
+
+
+def column_ranges(weight: "torch.Tensor") -> Floats:
+    """Largest magnitude of each column of a weight [N, K], float64 [K]."""
+    ranges: Floats = weight.detach().abs().amax(dim=0).double().cpu().numpy()
+    return ranges
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:
@@ -210,20 +222,30 @@ def _power_of_two(raw: Floats) -> Floats:
 
 
 @dataclass
-class _Ranges:
+class Ranges:
     """Largest magnitude of each channel, float64 [channels], by module."""
 
     inputs: dict[str, Floats]
     outputs: dict[str, Floats]
 
 
-def _ranges(
+def measure(
     model: "PreTrainedModel",
-    linears: list[str],
-    attentions: list[str],
+    plan: Plan,
     run: Callable[["PreTrainedModel"], None],
-) -> _Ranges:
-    """Ranges of the inputs of linears, and of q and k of attentions."""
+    also: Iterable[str] = (),
+) -> Ranges:
+    """Ranges of the inputs of linears, and of q and k of attentions.
+
+    Args:
+        model: with quantizers, which are off meanwhile.
+        plan: what it smooths is measured.
+        run: one pass of the calibration data through the model; not called where there is nothing to measure.
+        also: other linears.
+    """
+    linears, attentions = [*_smoothed(plan, plan.int8), *also], _smoothed(plan, plan.attention)
+    if not (linears or attentions):
+        return Ranges({}, {})
     found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
 
     def keep(side: str, name: str, value: "torch.Tensor") -> None:
@@ -250,7 +272,7 @@ def _ranges(
         side: {name: value.double().cpu().numpy() for name, value in values.items()}
         for side, values in found.items()
     }
-    return _Ranges(**sides)
+    return Ranges(**sides)
 
 
 @dataclass

@@ -11,8 +11,7 @@ before. So each copy divides its activation a little more than the one before, a
 Zhao et al. give the halves of a weight another rounding for the same reason.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.calibration import Split
-from qdqbench.quantize.kinds import linear_kind
-from qdqbench.quantize.matching import Plan
+from qdqbench.quantize.smoothing import column_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -29,47 +27,24 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Ranges = dict[str, "torch.Tensor"]  # second linear of a feed-forward -> largest magnitude of each input, [K]
 
 LIKE = 8  # a channel is an outlier against the range that this many others reach
 SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation by so much more than the first
 FP16_STEPS = 1024
 
 
-@contextmanager
-def watch(model: "PreTrainedModel", plan: Plan) -> Iterator[Ranges]:
-    """Ranges of what goes into every second feed-forward linear that is INT8, while the block runs."""
-    names = [name for name in plan.int8 if linear_kind(name) == "ffn-out"]
-    found: Ranges = {}
-
-    def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-            largest = inputs[0].detach().abs().flatten(0, -2).amax(dim=0)
-            found[name] = largest if name not in found else largest.maximum(found[name])
-
-        return hook
-
-    hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def split(model: "PreTrainedModel", ranges: Ranges, extra: int) -> dict[str, Split]:
-    """Choose the copies of every feed-forward that was watched, and make them in `model`.
+def split(model: "PreTrainedModel", ranges: dict[str, Floats], extra: int) -> dict[str, Split]:
+    """Choose the copies of feed-forwards, and make them in `model`.
 
     Args:
         model: with quantizers; changed in place, its answers stay the same up to rounding.
-        ranges: what `watch` saw of the calibration data.
+        ranges: largest magnitude of each input, [K], of every second linear to split.
         extra: channels that each layer gets for copies; what no outlier needs is filled with zero columns.
     """
     found = {}
     for name, largest in ranges.items():
         linear: Any = model.get_submodule(name)
-        weights = linear.weight.detach().abs().amax(dim=0).double().cpu().numpy()
-        found[name] = choose(largest.double().cpu().numpy(), weights, extra)
+        found[name] = choose(largest, column_ranges(linear.weight), extra)
     apply(model, found)
     return found
 

@@ -50,7 +50,7 @@ def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", *
         for batch in calibration_batches():
             ptq.forward(inner, batch)
 
-    return smoothing.smooth(model, plan, run)
+    return smoothing.smooth(model, plan, smoothing.measure(model, plan, run))
 
 
 def with_outlier(folder: Path) -> Any:

@@ -215,3 +215,17 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     found.confirmed[3].status, found.confirmed[3].reason = "failed", "out of memory"
     made = tables_markdown([], [], [], [found])
     assert f"{found.confirmed[3].name} failed: out of memory" in made
+
+
+def test_no_mean_is_taken_over_results_of_different_settings():
+    runs, _ = find_results([GOLDEN])
+    both = [run for run in runs if run.recipe["name"] == "int8-linears"]
+    for run in both:
+        run.recipe = load_recipe("bert-int8-linears").model_dump(mode="json")
+    assert "### Mean over" in tables_markdown(both, [])
+    both[0].recipe["calibration"]["split_outliers"] = 0
+    assert "### Mean over" not in tables_markdown(both, [])
+    studies = find_studies([ROOT / "docs" / "measured"])
+    assert "| mean of 5 |" in tables_markdown([], [], studies)
+    studies[0].recipes["bert-int8-linears-per-tensor-qat"]["calibration"]["smooth"] = 0.25
+    assert "| mean of 5 |" not in tables_markdown([], [], studies)
