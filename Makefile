@@ -12,7 +12,7 @@ lint: ## in the active environment
 types:
 	python tests/types.py
 
-bindings: ## TensorRT 10 and 11 bindings for tests/unit/test_trt_bindings.py
+bindings: ## TensorRT 10 and 11 bindings for tests/unit/engine/test_backend_bindings.py
 	tests/fetch_bindings.sh
 
 benchmark: ## wall time and peak memory: make benchmark MODEL=... TASK=... DATA=...

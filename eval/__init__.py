@@ -1,1 +1,1 @@
-"""Tasks, data, metrics, comparison of the stages, and the reports."""
+"""What judges a model that `quantize` made: accuracy, engines, latency, searches, reports."""

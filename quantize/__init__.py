@@ -1,1 +1,1 @@
-"""From a recipe to a strongly typed ONNX graph and an engine that is proven to run INT8."""
+"""What makes an INT8 model: recipe, calibration, Q/DQ, ONNX, engine, QAT; and the command line."""

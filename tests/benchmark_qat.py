@@ -26,11 +26,13 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from qdqbench.quantize import native_quant, ptq
-from qdqbench.quantize.matching import resolve
-from qdqbench.quantize.models import load_model, module_table, quiet_transformers
-from qdqbench.quantize.processes import matrix_products
-from qdqbench.quantize.recipe import load_recipe
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.encoders.load import load_model, quiet_transformers
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.train.processes import matrix_products
 
 VARIANTS = ("plain", "sdpa", "modelopt", "native", "learnt")
 SHAPES = {  # layers, hidden size, heads, feed-forward size
@@ -127,9 +129,9 @@ def _models(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     models |= {name: copy.deepcopy(quantized) for name in ("modelopt", "native", "learnt")}
     models = {name: models[name].to(device).train() for name in options.variants}
     if "native" in models:
-        native_quant.use_native(models["native"])
+        native.use_native(models["native"])
     if "learnt" in models:
-        native_quant.learn_amax(models["learnt"])
+        native.learn_amax(models["learnt"])
     return models
 
 
@@ -149,7 +151,7 @@ def _step(model: Any, inputs: dict[str, torch.Tensor], precision: str, options: 
             loss = run(**inputs).loss
         loss.backward()
         optimizer.step()
-        native_quant.keep_positive(model)
+        native.keep_positive(model)
 
     return step
 

@@ -12,6 +12,6 @@ settings.load_profile("no-deadline")
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny BERT; never changed by a test, copy it to break it."""
-    from .unit.tiny_bert import write_tiny_bert
+    from .support.tiny_bert import write_tiny_bert
 
     return write_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))

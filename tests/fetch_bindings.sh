@@ -1,6 +1,6 @@
 #!/bin/sh
 # Unpack the Python bindings of TensorRT 10 and 11 (without their libraries) into .bindings/VERSION, for
-# tests/unit/test_trt_bindings.py. Takes the interpreter as an argument: the wheels are per Python version.
+# tests/unit/engine/test_backend_bindings.py. Takes the interpreter as an argument: the wheels are per Python version.
 set -eu
 cd "$(dirname "$0")/.."
 python=${1:-python}

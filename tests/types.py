@@ -14,10 +14,10 @@ def main() -> int:
     """Make the links and run mypy."""
     package = ROOT / "build" / "types" / "qdqbench"
     package.mkdir(parents=True, exist_ok=True)
-    for name in ("quantize", "eval", "recipes"):
-        link = package / name
-        if not link.is_symlink():
-            link.symlink_to(ROOT / name, target_is_directory=True)
+    links = {name: ROOT / name for name in ("quantize", "eval", "recipes")}
+    for name, target in (links | {path.name: path for path in (ROOT / "api").glob("*[a-z]")}).items():
+        if not (package / name).is_symlink():
+            (package / name).symlink_to(target)
     return subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, check=False).returncode
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.gpu import find_gpu
-from qdqbench.quantize.recipe import load_recipe
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.recipe.schema import load_recipe
 
-from ..integration.tiny import Given, write_data, write_model  # noqa: TID252
+from ..integration.tiny import Given, write_data, write_model
 
 HERE = Path(__file__).parent
 RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention", "bert-fp16"]
@@ -47,10 +47,10 @@ def sst2(tmp_path_factory) -> Given:
 @pytest.fixture(scope="session")
 def finished_run(sst2, tmp_path_factory) -> Callable[[str], Path]:
     """Folder of a whole run by its recipe, made when first asked for. Never to be written to: copy it."""
-    from qdqbench.eval.tasks import get_task
-    from qdqbench.quantize.pipeline import open_run
-    from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import RunConfig
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.rundir.pipeline import open_run
+    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.tasks.task import get_task
 
     root, made = tmp_path_factory.mktemp("runs"), {}
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qdqbench.eval.bench_results import read_bench, row_of
+from qdqbench.eval.bench.results import read_bench, row_of
 
-from ..unit.test_bench_cli import invoke  # noqa: TID252
+from ..unit.cli.test_bench import invoke
 
 GRID = ["--length", "32", "--batch", "1", "--batch", "8", "--rounds", "6", "--seconds", "0.1"]
 

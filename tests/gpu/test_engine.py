@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from qdqbench.quantize.gpu import find_gpu
+from qdqbench.quantize.core.gpu import find_gpu
 
-from ..integration.tiny import EVAL_ROWS, call, results  # noqa: TID252
+from ..integration.tiny import EVAL_ROWS, call, results
 
 
 def logits(folder, stage):
@@ -55,8 +55,8 @@ def batch(rng, rows, length, padding=0):
 )
 def test_any_shape_of_the_profile(run, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
-    from qdqbench.eval.runners import onnxruntime_runner
-    from qdqbench.quantize.engine_run import EngineRunner
+    from qdqbench.eval.accuracy.runners import onnxruntime_runner
+    from qdqbench.quantize.runtime.runner import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -74,7 +74,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
 
 def test_padding_changes_nothing(run):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.engine_run import EngineRunner
+    from qdqbench.quantize.runtime.runner import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -90,8 +90,8 @@ def test_padding_changes_nothing(run):
 
 
 def test_shapes_outside_of_the_profile_are_refused(run):
-    from qdqbench.quantize.engine_run import EngineRunner
-    from qdqbench.quantize.errors import CheckFailed
+    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.runtime.runner import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -105,7 +105,7 @@ def test_shapes_outside_of_the_profile_are_refused(run):
 @pytest.fixture(scope="module")
 def engine(run):
     """The engine of a recipe, loaded once."""
-    from qdqbench.quantize.engine_run import Engine
+    from qdqbench.quantize.runtime.runner import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -168,7 +168,7 @@ def test_kernel_times_are_of_kernels_in_the_layer_table(run, engine):
 
 
 def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
-    from qdqbench.quantize.engine_run import Engine
+    from qdqbench.quantize.runtime.runner import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -190,10 +190,10 @@ def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
 
 def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
-    from qdqbench.eval.runners import onnxruntime_runner
-    from qdqbench.quantize.build import build, gemm_names
-    from qdqbench.quantize.engine_run import Engine, EngineRunner
-    from qdqbench.quantize.trt import Profile
+    from qdqbench.eval.accuracy.runners import onnxruntime_runner
+    from qdqbench.quantize.engine.backend import Profile
+    from qdqbench.quantize.engine.build import build, gemm_names
+    from qdqbench.quantize.runtime.runner import Engine, EngineRunner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]

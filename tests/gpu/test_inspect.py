@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from ..integration.tiny import call  # noqa: TID252
+from ..integration.tiny import call
 
 
 def test_the_inspector_agrees_with_the_saved_table(linears, tmp_path, capsys):

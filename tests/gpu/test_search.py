@@ -3,10 +3,10 @@
 import pytest
 from typer.testing import CliRunner
 
-from qdqbench.eval.search_results import read_search
-from qdqbench.quantize.cli import app
-from qdqbench.quantize.cost_rows import fit, read_rows
-from qdqbench.quantize.recipe import Recipe, dump_recipe, load_recipe
+from qdqbench.eval.placement.cost_fit import fit, read_rows
+from qdqbench.eval.search.results import read_search
+from qdqbench.quantize.cli.app import app
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 
 SHAPES = {"batch": [1, 8, 8], "length": [16, 32, 64]}
 

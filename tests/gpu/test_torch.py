@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval import runners
-from qdqbench.eval.tasks import get_task
-from qdqbench.quantize import stages
-from qdqbench.quantize.calibration import read_record
-from qdqbench.quantize.ptq import enabled_quantizers
-from qdqbench.quantize.recipe import load_recipe
-from qdqbench.quantize.session import RunConfig, Session
+from qdqbench.eval.accuracy import runners
+from qdqbench.eval.stages import stages
+from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.fakequant.quantizers import enabled_quantizers
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.rundir.session import RunConfig, Session
+from qdqbench.quantize.tasks.task import get_task
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears-per-tensor", "bert-int8-attention"])

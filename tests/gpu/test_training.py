@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qdqbench.eval.results import Results
-from qdqbench.quantize import native_quant
-from qdqbench.quantize.cli import app
-from qdqbench.quantize.recipe import Recipe, dump_recipe, load_recipe
-from qdqbench.quantize.session import Session, read_config
+from qdqbench.quantize.cli.app import app
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
+from qdqbench.quantize.rundir.session import Session, read_config
 
 QUICK = ("--epochs", 2, "--evaluations", 2, "--batch-size", 16)
 
@@ -57,8 +57,8 @@ def test_qat_down_to_a_verified_engine(sst2, tmp_path, amax):
 def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run):
     folder = finished_run("bert-int8-attention")
     model = Session(read_config(folder), folder).new_ptq_model().cuda().train()
-    native_quant.use_native(model)
-    native_quant.learn_amax(model)
+    native.use_native(model)
+    native.learn_amax(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = {
         "input_ids": torch.randint(5, 20, (4, 16), device="cuda"),
@@ -72,7 +72,7 @@ def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        native_quant.keep_positive(model)
+        native.keep_positive(model)
 
     step()
     torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_one_model(sst2, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["-m", "qdqbench.quantize.qat", str(recipe(tmp_path)), *sst2.options]
+    command += ["-m", "qdqbench.quantize.qat.stage", str(recipe(tmp_path)), *sst2.options]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "run")],
         env=os.environ,

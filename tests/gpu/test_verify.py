@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from ..integration.tiny import results  # noqa: TID252
+from ..integration.tiny import results
 
 FAULTY = "bert.encoder.layer.1.output.dense.bias_fp16"
 
@@ -30,8 +30,8 @@ FAULTS = {"offset": lambda bias: bias + 1.0 * np.sign(bias), "nan": lambda bias:
 @pytest.fixture(scope="module", params=FAULTS)
 def faulty(request, linears, tmp_path_factory):
     """A copy of a run whose ONNX file is wrong, with the engine of that file, verified."""
-    from qdqbench.quantize import engine_stages
-    from qdqbench.quantize.session import Session, read_config
+    from qdqbench.eval.stages import engine as engine_stages
+    from qdqbench.quantize.rundir.session import Session, read_config
 
     target = shutil.copytree(linears, tmp_path_factory.mktemp("faulty") / request.param)
     path = target / "model.int8.onnx"
@@ -48,7 +48,7 @@ def faulty(request, linears, tmp_path_factory):
 
 
 def test_a_wrong_block_is_named(faulty):
-    from qdqbench.eval.results import Verification
+    from qdqbench.quantize.core.results import Verification
 
     found = Verification.model_validate_json((faulty.folder / "verify.json").read_text())
     assert [row.name for row in found.blocks if not row.holds] == ["layer.1"]
@@ -58,7 +58,7 @@ def test_a_wrong_block_is_named(faulty):
 
 @pytest.mark.parametrize("faulty", ["offset"], indirect=True)
 def test_the_gate_fails_with_the_verification(faulty):
-    from qdqbench.eval.collect import collect
+    from qdqbench.eval.runs.collect import collect
 
     found = collect(faulty, {})
     assert not found.gate.passed
@@ -66,16 +66,16 @@ def test_the_gate_fails_with_the_verification(faulty):
 
 
 def test_bisecting_a_right_engine_finds_nothing(linears):
-    from qdqbench.quantize.bisect import bisect_run
+    from qdqbench.eval.verify.bisect import bisect_run
 
     assert bisect_run(linears).block is None
 
 
 def test_bisecting_names_the_tensor(linears):
     """The engine is built from a graph with a fault that the reference graph does not have."""
-    from qdqbench.quantize import blocks
-    from qdqbench.quantize.bisect import bisect, run_onnxruntime
-    from qdqbench.quantize.build import check_sidecar
+    from qdqbench.eval.verify import blocks
+    from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
+    from qdqbench.quantize.engine.build import check_sidecar
 
     sidecar = check_sidecar(linears / "engine" / "model.int8.engine")
 

@@ -35,13 +35,13 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
 @pytest.fixture(autouse=True)
 def _no_progress_lines(monkeypatch) -> None:
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
-    monkeypatch.setattr("qdqbench.quantize.progress.EVERY_S", float("inf"))
+    monkeypatch.setattr("qdqbench.quantize.cli.progress.EVERY_S", float("inf"))
 
 
 @pytest.fixture(autouse=True)
 def _trained_once(monkeypatch, tmp_path_factory) -> None:
     """The embedded default is trained by the first test that wants it; the others get copies."""
-    from qdqbench.eval import embedded
+    from qdqbench.quantize.tasks import embedded
 
     real = embedded.write_embedded
 
@@ -60,22 +60,22 @@ def _trained_once(monkeypatch, tmp_path_factory) -> None:
 @pytest.fixture(autouse=True)
 def _one_profile(monkeypatch, request) -> None:
     """Engines for the shape that takes everything, but where shipped recipes are what is tested."""
-    from qdqbench.quantize import engine_stages
+    from qdqbench.eval.stages import engine
 
-    real = engine_stages.engine_profiles
+    real = engine.engine_profiles
     name = request.node.name
     if "-qat" in name or ("shipped" not in name and "embedded_default" not in name):
-        monkeypatch.setattr(engine_stages, "engine_profiles", lambda session: real(session)[-1:])
+        monkeypatch.setattr(engine, "engine_profiles", lambda session: real(session)[-1:])
 
 
 @pytest.fixture(scope="session")
 def finished_run(given, tmp_path_factory) -> Path:
     """A whole run of the default recipe, never to be written to."""
-    from qdqbench.eval.tasks import get_task
-    from qdqbench.quantize.pipeline import open_run
-    from qdqbench.quantize.recipe import load_recipe
-    from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import RunConfig
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.recipe.schema import load_recipe
+    from qdqbench.quantize.rundir.pipeline import open_run
+    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.tasks.task import get_task
 
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     sst2 = given("sst2")

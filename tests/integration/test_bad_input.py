@@ -447,14 +447,14 @@ def test_check_against_an_unknown_recipe(finished_run, qdqbench):
 # Interrupted runs: each name is called in the middle of a stage.
 
 INTERRUPTED = {
-    "baseline": "qdqbench.eval.data.pad",
-    "quantize": "qdqbench.quantize.ptq.forward",
-    "export": "qdqbench.quantize.export.save",
-    "check": "qdqbench.quantize.check.to_json",
-    "parity": "qdqbench.eval.parity.session_of",
-    "onnxruntime": "qdqbench.eval.runners.session_of",
-    "build": "qdqbench.quantize.build.coverage",
-    "report": "qdqbench.eval.report.write_reports",
+    "baseline": "qdqbench.quantize.tasks.rows.pad",
+    "quantize": "qdqbench.quantize.fakequant.quantizers.forward",
+    "export": "qdqbench.quantize.graph.export.save",
+    "check": "qdqbench.quantize.check.check.to_json",
+    "parity": "qdqbench.eval.accuracy.parity.session_of",
+    "onnxruntime": "qdqbench.eval.accuracy.runners.session_of",
+    "build": "qdqbench.quantize.engine.build.coverage",
+    "report": "qdqbench.eval.runs.report.write_reports",
 }
 
 
@@ -556,7 +556,7 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_unexpected_failure_is_one_sentence_too(finished_run, qdqbench, monkeypatch):
-    from qdqbench.quantize import check
+    from qdqbench.quantize.check import check
 
     def fail(*_, **__):
         raise ZeroDivisionError("several\nlines")

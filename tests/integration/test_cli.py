@@ -10,8 +10,8 @@ import onnx
 import pytest
 import typer
 
-from qdqbench.quantize.cli import app
-from qdqbench.quantize.recipe import load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.cli.app import app
+from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe, shipped_recipes
 
 from .tiny import MAIN, environment
 
@@ -88,7 +88,7 @@ def test_help_is_instant():
 def test_nothing_heavy_is_imported(arguments):
     heavy = "{'torch', 'transformers', 'datasets', 'onnxruntime', 'modelopt', 'tensorrt_rtx', 'matplotlib'}"
     code = (
-        "import sys; from qdqbench.quantize.cli import main\n"
+        "import sys; from qdqbench.quantize.cli.app import main\n"
         "try: main()\n"
         f"finally: sys.exit(sorted({heavy} & {{*sys.modules}}) or None)"
     )

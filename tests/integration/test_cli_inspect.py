@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.quantize import bisect, build, engine_run, gpu, trt
-from qdqbench.quantize.gpu import Gpu
-from qdqbench.quantize.layers import read_table
+from qdqbench.eval.verify import bisect
+from qdqbench.quantize.core import gpu
+from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.engine import backend, build
+from qdqbench.quantize.engine.layers import read_table
+from qdqbench.quantize.runtime import runner
 
-from ..unit.layer_tables import bert, inspector_json  # noqa: TID252
+from ..support.layer_tables import bert, inspector_json
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 HEAD = ["/bert/pooler/dense/Gemm", "/classifier/Gemm"]
@@ -279,13 +282,15 @@ H200 = Gpu("NVIDIA H200", "8.9", "580.1")
 
 def test_the_inspector_reads_an_engine_without_a_table(lone_engine, a_run, qdqbench, monkeypatch):
     rows, asked = read_table(a_run / "layers.json"), []
-    for module in (gpu, build, trt):
+    for module in (gpu, build, backend):
         monkeypatch.setattr(module, "find_gpu", lambda: H200)
-    monkeypatch.setattr(trt, "inspect_engine", lambda *given: asked.append(given[2]) or inspector_json(rows))
+    monkeypatch.setattr(
+        backend, "inspect_engine", lambda *given: asked.append(given[2]) or inspector_json(rows)
+    )
     told = json.loads(qdqbench("inspect", lone_engine, "--json").out)
     assert asked == [lone_engine.read_bytes()]
     assert told["int8_gemms"] == 12
-    monkeypatch.setattr(trt, "inspect_engine", lambda *given: None)
+    monkeypatch.setattr(backend, "inspect_engine", lambda *given: None)
     done = qdqbench("inspect", lone_engine)
     assert done.code == 3
     assert "cannot load" in done.err
@@ -294,7 +299,7 @@ def test_the_inspector_reads_an_engine_without_a_table(lone_engine, a_run, qdqbe
 class FakeEngine(contextlib.nullcontext):
     """The part of engine_run.Engine that profiling uses."""
 
-    seen: dict = {}  # noqa: RUF012
+    seen: dict = {}
 
     def __init__(self, path, onnx_path=None):
         super().__init__(self)
@@ -310,7 +315,7 @@ class FakeEngine(contextlib.nullcontext):
 @pytest.mark.parametrize(("options", "shape"), [([], (4, 8)), (["--batch", 2, "--length", 6], (2, 6))])
 def test_kernel_times_measured_here(options, shape, finished_run, qdqbench, monkeypatch):
     monkeypatch.setattr(gpu, "find_gpu", lambda: H200)
-    monkeypatch.setattr(engine_run, "Engine", FakeEngine)
+    monkeypatch.setattr(runner, "Engine", FakeEngine)
     done = qdqbench("inspect", finished_run, "--profile", "gpu", *options)
     assert (done.code, done.err) == (0, "")
     assert f"0.500 ms in all at batch {shape[0]}, {shape[1]} tokens" in done.out

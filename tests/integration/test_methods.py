@@ -6,8 +6,8 @@ import re
 import pytest
 import yaml
 
-from qdqbench.eval.methods_results import read_methods
-from qdqbench.quantize.recipe import load_recipe
+from qdqbench.eval.methods.results import read_methods
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
 
@@ -86,8 +86,8 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
         assert qdqbench("run", *options, tmp_path / "b", "--until", stage).code == 0
     import numpy as np
 
-    from qdqbench.eval.compare import compare
-    from qdqbench.eval.tasks import get_task
+    from qdqbench.eval.accuracy.compare import compare
+    from qdqbench.quantize.tasks.task import get_task
 
     logits = {name: np.load(tmp_path / "b" / "logits" / f"{name}.npz") for name in ("fp32", "fake_quant")}
     labels = logits["fp32"]["validation.labels"]
@@ -145,8 +145,8 @@ def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
 
 
 def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval import methods
-    from qdqbench.quantize.errors import CheckFailed
+    from qdqbench.eval.methods import measure as methods
+    from qdqbench.quantize.core.errors import CheckFailed
 
     honest = methods.calibrated
 

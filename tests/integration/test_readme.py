@@ -9,9 +9,9 @@ import pytest
 import typer
 import yaml
 
-from qdqbench.eval.tasks import get_task
-from qdqbench.quantize.cli import app
-from qdqbench.quantize.recipe import load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.cli.app import app
+from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.tasks.task import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [

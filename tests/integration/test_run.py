@@ -9,8 +9,8 @@ import onnx
 import pytest
 import yaml
 
-from qdqbench.eval.results import Results
-from qdqbench.quantize.recipe import load_recipe, shipped_recipes
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, listing, results, rows, write_split
 
@@ -340,7 +340,7 @@ def failed(done, out):
 
 
 def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
-    from qdqbench.eval import runners
+    from qdqbench.eval.accuracy import runners
 
     real = runners.onnxruntime_runner
     monkeypatch.setattr(runners, "onnxruntime_runner", lambda path: lambda batch: -real(path)(batch))
@@ -357,7 +357,7 @@ def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
 
 
 def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypatch):
-    from qdqbench.quantize import build
+    from qdqbench.quantize.engine import build
 
     real = build.coverage
 
@@ -403,7 +403,7 @@ def test_without_tensorrt_rtx_nothing_is_proven(sst2, tmp_path, qdqbench, monkey
 
 def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
     """One activation scale is doubled in the graph: only the layer-local comparison can say where."""
-    from qdqbench.eval import parity
+    from qdqbench.eval.accuracy import parity
 
     real = parity.compare_layers
 

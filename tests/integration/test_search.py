@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from qdqbench.eval import search as search_module
-from qdqbench.eval.search_results import read_search
-from qdqbench.quantize.cost_rows import fit
-from qdqbench.quantize.errors import CheckFailed
-from qdqbench.quantize.recipe import dump_recipe, load_recipe
+from qdqbench.eval.placement.cost_fit import fit
+from qdqbench.eval.search import trials as search_module
+from qdqbench.eval.search.results import read_search
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
-from ..unit.cost_rows_made import made_rows  # noqa: TID252
+from ..support.cost_rows_made import made_rows
 from .tiny import MAIN, environment, listing
 
 pytestmark = pytest.mark.slow
@@ -90,11 +90,11 @@ def test_the_chosen_recipe_is_confirmed_on_validation(searched):
 
 
 def test_the_search_rows_are_not_those_that_calibrate(given, files):
-    from qdqbench.eval.search_space import make_space
-    from qdqbench.eval.search_trial import Workspace
-    from qdqbench.eval.tasks import get_task
-    from qdqbench.quantize.models import module_table
-    from qdqbench.quantize.session import RunConfig, Session
+    from qdqbench.eval.placement.space import make_space
+    from qdqbench.eval.search.trial import Workspace
+    from qdqbench.quantize.encoders.modules import module_table
+    from qdqbench.quantize.rundir.session import RunConfig, Session
+    from qdqbench.quantize.tasks.task import get_task
 
     sst2 = given("sst2")
     recipe = load_recipe(str(files / "mine.yaml"))
@@ -188,7 +188,7 @@ def test_a_gate_that_nothing_holds(given, files, searched, qdqbench):
 
 
 def test_no_cost_model_names_what_makes_one(given, files, tmp_path, qdqbench, monkeypatch):
-    monkeypatch.setattr("qdqbench.quantize.cost_model.DATA", "no-such-file.json")
+    monkeypatch.setattr("qdqbench.eval.placement.cost_model.DATA", "no-such-file.json")
     words = options(given, files, tmp_path / "out")
     done = qdqbench(*words[: words.index("--cost-model")], "--latency", "model")
     assert done.code == 3
@@ -237,7 +237,7 @@ def test_trials_that_fail_are_recorded_and_skipped(given, files, tmp_path, qdqbe
 def finished(storage):
     import optuna
 
-    from qdqbench.eval.search_study import decided, quiet_optuna
+    from qdqbench.eval.search.study import decided, quiet_optuna
 
     with quiet_optuna():
         try:
@@ -293,7 +293,7 @@ def test_two_workers_share_a_study(given, files, tmp_path):
     assert TRIALS <= sum(trial.duplicate_of is None for trial in trials) <= TRIALS + 1
     import optuna
 
-    from qdqbench.eval.search_study import quiet_optuna
+    from qdqbench.eval.search.study import quiet_optuna
 
     with quiet_optuna():
         study = optuna.load_study(study_name="mine-sst2", storage=storage)

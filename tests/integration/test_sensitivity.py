@@ -6,9 +6,9 @@ import re
 import pytest
 import yaml
 
-from qdqbench.eval import sensitivity
-from qdqbench.eval.sensitivity_results import ranking, read_sensitivity
-from qdqbench.quantize.recipe import load_recipe
+from qdqbench.eval.sensitivity import measure as sensitivity
+from qdqbench.eval.sensitivity.results import ranking, read_sensitivity
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import LAYERS, listing
 
@@ -67,7 +67,7 @@ def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
 
 def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """With linears kept out: the gate of noise is closed for it."""
-    from qdqbench.eval import sensitivity_choice
+    from qdqbench.eval.sensitivity import choice as sensitivity_choice
 
     monkeypatch.setattr(sensitivity_choice, "NOISE", -1e9)  # every drop is seen as one
     monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: point.kept >= 3)
@@ -148,12 +148,12 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     found = json.loads(done.out)
     assert found["data"]["samples"] == 30
     assert any("measured on 30 samples, not 64" in note for note in found["notes"])
-    from qdqbench.eval.data import load_split
-    from qdqbench.eval.tasks import get_task
+    from qdqbench.quantize.tasks.rows import load_split
+    from qdqbench.quantize.tasks.task import get_task
 
     split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
-    from qdqbench.eval.sensitivity_judge import draw_samples
-    from qdqbench.quantize.session import RunConfig, Session
+    from qdqbench.eval.accuracy.divergence import draw_samples
+    from qdqbench.quantize.rundir.session import RunConfig, Session
 
     config = RunConfig(
         recipe=load_recipe(str(recipe(samples=226))),
@@ -200,7 +200,7 @@ def test_bias_correction_is_left_out_and_said(qdqbench, sst2, recipe, tmp_path):
 
 
 def test_gate_that_cannot_hold_is_status_2(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval import sensitivity_choice
+    from qdqbench.eval.sensitivity import choice as sensitivity_choice
 
     monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: False)
     out = tmp_path / "out"

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqbench.eval.results import Results
-from qdqbench.eval.study_results import read_study
-from qdqbench.eval.tables import BEGIN, END
-from qdqbench.eval.training_results import Finetuning
-from qdqbench.quantize.recipe import load_recipe
+from qdqbench.eval.runs.study_results import read_study
+from qdqbench.eval.tables.write import BEGIN, END
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.training_results import Finetuning
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import MAIN, write_data
 
@@ -73,8 +73,8 @@ def test_finished_seeds_are_kept_and_other_settings_refused(tuned, qdqbench, giv
 
 
 def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, monkeypatch):
-    from qdqbench.quantize import finetune
-    from qdqbench.quantize.errors import CheckFailed
+    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.train import finetune
 
     def diverges(job, accelerator):
         raise CheckFailed("it diverged")
@@ -90,7 +90,7 @@ def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, 
 
 
 def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypatch):
-    from qdqbench.quantize import study
+    from qdqbench.eval.runs import study
 
     rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
     found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
@@ -155,10 +155,10 @@ def test_labels_out_of_range(given, qdqbench, tmp_path):
 @pytest.fixture(scope="module")
 def trained(given, tmp_path_factory):
     """A finished QAT run, never to be written to."""
-    from qdqbench.eval.tasks import get_task
-    from qdqbench.quantize.pipeline import open_run
-    from qdqbench.quantize.run import run_until
-    from qdqbench.quantize.session import RunConfig
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.rundir.pipeline import open_run
+    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.tasks.task import get_task
 
     folder, sst2 = tmp_path_factory.mktemp("trained"), given("sst2")
     config = RunConfig(
@@ -167,7 +167,7 @@ def trained(given, tmp_path_factory):
         task=get_task("sst2"),
         data=str(sst2.data),
     )
-    run_until(open_run(config, folder / "run"), None, quiet=True)
+    run_until(open_run(config, folder / "run"), None)
     return folder / "run"
 
 
@@ -190,8 +190,8 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     """Our files, ModelOpt's own form, and the logits that were evaluated."""
     import torch
 
-    from qdqbench.quantize.modelopt_state import load_modelopt
-    from qdqbench.quantize.session import Session, read_config
+    from qdqbench.quantize.qat.modelopt import load_modelopt
+    from qdqbench.quantize.rundir.session import Session, read_config
 
     session = Session(read_config(trained), trained)
     ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")
@@ -215,7 +215,7 @@ class Killed(BaseException):
 
 def again(trained, tmp_path):
     """The finished run as it was before its training."""
-    from qdqbench.quantize.session import Session, read_config
+    from qdqbench.quantize.rundir.session import Session, read_config
 
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
@@ -224,8 +224,8 @@ def again(trained, tmp_path):
 
 
 def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_path, monkeypatch):
-    from qdqbench.quantize import checkpoints
-    from qdqbench.quantize.run import run_until
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.train import checkpoints
 
     save, calls = checkpoints.save, []
 
@@ -238,19 +238,20 @@ def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_pa
     session = again(trained, tmp_path)
     monkeypatch.setattr(checkpoints, "save", killed_at_the_second)
     with pytest.raises(Killed):
-        run_until(session, "qat", quiet=True)
+        run_until(session, "qat")
     session = again(trained, tmp_path / "2")  # another process knows nothing of the first
     shutil.rmtree(session.folder)
     shutil.move(tmp_path / "run", session.folder)
-    run_until(session, "qat", quiet=True)
+    run_until(session, "qat")
     assert any("resumed after step 15" in note for note in session.notes)
     for name in ("model/model.safetensors", "calibration.json", "modelopt/model.safetensors"):
         assert (session.folder / "qat" / name).read_bytes() == (trained / "qat" / name).read_bytes(), name
 
 
 def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, tmp_path, monkeypatch):
-    from qdqbench.quantize import pipeline, training
-    from qdqbench.quantize.run import run_until
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.rundir import pipeline
+    from qdqbench.quantize.train import loop
 
     def killed(*arguments):
         raise Killed
@@ -259,10 +260,10 @@ def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, t
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "_remove_stale", killed)
         with pytest.raises(Killed):
-            run_until(session, "qat", quiet=True)
+            run_until(session, "qat")
     assert (session.folder / "qat" / "training.json").exists()
-    monkeypatch.setattr(training, "_gradient", killed)
-    run_until(session, "qat", quiet=True)
+    monkeypatch.setattr(loop, "_gradient", killed)
+    run_until(session, "qat")
     assert any("resumed after step 30" in note for note in session.notes)
     assert not (session.folder / "qat" / "checkpoints").exists()
     for name in ("model/model.safetensors", "calibration.json"):
@@ -272,9 +273,9 @@ def test_a_training_killed_before_it_is_recorded_trains_no_step_again(trained, t
 @pytest.mark.parametrize("logits", [0.0, 1.0])
 def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
     """Processes would wait for one that never comes."""
-    from qdqbench.quantize import qat_job
-    from qdqbench.quantize.processes import new_accelerator
-    from qdqbench.quantize.training_settings import Distill
+    from qdqbench.quantize.qat import job as qat_job
+    from qdqbench.quantize.recipe.training import Distill
+    from qdqbench.quantize.train.processes import new_accelerator
 
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)
@@ -295,9 +296,9 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatch):
-    from qdqbench.quantize import checkpoints
-    from qdqbench.quantize.errors import UserError
-    from qdqbench.quantize.run import run_until
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.train import checkpoints
 
     def killed(*arguments, **options):
         raise Killed
@@ -305,7 +306,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatc
     session = again(trained, tmp_path)
     monkeypatch.setattr(checkpoints, "require_whole", killed)
     with pytest.raises(Killed):  # at its end
-        run_until(session, "qat", quiet=True)
+        run_until(session, "qat")
     monkeypatch.undo()
     config = session.config
     rules = [{"match": "encoder.layer.0.intermediate.dense", "precision": "fp16"}]
@@ -315,7 +316,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(trained, tmp_path, monkeypatc
         config.model_copy(update={"recipe": type(config.recipe).model_validate(placed)}), session.folder
     )
     with pytest.raises(UserError, match="checkpoint of another run: it differs in recipe"):
-        run_until(other, "qat", quiet=True)
+        run_until(other, "qat")
 
 
 def test_layers_of_different_size_are_refused(given, qdqbench, tmp_path):
@@ -360,19 +361,19 @@ def test_a_recipe_without_a_section(sst2, qdqbench, tmp_path):
 
 
 def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, monkeypatch):
-    from qdqbench.quantize.errors import UserError
-    from qdqbench.quantize.run import run_until
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.core.errors import UserError
 
     session = again(trained, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"2 processes would .* qdqbench.quantize.qat"):
-        run_until(session, "qat", quiet=True)
+    with pytest.raises(UserError, match=r"2 processes would .* qdqbench.quantize.qat.stage"):
+        run_until(session, "qat")
     assert not (session.folder / "qat").exists()
 
 
 def test_a_study_in_several_processes_is_refused(tmp_path):
-    from qdqbench.quantize.errors import UserError
-    from qdqbench.quantize.study import Plan, study
+    from qdqbench.eval.runs.study import Plan, study
+    from qdqbench.quantize.core.errors import UserError
 
     with pytest.raises(UserError, match="in one process, not in 2"):
         study(Plan(None, [], tmp_path), SimpleNamespace(num_processes=2))
@@ -394,7 +395,7 @@ def test_two_processes_train_one_run(given, tmp_path):
     unbuilt["engine"]["backend"], unbuilt["gate"]["int8_layers"] = "tensorrt", None
     unbuilt["calibration"]["split_outliers"] = 0  # with copies PTQ is so near that no step is better
     Path(path).write_text(yaml.safe_dump(unbuilt))
-    command += ["-m", "qdqbench.quantize.qat", path, *given("sst2").options]
+    command += ["-m", "qdqbench.quantize.qat.stage", path, *given("sst2").options]
     done = subprocess.run(
         [*command, "--out", str(out)], env=environment(), capture_output=True, text=True, check=False
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MAIN = "from qdqbench.quantize.cli import program; program()"  # `qdqbench` as its own process
+MAIN = "from qdqbench.quantize.cli.app import program; program()"  # `qdqbench` as its own process
 
 # Every negative word against every positive one: a sentence's class is the sign of the sum of its words.
 WORDS = {
@@ -58,7 +58,7 @@ class Outcome:
 
 def call(capsys, *arguments) -> Outcome:
     """Run `qdqbench ARGUMENTS` in this process."""
-    from qdqbench.quantize.cli import main
+    from qdqbench.quantize.cli.app import main
 
     before, code = sys.argv, 0
     sys.argv = ["qdqbench", *map(str, arguments)]

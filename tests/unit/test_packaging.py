@@ -104,7 +104,7 @@ def test_nothing_generic_is_importable() -> None:
 
 def test_the_console_script() -> None:
     (script,) = (s for s in metadata.entry_points(group="console_scripts") if s.name == "qdqbench")
-    assert script.value == "qdqbench.quantize.cli:program"
+    assert script.value == "qdqbench.quantize.cli.app:program"
     assert callable(script.load())
 
 
@@ -112,7 +112,7 @@ IMPORTS = """
 import sys, time
 start = time.process_time()
 sys.argv = ["qdqbench", *{arguments}, "--help"]
-from qdqbench.quantize.cli import main
+from qdqbench.quantize.cli.app import main
 try:
     main()
 except SystemExit as end:

@@ -1,0 +1,1 @@
+"""Explicit Q/DQ INT8 for BERT-class encoders."""

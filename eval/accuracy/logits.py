@@ -1,0 +1,83 @@
+"""Logits of a stage: computed in batches, kept as files, scored."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.runners import predict
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.results import StageResult
+from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.task import Task
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.rundir.session import Session
+
+
+def evaluate(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
+    """Write logits and labels of every evaluation split as arrays."""
+
+    total, seen = sum(len(encoded.labels) for _, encoded in session.eval_splits.values()), 0
+
+    def progress(count: int) -> None:
+        nonlocal seen
+        seen += count
+        session.progress(seen, total)
+
+    arrays: dict[str, Any] = {}
+    for name, (_, encoded) in session.eval_splits.items():
+        arrays[f"{name}.logits"] = predict(
+            runner,
+            encoded,
+            pad_id=session.pad_id,
+            batch_size=batch_size or session.config.batch_size,
+            stage=stage,
+            progress=progress,
+        )
+        arrays[f"{name}.labels"] = encoded.labels
+    path = session.folder / "logits" / f"{stage}.npz"
+    with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, **arrays)
+    return path
+
+
+Logits = dict[str, metrics.Floats]
+
+
+def read_logits(path: Path) -> tuple[Logits, dict[str, metrics.Labels]]:
+    """Logits and labels of each evaluation split of a stage."""
+    with np.load(path, allow_pickle=False) as arrays:
+        names = [name.removesuffix(".logits") for name in arrays.files if name.endswith(".logits")]
+        return {n: arrays[f"{n}.logits"] for n in names}, {n: arrays[f"{n}.labels"] for n in names}
+
+
+def score(task: Task, path: Path, reference: Path | None, seed: int, detail: str) -> StageResult:
+    """Metrics of one stage, paired with a reference stage.
+
+    A task with two evaluation splits (MNLI) has the metrics of the second under a suffix: accuracy_mm. The
+    comparison is on the first split.
+    """
+    logits, labels = read_logits(path)
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for position, split in enumerate(logits):
+        suffix = "_mm" if position else ""
+        found = metrics.compute(task, logits[split], labels[split])
+        values |= {f"{name}{suffix}": value for name, value in found.items()}
+        found = metrics.stderr(task, logits[split], labels[split], seed=seed)
+        errors |= {f"{name}{suffix}": value for name, value in found.items()}
+    first = next(iter(logits))
+    versus = None
+    if reference is not None:
+        versus = compare(task, read_logits(reference)[0][first], logits[first], labels[first], seed=seed)
+    return StageResult(
+        status="done",
+        metrics=values,
+        stderr=errors,
+        n=sum(map(len, labels.values())),
+        vs_fp32=versus,
+        detail=detail,
+    )

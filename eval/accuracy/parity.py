@@ -1,0 +1,255 @@
+"""ONNX Runtime against the fake-quant model, layer by layer with the same inputs fed to both.
+
+End to end the two drift apart by rounding alone (facts: stages never agree bit for bit), so a correct graph
+cannot be told from a wrong one there. With teacher forcing it can: each quantizer's input is replaced by the
+reference's, so that every layer is judged on its own. A correct layer then differs by at most one step, in
+well under one percent of its codes.
+
+A residual goes into the next LayerNorm as it is. Where ModelOpt (which multiplies by 1 / scale) and ONNX
+(which divides) round a border value to two codes, one element is then off by that whole step, and its code
+behind the LayerNorm by more than one. So the tensor of an INT8 residual is replaced by the value behind its
+quantizer.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper
+
+from qdqbench.eval.accuracy.runners import session_of
+from qdqbench.quantize.core.results import Comparison, Parity, ParityRow
+from qdqbench.quantize.fakequant.quantizers import forward, seen_by
+from qdqbench.quantize.graph.index import GraphIndex, module_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LIMIT_FRACTION = 0.005
+LIMIT_STEP = 1
+# exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
+SOFTMAX_STEP = 2
+FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
+RESIDUAL = ".residual_quantizer"
+Floats = npt.NDArray[np.float32]
+_OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
+    "p_bmm_quantizer": "softmax",
+    "residual_quantizer": "residual",
+}
+
+
+@dataclass
+class Boundary:
+    """One quantized activation tensor: where it is cut, and the quantizers that read it."""
+
+    tensor: str  # the graph's own value, before any Cast to the Q's type
+    quantizers: dict[str, float] = field(default_factory=dict)  # full quantizer name -> scale
+
+    @property
+    def reference(self) -> str:
+        """Graph input that takes the reference's value."""
+        return f"{self.tensor}/reference"
+
+    @property
+    def fed(self) -> str:
+        """The quantizer whose value it takes; of a residual what it makes, which all others round alike."""
+        return next((n for n in self.quantizers if n.endswith(RESIDUAL)), next(iter(self.quantizers)))
+
+
+def compare_layers(
+    onnx_model: onnx.ModelProto,
+    model: "PreTrainedModel",
+    batches: Iterable[dict[str, npt.NDArray[np.int64]]],
+    end_to_end: Comparison | None = None,
+) -> Parity:
+    """Teacher-forced parity of an exported graph with the fake-quant model that it came from.
+
+    Args:
+        onnx_model: graph with Q/DQ; not changed.
+        model: the calibrated fake-quant model.
+        batches: int64 [B, L] arrays; padded ones make the mask count.
+        end_to_end: ONNX Runtime against the fake-quant model on the whole split, for the record.
+
+    Returns:
+        One row per quantized layer; attention tensors and residuals have rows of their own.
+    """
+
+    forced, boundaries, outputs = force(onnx_model)
+    session = session_of(forced.SerializeToString(), "the teacher-forced graph")
+    counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
+    epsilon = (
+        FP16_EPSILON if any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer) else 0.0
+    )
+    rounded = [b.fed for b in boundaries if b.fed.endswith(RESIDUAL)]
+    errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
+    samples, padded, logits_diff = 0, False, 0.0
+    for batch in batches:
+        with _recorded(model, list(counts), [*outputs, *rounded]) as (inputs, made):
+            logits = forward(model, batch).float().cpu().numpy()
+        feeds = {b.reference: made.get(b.fed, inputs[b.fed]) for b in boundaries}
+        names = [b.tensor for b in boundaries] + list(outputs.values()) + ["logits"]
+        got = dict(zip(names, session.run(names, batch | feeds), strict=True))
+        for boundary in boundaries:
+            for name, scale in boundary.quantizers.items():
+                _count(counts[name], got[boundary.tensor], inputs[name], scale)
+        for module, tensor in outputs.items():
+            difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
+            errors[module][0] += float(np.square(difference).sum())
+            errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
+        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(got["logits"] - logits), nan=1e6).max()))
+        samples += len(logits)
+        padded |= bool((batch["attention_mask"] == 0).any())
+    rows = [_row(name, count, errors, epsilon) for name, count in counts.items()]
+    return Parity(
+        n=samples,
+        padded=padded,
+        rows=rows,
+        logits_max_abs_diff=logits_diff,
+        limit_fraction=LIMIT_FRACTION,
+        limit_step=LIMIT_STEP,
+        passed=all(row.holds for row in rows),
+        end_to_end=end_to_end,
+    )
+
+
+def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict[str, str]]:
+    """Cut a graph at the input of every activation quantizer.
+
+    Each cut tensor becomes a graph output, and its readers get a new FP32 input instead: the Q as it is, the
+    others cast to the type that they had.
+
+    Returns:
+        The cut graph, the boundaries in graph order, and the output tensor of each quantized linear.
+    """
+    forced = onnx.ModelProto()
+    forced.CopyFrom(model)
+    index = GraphIndex(forced)
+    boundaries = _boundaries(index)
+    types = _float_types(forced)
+    outputs = _linear_outputs(index, boundaries)
+    replaced: dict[str, str] = {}
+    casts = []
+    for boundary in boundaries.values():
+        name = boundary.tensor
+        forced.graph.input.append(helper.make_tensor_value_info(boundary.reference, TensorProto.FLOAT, None))
+        replaced[f"{name}_fp32"] = boundary.reference
+        replaced[name] = boundary.reference
+        if types[name] != TensorProto.FLOAT:
+            replaced[name] = f"{boundary.reference}_cast"
+            cast = helper.make_node("Cast", [boundary.reference], [replaced[name]], to=types[name])
+            casts.append(cast)
+    for node in forced.graph.node:
+        if node.op_type == "Cast" and node.input[0] in boundaries:
+            continue  # the graph's own cast of a cut tensor is dead now
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    nodes = [*casts, *forced.graph.node]
+    del forced.graph.node[:]
+    forced.graph.node.extend(nodes)
+    for name in dict.fromkeys([*boundaries, *outputs.values()]):
+        forced.graph.output.append(helper.make_tensor_value_info(name, types[name], None))
+    return forced, list(boundaries.values()), outputs
+
+
+def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
+    found: dict[str, Boundary] = {}
+    for node in index.graph.node:
+        if node.op_type != "QuantizeLinear" or index.constant(node.input[0]) is not None:
+            continue
+        producer = index.producers.get(node.input[0])
+        cast = producer is not None and producer.op_type == "Cast"
+        tensor = producer.input[0] if producer is not None and cast else node.input[0]
+        scale = index.constant(node.input[1])
+        assert scale is not None, f"{node.name} has no constant scale"
+        boundary = found.setdefault(tensor, Boundary(tensor))
+        boundary.quantizers[module_of(node.name)] = float(scale)
+    return found
+
+
+def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[str, str]:
+    """Last tensor that each quantized linear makes (after its bias), by module."""
+    modules = {
+        name.rpartition(".")[0]
+        for b in boundaries.values()
+        for name in b.quantizers
+        if name.endswith(".input_quantizer")
+    }
+    return {
+        module_of(n.name): n.output[0]
+        for n in index.graph.node
+        if module_of(n.name) in modules and n.op_type != "Cast"
+    }
+
+
+def _float_types(model: onnx.ModelProto) -> dict[str, int]:
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    values = [*inferred.value_info, *inferred.input, *inferred.output]
+    return {v.name: v.type.tensor_type.elem_type for v in values}
+
+
+@contextmanager
+def _recorded(
+    model: "PreTrainedModel", quantizers: list[str], others: list[str]
+) -> Iterator[tuple[dict[str, Floats], dict[str, Floats]]]:
+    """Inputs of quantizers, and outputs of linears and other modules, while the block runs."""
+
+    modules = dict(model.named_modules())
+    inputs: dict[str, Floats] = {}
+    outputs: dict[str, Floats] = {}
+
+    def keep(target: dict[str, Floats], name: str, value: Any) -> None:
+        target[name] = value.detach().float().cpu().numpy()
+
+    hooks = [
+        modules[name].register_forward_pre_hook(
+            lambda module, args, name=name: keep(inputs, name, seen_by(module, args[0]))
+        )
+        for name in quantizers
+    ] + [
+        modules[name].register_forward_hook(lambda _, __, out, name=name: keep(outputs, name, out))
+        for name in others
+    ]
+    try:
+        yield inputs, outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _count(count: list[int], got: npt.NDArray[Any], reference: Floats, scale: float) -> None:
+    """Add the codes of one tensor: compared, differing, largest step, sum of their magnitudes."""
+    codes = _codes(reference, scale)
+    step = np.abs(_codes(got, scale) - codes)
+    count[3] += int(np.abs(codes).sum())
+    count[0] += step.size
+    count[1] += int(np.count_nonzero(step))
+    count[2] = max(count[2], int(step.max()))
+
+
+def _codes(values: npt.NDArray[Any], scale: float) -> npt.NDArray[np.int32]:
+    # a NaN is as far away as a code can be
+    finite = np.nan_to_num(values.astype(np.float32) / np.float32(scale), nan=1e6, posinf=1e6, neginf=-1e6)
+    codes: npt.NDArray[np.int32] = np.clip(np.rint(finite), -128, 127).astype(np.int32)
+    return codes
+
+
+def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], epsilon: float) -> ParityRow:
+    """A relative error e moves e * mean|code| of the codes over a rounding border: FP16 may do that.
+
+    Twice, since a tensor is rounded more than once on its way from one quantizer to the next.
+    """
+    module, _, kind = quantizer.rpartition(".")
+    squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
+    return ParityRow(
+        name=module if kind == "input_quantizer" else f"{module}.{_OTHERS[kind]}",
+        codes=count[0],
+        differing=count[1],
+        max_step=count[2],
+        output_rel_error=float(np.sqrt(squared / power)) if power else None,
+        limit=max(LIMIT_FRACTION, 2 * epsilon * count[3] / count[0]),
+        step_limit=SOFTMAX_STEP if epsilon and kind == "p_bmm_quantizer" else LIMIT_STEP,
+    )

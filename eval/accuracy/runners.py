@@ -1,0 +1,125 @@
+"""The same predict function over every stage: batches in, float32 logits [n, num_labels] out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+Floats = npt.NDArray[np.float32]
+Predict = Callable[[dict[str, npt.NDArray[np.int64]]], Floats]
+
+
+def predict(  # noqa: PLR0913
+    run: Predict,
+    encoded: Encoded,
+    *,
+    pad_id: int,
+    batch_size: int,
+    stage: str,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Floats:
+    """Logits of a whole split, in the split's order.
+
+    Args:
+        run: one batch (int64 [B, L] arrays) to float32 logits [B, num_labels].
+        encoded: the split.
+        pad_id: token id of padding.
+        batch_size: samples per batch, sorted by length so that padding is small.
+        stage: named in errors.
+        progress: called with the number of samples of each batch.
+
+    Raises:
+        CheckFailed: NaN or infinite logits.
+    """
+    parts: list[tuple[npt.NDArray[np.int64], Floats]] = []
+    for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id):
+        parts.append((rows, run(batch)))
+        progress(len(rows))
+    logits = np.empty((len(encoded.labels), parts[0][1].shape[1]), dtype=np.float32)
+    for rows, values in parts:
+        logits[rows] = values
+    bad = int((~np.isfinite(logits)).any(axis=1).sum())
+    if bad:
+        raise CheckFailed(
+            f"stage {stage} gives NaN or infinite logits for {bad} of {len(logits)} samples; run "
+            f"`qdqbench check` on the ONNX file (overflow in FP16 is the usual cause)"
+        )
+    return logits
+
+
+def torch_runner(model: "PreTrainedModel") -> Predict:
+    """Runner of a PyTorch model, on the device that it is on."""
+
+    return lambda batch: forward(model, batch).float().cpu().numpy()
+
+
+@contextmanager
+def on_gpu(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
+    """The model is on the GPU meanwhile, where torch has one, and fake-quantized by torch's own kernels.
+
+    It is made and exported on the CPU.
+    """
+    from qdqbench.quantize.fakequant.native import native
+
+    if gpu() is None:
+        yield model
+        return
+    placed(model)
+    try:
+        with native(model):
+            yield model
+    finally:
+        cast("Any", model).to("cpu")
+
+
+def placed(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The same model, from now on on the GPU where torch has one."""
+    return model if (device := gpu()) is None else cast("Any", model).to(device)
+
+
+def gpu() -> "torch.device | None":
+    """Torch's GPU, if it has one."""
+    import torch
+
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def onnxruntime_runner(path: Path) -> Predict:
+    """Runner of an ONNX file on ONNX Runtime's CPU provider, without graph optimizations.
+
+    Optimizations would replace Q/DQ by integer kernels with other roundings: what is evaluated is the graph
+    as it was exported.
+
+    Raises:
+        UserError: ONNX Runtime refuses the file.
+    """
+    session = session_of(path.read_bytes(), str(path))
+    return lambda batch: np.asarray(session.run(["logits"], batch)[0], dtype=np.float32)
+
+
+def session_of(model: bytes, name: str) -> Any:
+    """ONNX Runtime CPU session of a serialized model, without graph optimizations.
+
+    Raises:
+        UserError: ONNX Runtime refuses the model.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    try:
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise UserError(f"ONNX Runtime refuses {name}: {' '.join(str(error).split())[:300]}") from error

@@ -1,0 +1,1 @@
+"""Latency against FP16, FP32 and PyTorch: `qdqbench bench`."""

@@ -1,0 +1,311 @@
+"""The contestants of one cell: engines built for its shape, and the peers beside them, bound and ready."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.lanes import (
+    Batch,
+    CudaTimer,
+    DeviceLane,
+    HostLane,
+    SplitLane,
+    random_sets,
+    to_device,
+)
+from qdqbench.eval.bench.loop import Contestant, Lane, Timer, WallTimer
+from qdqbench.eval.bench.results import BenchContestant, BenchRow
+from qdqbench.eval.bench.target import RealSplit, Target
+from qdqbench.quantize.core.errors import MissingDevice, QdqError
+from qdqbench.quantize.engine.build import build, sidecar_path
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.rundir import artifacts
+from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.core.results import EngineResult, LayerRow
+    from qdqbench.quantize.engine.profiles import Profile
+
+INPUT_SETS = 8
+TORCH_FP32, TORCH_FP16, COMPILED = "torch-fp32", "torch-fp16", "compile-fp16"
+REFERENCES = (TORCH_FP32, "fp32", "fp16")  # whose logits are trusted, best first
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    real: RealSplit | None
+    real_batch: int
+    streams: tuple[int, ...]
+    rounds: int
+    seconds: float
+    repeats: int | None
+    peers: bool
+    fp32: bool  # the FP32 twin too
+    compile_mode: str
+    profile: Literal["static", "recipe"]
+    seed: int
+    cpu: bool
+    keep_engines: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One cell to measure: a fixed shape, or a split with its real lengths."""
+
+    batch: int
+    length: int | None
+    real: RealSplit | None
+
+    @property
+    def bound(self) -> list[tuple[int, int]]:
+        """Every (batch, length) of one launch."""
+        return self.real.shapes if self.real else [(self.batch, self.length or 0)]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one launch."""
+        return self.real.sequences if self.real else self.batch
+
+    @property
+    def stem(self) -> str:
+        """For file names."""
+        return f"b{self.batch}.{self.real.task}" if self.real else f"b{self.batch}.s{self.length}"
+
+
+@dataclass
+class Entry:
+    """A contestant of a cell: ready to be measured, or why not."""
+
+    row: BenchRow
+    contestant: Contestant | None = None
+    layers: "list[LayerRow]" = field(default_factory=list)
+
+
+def contestants(target: Target, options: Options, backend: str) -> list[BenchContestant]:
+    """Who takes part, in the order of tables and charts; `backend` is the engine builder and its version."""
+    import importlib.metadata
+
+    torch = f"torch {importlib.metadata.version('torch')}"
+    host = f"onnxruntime {importlib.metadata.version('onnxruntime')}"
+    made = "ONNX Runtime CPU" if options.cpu else "engine"
+    listed = [
+        BenchContestant(
+            name=name,
+            label=f"{name.upper()} {made}",
+            precision=name,  # type: ignore[arg-type]
+            backend=host if options.cpu else backend,
+        )
+        for name in target.twins
+        if name != "fp32" or options.fp32
+    ]
+    if options.peers:
+        fp32 = "PyTorch FP32 CPU" if options.cpu else "PyTorch FP32 SDPA"
+        listed.append(BenchContestant(name=TORCH_FP32, label=fp32, precision="fp32", backend=torch))
+        if not options.cpu:
+            fp16 = BenchContestant(
+                name=TORCH_FP16, label="PyTorch FP16 SDPA", precision="fp16", backend=torch
+            )
+            compiled = fp16.model_copy(update={"name": COMPILED, "label": "torch.compile FP16"})
+            listed += [fp16, compiled]
+    return listed
+
+
+def prepare(
+    target: Target, options: Options, shape: Shape, listed: Sequence[BenchContestant], stack: ExitStack
+) -> list[Entry]:
+    """Bind every contestant to a shape; `stack` holds what must be freed after the cell.
+
+    Raises:
+        MissingDevice: there is no GPU, or nothing that builds for it.
+    """
+    maker = (
+        _host_maker(target, options, shape) if options.cpu else _device_maker(target, options, shape, stack)
+    )
+    entries = []
+    for about in listed:
+        peer = about.name in (TORCH_FP32, TORCH_FP16, COMPILED)
+        try:
+            entries.append(maker(about))
+        except MissingDevice:
+            raise
+        except Exception as error:
+            # compilers fail in a hundred ways, and a peer that is missing is a gap in the table; an engine of
+            # ours that is missing is an error, whatever else is measured
+            if not peer and not isinstance(error, (QdqError, RuntimeError)):
+                raise
+            reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+            status: Literal["error", "skipped"] = "skipped" if peer else "error"
+            entries.append(Entry(BenchRow(contestant=about.name, status=status, reason=reason)))
+    return entries
+
+
+def profiles_of(target: Target, options: Options, shape: Shape) -> "list[Profile]":
+    """The optimization profiles of a cell's engines: exactly its shape, or the recipe's.
+
+    Real lengths need a range: from the smallest to the largest of the split, best at its median length.
+    """
+
+    if options.profile == "recipe":
+        return engine_profiles(target.session)
+    rows, lengths = ([pair[axis] for pair in shape.bound] for axis in (0, 1))
+    if shape.real is None:
+        only = shape.bound[0]
+        return [Profile(min=only, opt=only, max=only)]
+    middle = sorted(batch["input_ids"].shape[1] for batch in shape.real.batches)
+    span = Profile(
+        min=(min(rows), min(lengths)),
+        opt=(max(rows), middle[len(middle) // 2]),
+        max=(max(rows), max(lengths)),
+    )
+    return [span]
+
+
+def _device_maker(
+    target: Target, options: Options, shape: Shape, stack: ExitStack
+) -> Callable[[BenchContestant], Entry]:
+    batches = [to_device(batch) for batch in _batches(target, options, shape)]
+    timer = CudaTimer()
+    streams = 1 if shape.real else max(options.streams)
+    stack.callback(peers.free_memory)
+    stack.enter_context(peers.tf32_allowed())
+    stack.callback(peers.reset_compiler)
+
+    def lanes(bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str | None]:
+        """One lane per stream from a function (batch, length, stream) -> Bound."""
+        made: list[Lane] = []
+        detail = None
+        for _ in range(streams):
+            stream, bounds = None, {}
+            for pair in shape.bound:
+                bounds[pair] = bind(*pair, stream)
+                stream = bounds[pair].stream  # all shapes of a lane share one stream
+                detail = _how(bounds[pair])
+            made.append(
+                SplitLane(bounds, batches) if shape.real else DeviceLane(bounds[shape.bound[0]], batches)
+            )
+        return made, detail
+
+    def make(about: BenchContestant) -> Entry:
+        if about.name in target.twins:
+            return engine(about)
+        model = peers.sdpa_model(target.session.new_model(), about.precision, "cuda")  # type: ignore[arg-type]
+        masked = shape.real is not None
+        if about.name == COMPILED:
+            forward = peers.compiled_forward(model, options.compile_mode, dynamic=masked)
+            how = f"torch.compile mode {options.compile_mode}{', dynamic shapes' if masked else ''}"
+        else:
+            forward, how = peers.eager_forward(model), "eager, SDPA"
+            how += ", TF32 allowed" if about.precision == "fp32" else ""
+        made, detail = lanes(
+            lambda batch, length, stream: peers.TorchRun(
+                forward, batch, length, masked=masked, how=how, stream=stream
+            )
+        )
+        return _entry(about, made, timer, BenchRow(contestant=about.name, status="done", detail=detail))
+
+    def engine(about: BenchContestant) -> Entry:
+
+        onnx = target.twins[about.precision]
+        path, built = _build(target, options, shape, about.precision, stack)
+        loaded = stack.enter_context(Engine(path, onnx))
+        made, detail = lanes(
+            lambda batch, length, stream: loaded.bind(batch, length, stream=stream, graph=True)
+        )
+        int8 = about.precision == "int8"
+        row = BenchRow(
+            contestant=about.name,
+            status="done",
+            detail=f"{detail}, {options.profile} profile",
+            int8_gemms=built.int8_gemms if int8 else None,
+            expected_int8_gemms=built.expected_int8_gemms if int8 else None,
+            not_int8=built.not_int8,
+            engine_bytes=loaded.memory.engine_bytes,
+            activation_bytes=loaded.memory.activation_bytes,
+        )
+        return _entry(about, made, timer, row, built.layers)
+
+    return make
+
+
+def _host_maker(target: Target, options: Options, shape: Shape) -> Callable[[BenchContestant], Entry]:
+    batches = _batches(target, options, shape)
+    sets = [batches] if shape.real else [[batch] for batch in batches]
+
+    def make(about: BenchContestant) -> Entry:
+        if about.name in target.twins:
+            run, detail = peers.onnxruntime_cpu(target.twins[about.name]), "all graph optimizations"
+        else:
+            model = peers.sdpa_model(target.session.new_model(), "fp32", "cpu")
+            run, detail = peers.torch_cpu(model), "eager, SDPA, with the mask"
+        row = BenchRow(contestant=about.name, status="done", detail=detail)
+        return _entry(about, [HostLane(run, sets)], WallTimer(), row)
+
+    return make
+
+
+def _how(bound: Any) -> str:
+    """How a bound inference runs."""
+    detail: str | None = getattr(bound, "detail", None)
+    return detail or ("CUDA graph" if bound.captured else "no CUDA graph")
+
+
+def _entry(
+    about: BenchContestant,
+    lanes: Sequence[Lane],
+    timer: Timer,
+    row: BenchRow,
+    layers: "list[LayerRow] | None" = None,
+) -> Entry:
+    return Entry(row, Contestant(about.name, about.precision, lanes, timer), layers or [])
+
+
+def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:
+    """Random input sets of a fixed shape, or the split's batches."""
+    if shape.real:
+        return shape.real.batches
+    return random_sets(
+        batch=shape.batch,
+        length=shape.length or 0,
+        vocabulary=target.vocabulary,
+        sets=INPUT_SETS,
+        seed=options.seed,
+    )
+
+
+def _build(
+    target: Target, options: Options, shape: Shape, precision: str, stack: ExitStack
+) -> "tuple[Path, EngineResult]":
+    """Build a twin's engine; for the recipe's shapes once for all cells. Its layer table stays behind.
+
+    The engine is deleted after the cell or at the end of the bench, unless engines are kept.
+    """
+
+    session, int8 = target.session, precision == "int8"
+    shared = options.profile == "recipe"
+    path = session.folder / "bench" / f"{precision}.{'recipe' if shared else shape.stem}.engine"
+    if shared and precision in target.built:
+        return path, target.built[precision]
+    owner = target.stack if shared else stack
+    if not options.keep_engines:
+        owner.callback(sidecar_path(path).unlink, missing_ok=True)
+        owner.callback(path.unlink, missing_ok=True)
+    result = build(
+        target.twins[precision],
+        path,
+        backend=session.recipe.engine.backend,
+        profiles=profiles_of(target, options, shape),
+        expected_gemms=artifacts.expected_gemms(session) if int8 else [],
+        expected_attention=len(session.plan.attention) if int8 else 0,
+        layers_path=path.with_suffix(".layers.json"),
+    )
+    if shared:
+        target.built[precision] = result
+    return path, result

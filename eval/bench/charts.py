@@ -1,0 +1,112 @@
+"""Charts of a bench as inline SVG, in the style of `plots`: latency, speed-up and throughput by batch."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from qdqbench.eval.bench.results import Bench, BenchCell, row_of, speedup_of
+from qdqbench.eval.report import svg
+
+STYLES = {  # colour is never the only difference
+    "int8": (svg.BLUE, "o"),
+    "fp16": (svg.ORANGE, "s"),
+    "fp32": (svg.MUTED, "X"),
+    "torch-fp32": (svg.SKY, "v"),
+    "torch-fp16": (svg.GREEN, "^"),
+    "compile-fp16": (svg.PURPLE, "D"),
+}
+DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
+Points = list[tuple[int, float]]  # place of the batch on the axis, value
+
+
+def latency_svg(bench: Bench) -> str:
+    """Median latency by batch; one panel per length; may be empty."""
+
+    def draw(axes: Any, cells: list[BenchCell]) -> None:
+        for about in bench.contestants:
+            rows = [row_of(cell, about.name) for cell in cells]
+            points = _points(row.median_ms if row else None for row in rows)
+            _line(axes, about.name, about.label, points)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+
+    return _panels(bench, "latency", "latency, ms (median, log scale)", draw)
+
+
+def speedup_svg(bench: Bench) -> str:
+    """Speed-up over the FP16 twin by batch with its 95% interval; one panel per length; may be empty."""
+
+    def draw(axes: Any, cells: list[BenchCell]) -> None:
+        axes.axhline(1, color=svg.VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2, label="as fast as FP16")
+        for about in bench.contestants:
+            found = [(place, speedup_of(cell, about.name, "fp16")) for place, cell in enumerate(cells)]
+            points = [(place, ratio.value) for place, ratio in found if ratio is not None]
+            _line(axes, about.name, about.label, points)
+            for place, ratio in found:
+                if ratio is not None and ratio.low is not None and ratio.high is not None:
+                    colour = STYLES[about.name][0]
+                    axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
+        axes.set_ylim(bottom=0)
+
+    if not any(s.over == "fp16" for cell in bench.cells for s in cell.speedups):
+        return ""
+    return _panels(bench, "speedup", "speed-up over the FP16 twin", draw)
+
+
+def throughput_svg(bench: Bench) -> str:
+    """Sequences per second by batch and number of streams; one panel per length; may be empty."""
+
+    def rate(cell: BenchCell, name: str, streams: int) -> float | None:
+        row = row_of(cell, name)
+        found = [t.sequences_per_s for t in row.throughput if t.streams == streams] if row else []
+        return found[0] if found else None
+
+    def draw(axes: Any, cells: list[BenchCell]) -> None:
+        for about in bench.contestants:
+            for number, streams in enumerate(bench.settings.streams):
+                points = _points(rate(cell, about.name, streams) for cell in cells)
+                label = "_" if number else about.label  # matplotlib leaves it out of the legend
+                _line(axes, about.name, label, points, DASHES[number % len(DASHES)])
+        for number, streams in enumerate(bench.settings.streams):
+            text = f"{streams} stream{'s' if streams > 1 else ''}"
+            axes.plot([], [], color=svg.MUTED, linestyle=DASHES[number % len(DASHES)], label=text)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+
+    if not any(row.throughput for cell in bench.cells for row in cell.rows):
+        return ""
+    return _panels(bench, "throughput", "sequences per second (log scale)", draw)
+
+
+def _panels(bench: Bench, name: str, title: str, draw: Callable[[Any, list[BenchCell]], None]) -> str:
+    fixed = [cell for cell in bench.cells if cell.kind == "fixed"]
+    lengths = list(dict.fromkeys(cell.length for cell in fixed))
+    if not any(row.status == "done" for cell in fixed for row in cell.rows):
+        return ""
+    figure = svg.figure_of(1.2 + 2.2 * len(lengths))
+    for index, length in enumerate(lengths):
+        axes = figure.add_subplot(len(lengths), 1, index + 1)
+        cells = sorted((cell for cell in fixed if cell.length == length), key=lambda cell: cell.batch)
+        draw(axes, cells)
+        axes.set_xticks(range(len(cells)), [str(cell.batch) for cell in cells])
+        axes.set_xlim(-0.4, len(cells) - 0.6)
+        axes.set_xlabel("batch")
+        axes.set_title(f"{title}, {length} tokens", loc="left", fontweight="bold")
+        axes.grid(axis="y", linewidth=0.4, color=svg.MUTED, alpha=0.45)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower left", ncols=2, frameon=False, handlelength=2.4)
+    random = ", random weights" if bench.target.random_weights else ""
+    return svg.svg_of(figure, f"bench-{name}", f"{title}, by batch{random}")
+
+
+def _points(values: Iterable[float | None]) -> Points:
+    return [(place, value) for place, value in enumerate(values) if value is not None]
+
+
+def _line(axes: Any, name: str, label: str, points: Points, style: Any = DASHES[0]) -> None:
+    if not points:
+        return
+    places, heights = zip(*points, strict=True)
+    colour, marker = STYLES[name]
+    axes.plot(places, heights, color=colour, marker=marker, markersize=4.5, linestyle=style, label=label)

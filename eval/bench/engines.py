@@ -1,0 +1,276 @@
+"""Engines of a search on the GPU: export, build, prove INT8, and time against the FP16 twin in turns.
+
+The twin is built once and stays bound. It is measured again beside each engine, so that a speed-up is a ratio
+of two latencies that were taken in the same process within the same seconds.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.bench import loop
+from qdqbench.eval.bench.clocks import gpu_uuid
+from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, random_sets, to_device
+from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.engine.build import build, gemm_names, require_int8, sidecar_path
+from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.graph import export as exporter
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.artifacts import engine_profiles, weight_form
+from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from qdqbench.quantize.core.results import EngineResult
+    from qdqbench.quantize.engine.profiles import Profile
+
+INPUT_SETS = 4
+ROUNDS, SECONDS = 8, 0.4  # rounds are balanced for two contestants; seconds for each of them
+Shape = tuple[int, int]  # batch, length
+
+
+class Latency(Strict):
+    """Latency of one recipe and of its FP16 twin."""
+
+    ms: float
+    twin_ms: float
+    speedup: float  # twin_ms / ms
+    low: float | None = None  # 95% interval of the speed-up over rounds; None when modelled
+    high: float | None = None
+    int8_gemms: int | None = None  # proven by the engine's layer table; None when modelled
+    expected_int8_gemms: int | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A graph that is ready to be built."""
+
+    path: Path
+    gemms: list[str]  # ONNX nodes that must run in INT8
+    attention: int  # attentions that must run in INT8
+
+
+def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path) -> Exported:
+    """Write the typed graph of a recipe's model: INT8, or the FP16 twin where the plan has no INT8.
+
+    Raises:
+        UserError, CheckFailed: the export fails.
+    """
+
+    form = weight_form(session)
+    traced = exporter.trace(model, recipe.export.opset)
+    settings = exporter.ExportSettings(
+        recipe.export.opset, recipe.precision.compute, form, recipe.export.qkv == "merged"
+    )
+    exporter.save(exporter.finish(traced, plan, settings), path, recipe.name)
+    modules = {*plan.int8, *plan.attention}
+    return Exported(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))
+
+
+def build_and_prove(session: Session, exported: Exported, path: Path) -> Path:
+    """Build an engine that is kept, and hold it to INT8.
+
+    Raises:
+        CheckFailed: something that the recipe asks for does not run in INT8.
+    """
+    result = _build(build, session, exported, path, engine_profiles(session))
+    require_int8(result)
+    return path
+
+
+def _build(
+    builder: "Callable[..., EngineResult]",
+    session: Session,
+    exported: Exported,
+    path: Path,
+    profiles: "Sequence[Profile]",
+) -> "EngineResult":
+    return builder(
+        exported.path,
+        path,
+        backend=session.recipe.engine.backend,
+        profiles=profiles,
+        expected_gemms=exported.gemms,
+        expected_attention=exported.attention,
+        layers_path=path.with_suffix(".layers.json"),
+    )
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What touches the GPU; replaced in tests."""
+
+    build: Callable[..., "EngineResult"]
+    load: Callable[..., Any]  # engine, graph, runtime_cache=file -> an Engine
+    lane: Callable[[Any, Sequence[Any]], Lane]  # bound run, input sets
+    place: Callable[[Any], Any]  # arrays to the device
+    timer: Timer
+
+
+def gpu_devices() -> Devices:
+    """The real ones."""
+
+    return Devices(build, Engine, DeviceLane, to_device, CudaTimer())
+
+
+@contextlib.contextmanager
+def alone_on_gpu() -> Iterator[None]:
+    """Nothing else of qdqbench times engines on this GPU meanwhile.
+
+    Raises:
+        UserError: something does.
+    """
+
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"qdqbench-{gpu_uuid() or 'gpu'}.lock"
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
+    with path.open("rb") as stream:  # of another user, it may be
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "another process times engines on this GPU, and both would measure each other; give each "
+                "worker a GPU of its own with CUDA_VISIBLE_DEVICES"
+            ) from error
+        yield
+
+
+class EngineTimer:
+    """Times engines against one FP16 twin; close it, or use it in a `with` statement.
+
+    Args:
+        session: its recipe names the backend and the profiles, its model the vocabulary.
+        twin: graph of the FP16 twin.
+        folder: for engines, which are deleted once they are measured.
+        shapes: (batch, length) to measure; the recipe's profiles must hold them.
+        devices: what touches the GPU.
+        first_id: smallest token id of the random inputs.
+
+    Raises:
+        MissingDevice: no GPU, or nothing that builds for it.
+        UserError, CheckFailed: the twin cannot be built or run.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        twin: Path,
+        folder: Path,
+        shapes: Sequence[Shape],
+        devices: Devices | None = None,
+    ) -> None:
+        self.session, self.folder, self.shapes = session, folder, list(shapes)
+        self.devices = devices or gpu_devices()
+        # each profile has kernels of its own, so those that take none of the shapes only cost time to build
+        known = engine_profiles(session)
+        self.profiles = [known[index] for index in sorted({choose(known, *shape) for shape in self.shapes})]
+        vocabulary = int(session.fp32_model.config.vocab_size)
+        self._inputs = {
+            (batch, length): [
+                self.devices.place(each)
+                for each in random_sets(
+                    batch=batch,
+                    length=length,
+                    vocabulary=vocabulary,
+                    sets=INPUT_SETS,
+                    seed=session.config.seed,
+                )
+            ]
+            for batch, length in self.shapes
+        }
+        self._stack = contextlib.ExitStack()
+        try:
+            self.result, self._twin = self._open(Exported(twin, [], 0), "twin", self._stack)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def measure(
+        self,
+        exported: Exported,
+        done: Callable[[Shape], None] = lambda shape: None,
+        shapes: Sequence[Shape] | None = None,
+    ) -> dict[Shape, Latency]:
+        """Build, prove and time one engine.
+
+        Args:
+            exported: its graph.
+            done: called after each shape.
+            shapes: some of those that it was made for; None: all.
+
+        Raises:
+            CheckFailed: INT8 is not proven, an output is NaN or constant, or it fails while it runs.
+            UserError: it cannot be built.
+        """
+        found = {}
+        with contextlib.ExitStack() as stack:
+            result, lanes = self._open(exported, "trial", stack)
+            require_int8(result)
+            for shape in self.shapes if shapes is None else shapes:
+                ours = Contestant("the engine", "int8", [lanes(shape)], self.devices.timer)
+                twin = Contestant("its FP16 twin", "fp16", [self._twin(shape)], self.devices.timer)
+                for contestant in (twin, ours):
+                    if error := loop.read_outputs(contestant).error:
+                        raise CheckFailed(
+                            f"{contestant.name} gives {error} at batch {shape[0]}, length {shape[1]}"
+                        )
+                measured = loop.measure([ours, twin], Effort(ROUNDS, SECONDS, streams=()))
+                own, base = measured["the engine"], measured["its FP16 twin"]
+                ratio = loop.speedup(base.round_ms, own.round_ms, self.session.config.seed)
+                found[shape] = Latency(
+                    ms=own.median_ms,
+                    twin_ms=base.median_ms,
+                    speedup=ratio.value,
+                    low=ratio.low,
+                    high=ratio.high,
+                    int8_gemms=result.int8_gemms,
+                    expected_int8_gemms=result.expected_int8_gemms,
+                )
+                done(shape)
+        return found
+
+    def _open(
+        self, exported: Exported, name: str, stack: contextlib.ExitStack
+    ) -> "tuple[EngineResult, Callable[[Shape], Lane]]":
+        """Build and load an engine; a function makes its lane for a shape, bound when first asked for."""
+        path = self.folder / f"{name}.engine"
+        stack.callback(sidecar_path(path).unlink, missing_ok=True)
+        stack.callback(path.unlink, missing_ok=True)
+        result = _build(self.devices.build, self.session, exported, path, self.profiles)
+        # most kernels of an engine are those of the one before: compiled once, they serve all
+        cache = self.folder / f"{name}.cache"
+        engine = stack.enter_context(self.devices.load(path, exported.path, runtime_cache=cache))
+        made: dict[Shape, Lane] = {}
+        stack.callback(made.clear)  # lanes go before the engine that they run
+
+        def lane(shape: Shape) -> Lane:
+            if shape not in made:
+                made[shape] = self.devices.lane(engine.bind(*shape), self._inputs[shape])
+            return made[shape]
+
+        return result, lane
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._stack.close()
+
+    def __enter__(self) -> "EngineTimer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,183 @@
+"""Lanes and timers of real devices: CUDA events around launches on a stream, and ONNX Runtime on a CPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.eval.bench.loop import Floats, Lane
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = dict[str, npt.NDArray[np.int64]]
+OUTPUT = "logits"
+LENGTH_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
+
+
+class Bound(Protocol):
+    """An inference at one shape with its own CUDA buffers and stream: an engine's, or a PyTorch peer's."""
+
+    inputs: "dict[str, torch.Tensor]"
+    outputs: "dict[str, torch.Tensor]"
+    stream: "torch.cuda.Stream"
+
+    def launch(self) -> None:
+        """Enqueue one inference on `stream`, without waiting."""
+
+
+def random_sets(  # noqa: PLR0913
+    *, batch: int, length: int, vocabulary: int, sets: int, seed: int, first_id: int = 0
+) -> list[Batch]:
+    """Input sets of random token ids in [first_id, vocabulary), int64 [batch, length], without padding."""
+    shape = (batch, length)
+    return [
+        {
+            "input_ids": np.random.default_rng([seed, batch, length, number]).integers(
+                first_id, vocabulary, shape, dtype=np.int64
+            ),
+            "attention_mask": np.ones(shape, dtype=np.int64),
+            "token_type_ids": np.zeros(shape, dtype=np.int64),
+        }
+        for number in range(sets)
+    ]
+
+
+def rounded_up(batch: Batch, longest: int, step: int = LENGTH_STEP) -> Batch:
+    """A batch padded with masked positions to the next multiple of `step`, at most `longest`."""
+    length = batch["input_ids"].shape[1]
+    more = max(0, min(-(-length // step) * step, longest) - length)
+    return {name: np.pad(array, ((0, 0), (0, more))) for name, array in batch.items()}
+
+
+class DeviceLane:
+    """One bound inference that rotates through input sets held on the GPU."""
+
+    def __init__(self, bound: Bound, sets: "Sequence[Mapping[str, torch.Tensor]]") -> None:
+        import torch
+
+        self.torch, self.bound, self.sets, self.stream = torch, bound, sets, bound.stream
+        self.input_sets = len(sets)
+        first = sets[0]
+        for name in bound.inputs:
+            bound.inputs[name].copy_(first[name])
+        torch.cuda.synchronize()
+        # the mask and the types are the same in all sets: copying them would only disturb
+        self.varying = [
+            name for name in bound.inputs if any(not torch.equal(first[name], s[name]) for s in sets)
+        ]
+
+    def feed(self, number: int) -> None:
+        """See `Lane`; asynchronous, on the lane's stream."""
+        chosen = self.sets[number % len(self.sets)]
+        with self.torch.cuda.stream(self.stream):
+            for name in self.varying:
+                self.bound.inputs[name].copy_(chosen[name], non_blocking=True)
+
+    def launch(self) -> None:
+        """See `Lane`."""
+        self.bound.launch()
+
+    def fetch(self) -> Floats:
+        """See `Lane`."""
+        self.stream.synchronize()
+        return np.array(self.bound.outputs[OUTPUT].float().cpu().numpy())
+
+
+class SplitLane:
+    """A whole split in one launch, on one stream: each batch goes into the buffers of its shape and runs."""
+
+    def __init__(
+        self, bounds: Mapping[tuple[int, int], Bound], batches: "Sequence[Mapping[str, torch.Tensor]]"
+    ) -> None:
+        import torch
+
+        self.torch = torch
+        self.steps = [(bounds[tuple(batch["input_ids"].shape)], batch) for batch in batches]  # type: ignore[index]
+        self.stream, self.input_sets = self.steps[0][0].stream, 1
+
+    def feed(self, number: int) -> None:
+        """Nothing: the copies are part of the work."""
+
+    def launch(self) -> None:
+        """See `Lane`."""
+        for bound, batch in self.steps:
+            self._step(bound, batch)
+
+    def fetch(self) -> Floats:
+        """Logits of the whole split, batch after batch: shapes share buffers, so it runs once more."""
+        parts = []
+        for bound, batch in self.steps:
+            self._step(bound, batch)
+            self.stream.synchronize()
+            parts.append(np.array(bound.outputs[OUTPUT].float().cpu().numpy()))
+        return np.concatenate(parts)
+
+    def _step(self, bound: Bound, batch: "Mapping[str, torch.Tensor]") -> None:
+        with self.torch.cuda.stream(self.stream):
+            for name, buffer in bound.inputs.items():
+                buffer.copy_(batch[name], non_blocking=True)
+        bound.launch()
+
+
+class HostLane:
+    """Inference on a CPU: a function from one batch to logits, over input sets or over a whole split."""
+
+    def __init__(self, run: Callable[[Batch], Floats], sets: Sequence[Sequence[Batch]]) -> None:
+        self.run, self.sets, self.input_sets = run, sets, len(sets)
+        self.batches: Sequence[Batch] = sets[0]
+        self.made: list[Floats] = []
+
+    def feed(self, number: int) -> None:
+        """See `Lane`."""
+        self.batches = self.sets[number % len(self.sets)]
+
+    def launch(self) -> None:
+        """See `Lane`; waits for the result."""
+        self.made = [self.run(batch) for batch in self.batches]
+
+    def fetch(self) -> Floats:
+        """See `Lane`."""
+        return np.concatenate(self.made)
+
+
+class CudaTimer:
+    """CUDA events on a lane's stream around each launch; wall time for several streams at once."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda: Any = torch.cuda
+
+    def latencies(self, lane: Any, count: int) -> list[float]:
+        """See `Timer`: device time; for a launch that the host cannot keep up with, the time it waits too."""
+        pairs = [
+            (self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)) for _ in range(count)
+        ]
+        for number, (start, end) in enumerate(pairs):
+            lane.feed(number)
+            start.record(lane.stream)
+            lane.launch()
+            end.record(lane.stream)
+        lane.stream.synchronize()
+        return [float(start.elapsed_time(end)) for start, end in pairs]
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        """See `Timer`."""
+        import time
+
+        self.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            for lane in lanes:
+                lane.launch()
+        self.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def to_device(batch: Batch) -> "dict[str, torch.Tensor]":
+    """The same arrays as CUDA tensors."""
+    import torch
+
+    return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}

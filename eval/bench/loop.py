@@ -1,0 +1,326 @@
+"""Measure contestants against each other: interleaved rounds in a balanced order, and their statistics.
+
+Knows nothing of GPUs: a contestant is something that can be fed and launched, and a timer that times it, so
+that the whole loop is tested with fakes of known times.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.quantize.core.errors import CheckFailed
+
+Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
+SLOW_MS = 250.0  # a launch this long warms itself up
+WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this contestant's own
+MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
+LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
+RESAMPLES = 2000
+MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "fp32": 0.1}  # a fast wrong answer is no result (facts: 0.80)
+
+
+class Lane(Protocol):
+    """One inference at a fixed shape, with buffers of its own (on a GPU: and a stream)."""
+
+    input_sets: int  # different inputs that it rotates through
+
+    def feed(self, number: int) -> None:
+        """Put the input set `number` (modulo their count) into the buffers."""
+
+    def launch(self) -> None:
+        """Start one inference; need not wait for it."""
+
+    def fetch(self) -> Floats:
+        """Logits of the last launch, [sequences, num_labels]; waits for it."""
+
+
+class Timer(Protocol):
+    """How a kind of device is timed."""
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        """Milliseconds of each of `count` launches in a row, a new input set before each (not timed)."""
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        """Seconds until `count` launches of every lane, all lanes at once, are done."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Something to measure: one lane per stream, all alike."""
+
+    name: str
+    precision: str  # int8, fp16 or fp32
+    lanes: Sequence[Lane]
+    timer: Timer
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure one cell of the grid."""
+
+    rounds: int
+    seconds: float  # of latency launches per contestant, over all rounds
+    repeats: int | None = None  # launches per round instead of seconds
+    streams: tuple[int, ...] = (1,)
+    least: int = 5  # launches per round
+
+
+@dataclass(frozen=True)
+class Burst:
+    """One contestant's turn in one round."""
+
+    latencies_ms: list[float]
+    launches_per_s: dict[int, float]  # by number of streams
+    start: float  # time.time(), for the clocks that were read meanwhile
+    end: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed-up and its 95% interval over rounds; no interval from fewer than three rounds."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass
+class Measured:
+    """What a contestant's rounds say."""
+
+    bursts: list[Burst] = field(default_factory=list)
+
+    @property
+    def launches(self) -> list[float]:
+        """Every latency in milliseconds, of all rounds."""
+        return [value for burst in self.bursts for value in burst.latencies_ms]
+
+    @property
+    def round_ms(self) -> list[float]:
+        """Median latency of each round."""
+        return [float(np.median(burst.latencies_ms)) for burst in self.bursts]
+
+    @property
+    def median_ms(self) -> float:
+        """Median over rounds of the rounds' medians: one disturbed round moves nothing."""
+        return float(np.median(self.round_ms))
+
+    def percentile(self, percent: float) -> float:
+        """A percentile of all launches, milliseconds."""
+        return float(np.percentile(self.launches, percent))
+
+    def throughput(self, streams: int) -> list[float]:
+        """Launches per second in each round with that many streams."""
+        return [burst.launches_per_s[streams] for burst in self.bursts]
+
+
+def rotation(count: int, rounds: int) -> list[list[int]]:
+    """Order of `count` contestants in each round: Williams designs (1949), balanced by place and neighbour.
+
+    Over `count` rounds (twice that for an odd count) each contestant stands equally often at each place, and
+    directly after each other one: what a predecessor does to clocks and caches falls on all alike.
+    """
+    first, low, high = [0], 1, count - 1
+    while low <= high:
+        first.append(low)
+        if low != high:
+            first.append(high)
+        low, high = low + 1, high - 1
+    rows = [[(place + shift) % count for place in first] for shift in range(count)]
+    if count % 2:
+        rows += [row[::-1] for row in rows]
+    return [rows[number % len(rows)] for number in range(rounds)]
+
+
+def measure(
+    contestants: Sequence[Contestant],
+    effort: Effort,
+    *,
+    now: Callable[[], float] = time.time,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Measured]:
+    """Time all contestants in interleaved rounds, in one process.
+
+    Args:
+        contestants: each with at least as many lanes as the largest number of streams.
+        effort: rounds, time and streams.
+        now: wall clock, seconds.
+        progress: called with rounds done and their number.
+
+    Raises:
+        CheckFailed: a contestant fails while it runs; names it.
+    """
+    if not contestants:
+        return {}
+    pace = {c.name: _guarded(c, partial(_pace, c, effort)) for c in contestants}
+    found = {contestant.name: Measured() for contestant in contestants}
+    for number, order in enumerate(rotation(len(contestants), effort.rounds)):
+        for position in order:
+            contestant = contestants[position]
+            burst = _guarded(contestant, partial(_burst, contestant, pace[contestant.name], effort, now))
+            found[contestant.name].bursts.append(burst)
+        progress(number + 1, effort.rounds)
+    return found
+
+
+def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio:
+    """How many times faster `other` is: ratio of medians over rounds, 95% by paired bootstrap of the rounds.
+
+    Args:
+        reference: latency of each round.
+        other: latency of the same rounds.
+        seed: of the bootstrap.
+    """
+    base, own = np.asarray(reference), np.asarray(other)
+    value = float(np.median(base) / np.median(own))
+    if len(base) < 3:
+        return Ratio(value, None, None)
+    rows = np.random.default_rng(seed).integers(0, len(base), (RESAMPLES, len(base)))
+    ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
+    return Ratio(value, min(float(low), value), max(float(high), value))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Logits of two input sets of one contestant, and what is wrong with them."""
+
+    logits: Floats
+    error: str | None
+
+
+def read_outputs(contestant: Contestant) -> Outputs:
+    """Run two different input sets on every lane: outputs must be finite, and must not all be the same."""
+    per_lane = []
+    for lane in contestant.lanes:
+        parts = []
+        for number in range(min(2, lane.input_sets)):
+            lane.feed(number)
+            lane.launch()
+            parts.append(np.array(lane.fetch(), dtype=np.float32))
+        per_lane.append(np.concatenate(parts))
+    logits, error = per_lane[0], None
+    for values in per_lane:
+        bad = int((~np.isfinite(values)).any(axis=1).sum())
+        if bad:
+            error = f"NaN or infinite logits for {bad} of {len(values)} inputs"
+            break
+        if not np.ptp(values, axis=0).any():
+            error = f"the same logits for all of {len(values)} different inputs"
+            break
+    return Outputs(logits, error)
+
+
+def relative_error(made: Floats, reference: Floats) -> float:
+    """Norm of the difference over the norm of the reference, in float64; inf where the reference is zero."""
+    base = np.linalg.norm(reference.astype(np.float64))
+    difference = float(np.linalg.norm(made.astype(np.float64) - reference))
+    return difference / float(base) if base else math.inf
+
+
+def judge_outputs(
+    contestants: Sequence[Contestant], references: Sequence[str]
+) -> tuple[dict[str, str], dict[str, float], str | None]:
+    """Errors by contestant, relative errors of the sound ones, and the contestant that they refer to.
+
+    Args:
+        contestants: all of them, on the same input sets.
+        references: names, best first, of contestants that may serve as the reference.
+    """
+    outputs = {c.name: _guarded(c, partial(read_outputs, c)) for c in contestants}
+    errors = {name: found.error for name, found in outputs.items() if found.error}
+    sound = [name for name in references if name in outputs and name not in errors]
+    if not sound:
+        return errors, {}, None
+    reference, differences = sound[0], {}
+    for contestant in contestants:
+        name = contestant.name
+        if name in errors or name == reference:
+            continue
+        found = relative_error(outputs[name].logits, outputs[reference].logits)
+        differences[name] = found
+        limit = MAX_REL_ERROR[contestant.precision]
+        if not found <= limit:
+            errors[name] = (
+                f"its logits are {found:.2g} (relative) from those of {reference}, the limit is {limit:g}"
+            )
+    return errors, differences, reference
+
+
+class WallTimer:
+    """Times on the host, for lanes whose launch waits for the result (a CPU)."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        """See `Timer`."""
+        found = []
+        for number in range(count):
+            lane.feed(number)
+            start = self.clock()
+            lane.launch()
+            found.append(1000 * (self.clock() - start))
+        return found
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        """See `Timer`; one lane after the other."""
+        start = self.clock()
+        for _ in range(count):
+            for lane in lanes:
+                lane.launch()
+        return self.clock() - start
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Launches of a burst, the same in every round."""
+
+    warm: int
+    timed: int
+
+
+def _pace(contestant: Contestant, effort: Effort) -> _Pace:
+    """From the time that a warm launch takes."""
+    lane, timer = contestant.lanes[0], contestant.timer
+    each = timer.latencies(lane, 1)[0]
+    warm = WARM_LAUNCHES if each < SLOW_MS else 0
+    if warm:
+        timer.latencies(lane, warm)
+    if effort.repeats is not None:
+        return _Pace(warm, effort.repeats)
+    if warm:
+        each = max(float(np.median(timer.latencies(lane, warm))), 1e-6)
+    wanted = math.ceil(1000 * effort.seconds / effort.rounds / each)
+    return _Pace(warm, max(effort.least, min(wanted, MOST_LAUNCHES)))
+
+
+def _burst(contestant: Contestant, pace: _Pace, effort: Effort, now: Callable[[], float]) -> Burst:
+    lanes, timer, count = contestant.lanes, contestant.timer, pace.timed
+    if pace.warm:
+        timer.latencies(lanes[0], pace.warm)
+    start = now()
+    latencies = timer.latencies(lanes[0], count)
+    rates = {}
+    for streams in effort.streams:
+        each = max(effort.least, math.ceil(count / streams))
+        timer.wall(lanes[:streams], 1)  # the other streams are cold
+        rates[streams] = each * streams / timer.wall(lanes[:streams], each)
+    return Burst(latencies, rates, start, now())
+
+
+def _guarded(contestant: Contestant, work: Callable[[], T]) -> T:
+    """An error on a device poisons the process, so it ends the bench, with the contestant's name."""
+    try:
+        return work()
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:300]
+        raise CheckFailed(f"{contestant.name} failed while it was measured: {what}") from error

@@ -1,0 +1,185 @@
+"""What an INT8 engine must be compared with besides its twins: PyTorch, torch.compile, ONNX Runtime on a CPU.
+
+Peers get their best form: SDPA, a CUDA graph where it captures, TF32 where the engines have it, and at fixed
+shapes no attention mask at all (nothing is padded there), which lets SDPA use its fastest kernel; the engines
+always take the mask.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from qdqbench.eval.bench.lanes import OUTPUT, Batch
+from qdqbench.eval.bench.loop import Floats
+from qdqbench.quantize.core.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+Precision = Literal["fp16", "fp32"]
+WARM_CALLS = 3
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
+
+
+def sdpa_model(model: "PreTrainedModel", precision: Precision, device: str) -> "PreTrainedModel":
+    """The model with SDPA attention in a precision on a device, in place.
+
+    Raises:
+        UserError: this version of transformers does not switch its attention.
+    """
+    import torch
+
+    model.set_attn_implementation("sdpa")
+    if model.config._attn_implementation != "sdpa":
+        raise UserError(
+            "transformers did not switch to SDPA attention; use a version that pyproject.toml allows"
+        )
+    dtype = torch.float16 if precision == "fp16" else torch.float32
+    return model.to(device=device, dtype=dtype).eval()  # type: ignore[no-any-return, call-arg]
+
+
+class TorchRun:
+    """A PyTorch model bound to one shape: own buffers and stream, a CUDA graph where it captures.
+
+    Implements `bench_lanes.Bound`. `detail` says how it runs.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        forward: "Callable[..., Any]",
+        batch: int,
+        length: int,
+        *,
+        masked: bool,
+        how: str,
+        stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        import torch
+
+        self.torch, self.forward = torch, forward
+        names = (
+            ("input_ids", "attention_mask", "token_type_ids") if masked else ("input_ids", "token_type_ids")
+        )
+        self.inputs = {
+            name: (torch.ones if name == "attention_mask" else torch.zeros)(
+                batch, length, dtype=torch.long, device="cuda"
+            )
+            for name in names
+        }
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.graph: Any = None
+        mask = "with the mask" if masked else "without a mask"
+        torch.cuda.synchronize()
+        for _ in range(WARM_CALLS):
+            self._call()
+        self.stream.synchronize()
+        why = self._capture()
+        self.detail = f"{how}, {mask}, " + (f"no CUDA graph ({why})" if why else "CUDA graph")
+
+    def launch(self) -> None:
+        """Enqueue one inference."""
+        if self.graph is None:
+            self._call()
+            return
+        with self.torch.cuda.stream(self.stream):
+            self.graph.replay()
+
+    def _call(self) -> None:
+        with self.torch.cuda.stream(self.stream), self.torch.inference_mode():
+            self.outputs = {OUTPUT: self.forward(**self.inputs)}
+
+    def _capture(self) -> str | None:
+        """Capture one inference; returns why it does not capture."""
+        graph = self.torch.cuda.CUDAGraph()
+        try:
+            with self.torch.inference_mode(), self.torch.cuda.graph(graph, stream=self.stream):
+                self.outputs = {OUTPUT: self.forward(**self.inputs)}
+        except RuntimeError as error:
+            self.torch.cuda.synchronize()
+            self._call()
+            return " ".join(str(error).split())[:160]
+        self.graph = graph
+        return None
+
+
+def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
+    """Keyword inputs to logits."""
+
+    def forward(**inputs: Any) -> "torch.Tensor":
+        return model(**inputs).logits  # type: ignore[no-any-return]
+
+    return forward
+
+
+def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
+    """As `eager_forward`, through Inductor as one graph.
+
+    `TorchRun` captures what comes out, so that "default" is what mode "reduce-overhead" does, less its copies
+    of the inputs and its guards on every call.
+
+    Raises:
+        UserError: unknown mode.
+    """
+    import torch
+
+    if mode not in COMPILE_MODES:
+        raise UserError(f"compile mode {mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
+    return torch.compile(eager_forward(model), mode=mode, dynamic=dynamic, fullgraph=True)
+
+
+@contextlib.contextmanager
+def tf32_allowed() -> Iterator[None]:
+    """TF32 for FP32 matrix products, as engine builders allow it by default."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def reset_compiler() -> None:
+    """Forget compiled shapes: past a limit dynamo would fall back to eager without a word."""
+    import torch
+
+    torch.compiler.reset()
+
+
+def free_memory() -> None:
+    """Give back what torch keeps for later: engines allocate beside it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Floats]:
+    """PyTorch FP32 on the CPU with the mask, as `HostLane` takes it."""
+    from qdqbench.quantize.fakequant.quantizers import forward
+
+    return lambda batch: forward(model, batch).float().cpu().numpy()
+
+
+def onnxruntime_cpu(path: Path) -> Callable[[Batch], Floats]:
+    """ONNX Runtime on the CPU with all graph optimizations, as one would deploy it.
+
+    Raises:
+        UserError: ONNX Runtime refuses the file.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise UserError(f"ONNX Runtime refuses {path}: {' '.join(str(error).split())[:300]}") from error
+    return lambda batch: np.asarray(session.run([OUTPUT], batch)[0], dtype=np.float32)

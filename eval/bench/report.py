@@ -1,0 +1,309 @@
+"""What a bench says: on the terminal, in `bench.md`, in `bench.html` and as a section of the run's report."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.bench.results import (
+    FILE,
+    Bench,
+    BenchCell,
+    BenchRow,
+    BenchSpeedup,
+    cell_label,
+    read_bench,
+    row_of,
+    speedup_of,
+)
+from qdqbench.eval.report.formats import clean, label, size
+from qdqbench.eval.report.render import render
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Text of a table's cell; bad is shown in red and with a sign."""
+
+    text: str
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """A bench in words, ready for templates."""
+
+    title: str
+    subtitle: str
+    complete: bool
+    random_weights: bool
+    notes: list[str]
+    warnings: list[str]
+    slow: list[str]  # where INT8 does not pay, and why
+    clocks: str
+    errors: list[str]
+    columns: list[str]  # of the first table, after the shape
+    rows: list[tuple[str, list[Mark]]]
+    detail_columns: list[str]
+    details: list[list[Mark]]
+    method: str
+    charts: list[str]  # SVG
+    command: str
+
+
+def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
+    """Write `bench.md` and `bench.html`; of a run directory the caller writes the run's own report again.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    shown = {"bench": view(bench)}
+    paths = [folder / "bench.md", folder / "bench.html"]
+    for path in paths:
+        files.write_text(path, render(f"{path.name}.j2", shown))
+    return paths
+
+
+def bench_of(folder: Path) -> View | None:
+    """The bench of a run directory for its report; None where there is none.
+
+    What is not readable, or of other ONNX files than the ones that are there now, says so in an error line.
+    """
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        bench = read_bench(folder / FILE)
+    except UserError as error:
+        return View(
+            title="unreadable",
+            subtitle="",
+            complete=False,
+            random_weights=False,
+            notes=[],
+            warnings=[],
+            slow=[],
+            clocks="",
+            errors=[str(error)],
+            columns=[],
+            rows=[],
+            detail_columns=[],
+            details=[],
+            method="",
+            charts=[],
+            command="",
+        )
+    stale = [
+        name
+        for name, digest in bench.target.files.items()
+        if (folder / name).is_file() and files.sha256(folder / name) != digest
+    ]
+    if stale:
+        again = f"{', '.join(stale)} changed after this bench: its figures are of other files, measure again"
+        bench = bench.model_copy(update={"errors": [again, *bench.errors]})
+    return view(bench)
+
+
+def view(bench: Bench) -> View:
+    """Words and figures for people; every one of them is in `bench.json`."""
+    bench = Bench.model_validate(clean(bench.model_dump(mode="json")))
+    labels = [about.label for about in bench.contestants]
+    versus = _versus(bench)
+    return View(
+        title=f"{bench.target.name}{' (random weights)' if bench.target.random_weights else ''}, "
+        f"{bench.recipe.get('name', 'recipe')}",
+        subtitle=hardware(bench),
+        complete=bench.complete,
+        random_weights=bench.target.random_weights,
+        notes=bench.notes,
+        warnings=bench.warnings,
+        slow=slow_lines(bench),
+        clocks=clocks(bench),
+        errors=bench.errors,
+        columns=[*labels, *(f"INT8 over {name}" for _, name in versus)],
+        rows=[
+            (
+                cell_text(bench, cell),
+                [_latency(cell, about.name) for about in bench.contestants]
+                + [ratio_mark(speedup_of(cell, "int8", over)) for over, _ in versus],
+            )
+            for cell in bench.cells
+        ],
+        detail_columns=_detail_columns(bench),
+        details=[_detail(bench, cell, row) for cell in bench.cells for row in cell.rows],
+        method=method(bench),
+        charts=[svg for svg in (latency_svg(bench), speedup_svg(bench), throughput_svg(bench)) if svg],
+        command=bench.command,
+    )
+
+
+def summary(bench: Bench) -> "Group":
+    """One screen for the terminal, as a rich renderable."""
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = view(bench)
+    # shapes across: a terminal is too narrow for the contestants' names side by side
+    table = Table("median, ms", box=None, pad_edge=False)
+    for name, _ in shown.rows:
+        table.add_column(Text(name))
+    for place, name in enumerate(shown.columns):
+        marks = [row[place] for _, row in shown.rows]
+        table.add_row(Text(name), *(Text(mark.text, style="red" if mark.bad else "") for mark in marks))
+    lines: list[RenderableType] = [
+        Text(shown.title, style="bold"),
+        Text(shown.subtitle),
+        table,
+        Text(shown.clocks),
+    ]
+    lines += [Text(f"note: {line}", style="yellow") for line in shown.notes]
+    lines += [Text(f"✗ {line}", style="red") for line in shown.slow]
+    lines += [Text(f"warning: {line}", style="yellow") for line in shown.warnings]
+    lines += [Text(f"✗ {line}", style="bold red") for line in shown.errors]
+    return Group(*lines)
+
+
+def hardware(bench: Bench) -> str:
+    """GPU or CPU, driver and the versions that made the numbers."""
+    found = bench.environment
+    if bench.device == "cpu":
+        where = f"CPU: {found.get('cpu', 'unknown')}, {found.get('cores', '?')} cores"
+    else:
+        where = (
+            f"{found.get('gpu', 'GPU')} (compute capability {bench.compute_capability}), "
+            f"driver {found.get('driver') or 'unknown'}"
+        )
+    used = list(dict.fromkeys(label_backend(about.backend) for about in bench.contestants))
+    return ", ".join([where, *used])
+
+
+def label_backend(backend: str) -> str:
+    """`tensorrt_rtx 1.4` as the field writes it."""
+    name, _, version = backend.partition(" ")
+    return f"{label(name)} {version}".strip()
+
+
+def clocks(bench: Bench) -> str:
+    """What the GPU's clock, power and temperature were, or that nothing read them."""
+    rows = [row for cell in bench.cells for row in cell.rows if row.status == "done"]
+    if bench.device == "cpu":
+        return "clock and power: not read on a CPU"
+    parts = []
+    for name, unit in (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "°C")):
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        if values:
+            parts.append(f"{min(values):.0f} to {max(values):.0f} {unit}")
+    return f"clock and power while measured: {', '.join(parts) or 'not read'}"
+
+
+def slow_lines(bench: Bench) -> list[str]:
+    """Where INT8 is slower than something else, and why where the layers say it."""
+    names = {about.name: about.label for about in bench.contestants}
+    lines = []
+    for cell in bench.cells:
+        for found in cell.speedups:
+            if found.slower and found.contestant == "int8":
+                sure = "" if found.high is None or found.high < 1 else " (within the spread of the rounds)"
+                why = f": {'; '.join(found.reasons)}" if found.reasons else ""
+                lines.append(
+                    f"{cell_text(bench, cell)}: INT8 is slower than {names[found.over]}, "
+                    f"{found.value:.2f}x{sure}{why}"
+                )
+    return lines
+
+
+def method(bench: Bench) -> str:
+    """How it was measured, in two sentences."""
+    chosen = bench.settings
+    effort = f"{chosen.repeats} launches" if chosen.repeats else f"{chosen.seconds:g} s per contestant"
+    timed = (
+        "CUDA events around each launch"
+        if bench.device == "gpu"
+        else "wall time of each call, on this CPU only"
+    )
+    engines = f"engines with the {chosen.profile} profile; " if bench.device == "gpu" else ""
+    return (
+        f"{chosen.rounds} interleaved rounds in one process ({effort}), order balanced, {timed}; "
+        f"{chosen.input_sets} random input sets, seed {chosen.seed}; {engines}INT8 scales from "
+        f"{bench.target.calibration}. A speed-up is the ratio of the medians over rounds with its 95% "
+        "bootstrap interval over rounds; logits of every contestant were checked before and after."
+    )
+
+
+def cell_text(bench: Bench, cell: BenchCell) -> str:
+    """The shape; for real lengths with the split's size and padding."""
+    task = label(bench.settings.real_lengths or "")
+    name = cell_label(cell, task)
+    if cell.kind == "fixed":
+        return name
+    padding = 1 - cell.real_tokens / cell.padded_tokens
+    return f"{name} ({cell.sequences} sequences, {padding:.0%} padding)"
+
+
+def ratio_mark(ratio: BenchSpeedup | None) -> Mark:
+    """A speed-up with its interval; below 1 is bad."""
+    if ratio is None:
+        return Mark("")
+    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low is not None else ""
+    return Mark(f"{ratio.value:.2f}x{interval}{' ✗ slower' if ratio.slower else ''}", ratio.slower)
+
+
+def milliseconds(value: float | None) -> str:
+    """Four significant digits, without an exponent."""
+    return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _latency(cell: BenchCell, name: str) -> Mark:
+    row = row_of(cell, name)
+    if row is not None:
+        return Mark(milliseconds(row.median_ms))
+    status = next((row.status for row in cell.rows if row.contestant == name), "skipped")
+    return Mark("✗ error" if status == "error" else "not measured", status == "error")
+
+
+def _versus(bench: Bench) -> list[tuple[str, str]]:
+    """Contestants that INT8 is held against in the first table, and their labels."""
+    shown = {s.over for cell in bench.cells for s in cell.speedups if s.contestant == "int8"}
+    return [
+        (a.name, a.label) for a in bench.contestants if a.name in shown and a.name in ("fp16", "compile-fp16")
+    ]
+
+
+def _detail_columns(bench: Bench) -> list[str]:
+    streams = [f"{count} stream{'s' if count > 1 else ''}, seq/s" for count in bench.settings.streams]
+    device = ["MHz", "W", "°C"] if bench.device == "gpu" else []
+    return [
+        "shape", "contestant", "p50 ms", "p90 ms", "p99 ms", "launches", "seq/s", *streams, *device,
+        "logit error", "INT8 GEMMs", "engine", "how",
+    ]  # fmt: skip
+
+
+def _detail(bench: Bench, cell: BenchCell, row: BenchRow) -> list[Mark]:
+    names = {about.name: about.label for about in bench.contestants}
+    first = [Mark(cell_label(cell, label(bench.settings.real_lengths or ""))), Mark(names[row.contestant])]
+    if row.status != "done":
+        blank = [Mark("")] * (len(_detail_columns(bench)) - 3)
+        return [*first, *blank, Mark(f"{row.status}: {row.reason}", row.status == "error")]
+    rates = {rate.streams: f"{rate.sequences_per_s:,.0f}" for rate in row.throughput}
+    device = [row.clock_mhz, row.power_w, row.temperature_c] if bench.device == "gpu" else []
+    proof = "" if row.int8_gemms is None else f"{row.int8_gemms}/{row.expected_int8_gemms}"
+    return [
+        *first,
+        *(Mark(milliseconds(value)) for value in (row.p50_ms, row.p90_ms, row.p99_ms)),
+        Mark(str(row.launches)),
+        Mark(f"{row.sequences_per_s:,.0f}"),
+        *(Mark(rates.get(count, "")) for count in bench.settings.streams),
+        *(Mark("not read" if value is None else f"{value:.0f}") for value in device),
+        Mark("reference" if row.contestant == cell.reference else _number(row.rel_error)),
+        Mark(proof, bool(row.not_int8)),
+        Mark("" if row.engine_bytes is None else size(row.engine_bytes)),
+        Mark(row.detail or ""),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"

@@ -1,0 +1,166 @@
+"""Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/results.md)."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.strict import Strict
+
+FILE = "bench.json"
+
+
+class BenchTarget(Strict):
+    """The model that was measured."""
+
+    kind: Literal["run", "model", "shape"]  # run directory, a model folder, or a built-in shape
+    name: str
+    random_weights: bool  # the weights mean nothing: latency is real, accuracy is not
+    calibration: str  # data that set the INT8 scales
+    shape: dict[str, int]  # layers, hidden, heads, intermediate, vocabulary, parameters
+    files: dict[str, str]  # ONNX file -> sha256
+
+
+class BenchSettings(Strict):
+    """How it was measured."""
+
+    batches: list[int]
+    lengths: list[int]
+    real_lengths: str | None  # task whose lengths were measured too
+    streams: list[int]
+    rounds: int
+    seconds: float
+    repeats: int | None
+    input_sets: int  # different random inputs that each contestant rotates through
+    profile: Literal["static", "recipe"]
+    seed: int
+
+
+class BenchContestant(Strict):
+    """Something that was measured."""
+
+    name: str
+    label: str
+    precision: Literal["int8", "fp16", "fp32"]
+    backend: str  # library and version
+
+
+class BenchThroughput(Strict):
+    """Sequences per second with several inferences at once."""
+
+    streams: int
+    sequences_per_s: float  # median over rounds
+    low: float  # slowest round
+    high: float
+
+
+class BenchRow(Strict):
+    """One contestant in one cell."""
+
+    contestant: str
+    status: Literal["done", "error", "skipped"]
+    reason: str | None = None  # of an error, or why it was skipped
+    detail: str | None = None  # how it ran: CUDA graph, compile mode, attention mask
+    launches: int = 0
+    median_ms: float | None = None  # median over rounds of the rounds' medians
+    p50_ms: float | None = None  # of all launches
+    p90_ms: float | None = None
+    p99_ms: float | None = None  # null below 100 launches
+    round_ms: list[float] = Field(default_factory=list)
+    sequences_per_s: float | None = None  # of one inference after the other: sequences / median_ms
+    throughput: list[BenchThroughput] = Field(default_factory=list)
+    clock_mhz: float | None = None  # medians while this contestant ran; null where nothing reads them
+    power_w: float | None = None
+    temperature_c: float | None = None
+    rel_error: float | None = None  # of its logits, against the cell's reference
+    int8_gemms: int | None = None  # of the INT8 engine, from its layer table
+    expected_int8_gemms: int | None = None
+    not_int8: list[str] = Field(default_factory=list)
+    engine_bytes: int | None = None
+    activation_bytes: int | None = None
+
+
+class BenchSpeedup(Strict):
+    """How many times faster one contestant is than another."""
+
+    contestant: str
+    over: str
+    value: float  # ratio of median_ms
+    low: float | None  # 95% by bootstrap over rounds
+    high: float | None
+    slower: bool
+    reasons: list[str]  # of an INT8 engine that is slower than its FP16 twin, read from the layers
+
+
+class BenchCell(Strict):
+    """One shape, or one task's real lengths."""
+
+    kind: Literal["fixed", "real"]
+    batch: int
+    length: int | None  # tokens; null for real lengths
+    sequences: int  # of one launch: the batch, or the whole split
+    shapes: int  # different (batch, length) in one launch
+    real_tokens: int  # without padding
+    padded_tokens: int
+    reference: str | None  # contestant whose logits the others are held to
+    rows: list[BenchRow]
+    speedups: list[BenchSpeedup]
+
+
+class Bench(Strict):
+    """Every number of one bench."""
+
+    schema_version: Literal[1] = 1
+    created: str
+    command: str
+    complete: bool  # false: interrupted, the cells that are here were finished
+    device: Literal["gpu", "cpu"]
+    compute_capability: str | None
+    target: BenchTarget
+    recipe: dict[str, Any]
+    settings: BenchSettings
+    contestants: list[BenchContestant]
+    cells: list[BenchCell]
+    notes: list[str]  # what holds for every figure: support of this GPU, known hazards
+    warnings: list[str]
+    errors: list[str]
+    environment: dict[str, Any]
+
+
+def read_bench(path: Path) -> Bench:
+    """Read and check a `bench.json`.
+
+    Raises:
+        UserError: missing, or not of this schema.
+    """
+    try:
+        return Bench.model_validate(files.read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is no bench result of this version ({where}: {first['msg']}); run `qdqbench bench` again"
+        ) from error
+
+
+def write_bench(path: Path, bench: Bench) -> None:
+    """Write `bench.json` atomically."""
+    files.write_json(path, bench.model_dump(mode="json"))
+
+
+def row_of(cell: BenchCell, contestant: str) -> BenchRow | None:
+    """The measured row of a contestant; None where it was not measured."""
+    found = [row for row in cell.rows if row.contestant == contestant and row.status == "done"]
+    return found[0] if found else None
+
+
+def speedup_of(cell: BenchCell, contestant: str, over: str) -> BenchSpeedup | None:
+    """The speed-up of one contestant over another; None where one was not measured."""
+    return next((s for s in cell.speedups if (s.contestant, s.over) == (contestant, over)), None)
+
+
+def cell_label(cell: BenchCell, task: str | None) -> str:
+    """`b32 s128`, or `b32 SST-2 lengths`."""
+    return f"b{cell.batch} s{cell.length}" if cell.kind == "fixed" else f"b{cell.batch} {task} lengths"

@@ -1,0 +1,307 @@
+"""One bench from target to `Bench`: cell by cell, saved after each, so that an interruption loses one."""
+
+import gc
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from qdqbench.eval.bench import loop
+from qdqbench.eval.bench.cell import INPUT_SETS, REFERENCES, Entry, Options, Shape, contestants, prepare
+from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, gpu_uuid
+from qdqbench.eval.bench.loop import Effort, Measured
+from qdqbench.eval.bench.results import (
+    Bench,
+    BenchCell,
+    BenchRow,
+    BenchSettings,
+    BenchSpeedup,
+    BenchThroughput,
+    cell_label,
+)
+from qdqbench.eval.bench.target import Target
+from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.engine.inspection import slow_reasons
+
+CPU_LEAST = 2  # launches per round; one may take seconds
+
+
+def require_gpu(backend: Any) -> tuple[str, str]:
+    """Backend and version of the engines to measure.
+
+    Raises:
+        MissingDevice: lists everything that is missing.
+    """
+    import torch
+
+    missing, chosen = [], None
+    if find_gpu() is None:
+        missing.append("CUDA shows no NVIDIA GPU here")
+    if not torch.cuda.is_available():
+        missing.append(f"torch {torch.__version__} sees no CUDA device")
+    try:
+        chosen = choose_backend(backend)
+    except MissingDevice as error:
+        missing.append(str(error))
+    if missing or chosen is None:
+        raise MissingDevice(
+            f"bench needs a GPU that runs engines: {'; '.join(missing)}; or time ONNX Runtime and PyTorch on "
+            "the CPU with --cpu"
+        )
+    return chosen.name, chosen.version
+
+
+def run_bench(
+    target: Target,
+    options: Options,
+    *,
+    command: str,
+    save: Callable[[Bench], None] = lambda bench: None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Bench:
+    """Measure every cell.
+
+    Args:
+        target: what to measure.
+        options: how.
+        command: the command line, for the record.
+        save: called after each cell with what is known so far.
+        announce: called with what is being done.
+
+    Raises:
+        MissingDevice: no GPU, and no --cpu; names all that is missing.
+        CheckFailed: a contestant fails while it is measured; finished cells were saved.
+    """
+    gpu = None if options.cpu else find_gpu()
+    backend = ("onnxruntime", "") if options.cpu else require_gpu(target.session.recipe.engine.backend)
+    listed = contestants(target, options, " ".join(backend))
+    result = Bench(
+        created=_now(),
+        command=command,
+        complete=False,
+        device="cpu" if options.cpu else "gpu",
+        compute_capability=gpu.compute_capability if gpu else None,
+        target=target.about,
+        recipe=target.session.recipe.model_dump(mode="json"),
+        settings=_settings(options),
+        contestants=listed,
+        cells=[],
+        notes=_notes(target, options, backend, gpu.compute_capability if gpu else None),
+        warnings=[],
+        errors=[],
+        environment=environment(),
+    )
+    monitor = None if options.cpu else GpuMonitor(gpu_uuid())
+    with monitor or nullcontext(), target.stack:
+        for shape in shapes(options):
+            label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
+            _measure_cell(result, target, options, shape, monitor, _prefixed(announce, label))
+            save(result)
+    if monitor is not None and monitor.reason:
+        result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
+    result.complete, result.created = True, _now()
+    save(result)
+    return result
+
+
+def shapes(options: Options) -> list[Shape]:
+    """The grid, batches inside lengths, then the real lengths."""
+    fixed = [Shape(batch, length, None) for length in options.lengths for batch in options.batches]
+    return fixed + ([Shape(options.real_batch, None, options.real)] if options.real else [])
+
+
+def _measure_cell(  # noqa: PLR0913, PLR0917
+    result: Bench,
+    target: Target,
+    options: Options,
+    shape: Shape,
+    monitor: GpuMonitor | None,
+    announce: Callable[[str], None],
+) -> None:
+    """Prepare, verify, measure, verify again; adds the cell and what is wrong with it to the result."""
+    effort = Effort(
+        rounds=options.rounds,
+        seconds=options.seconds,
+        repeats=options.repeats,
+        streams=() if shape.real or options.cpu else options.streams,
+        least=(1 if shape.real else CPU_LEAST) if options.cpu else Effort.least,
+    )
+    with ExitStack() as stack:
+        stack.callback(gc.collect)
+        announce("building")
+        entries = prepare(target, options, shape, result.contestants, stack)
+        announce("verifying outputs")
+        reference = _judge(entries)
+        ready = [entry.contestant for entry in entries if entry.contestant is not None]
+        measured = loop.measure(
+            ready, effort, progress=lambda done, total: announce(f"round {done} of {total}")
+        )
+        _judge(entries)  # several streams or a graph may have spoilt what was right before
+        for entry in entries:
+            if entry.row.status == "done":
+                found = measured[entry.row.contestant]
+                windows = [(burst.start, burst.end) for burst in found.bursts]
+                fill(
+                    entry.row,
+                    found,
+                    shape.sequences,
+                    effort.streams,
+                    monitor.during(windows) if monitor else Clocks(),
+                )
+        cell = BenchCell(
+            kind="real" if shape.real else "fixed",
+            batch=shape.batch,
+            length=shape.length,
+            sequences=shape.sequences,
+            shapes=len(shape.bound),
+            real_tokens=shape.real.real_tokens if shape.real else shape.batch * (shape.length or 0),
+            padded_tokens=shape.real.padded_tokens if shape.real else shape.batch * (shape.length or 0),
+            reference=reference,
+            rows=[entry.row for entry in entries],
+            speedups=speedups([entry.row for entry in entries], options.seed, _reasons(entries)),
+        )
+        for entry in entries:
+            entry.contestant = None  # lanes go before the engines that the stack closes
+        ready.clear()
+        measured.clear()
+        gc.collect()
+    result.cells.append(cell)
+    _record_problems(result, cell)
+
+
+def fill(row: BenchRow, found: Measured, sequences: int, streams: Sequence[int], clocks: Clocks) -> None:
+    """Write a contestant's numbers into its row."""
+    row.launches = len(found.launches)
+    row.round_ms = found.round_ms
+    row.median_ms = found.median_ms
+    row.p50_ms, row.p90_ms = found.percentile(50), found.percentile(90)
+    row.p99_ms = found.percentile(99) if row.launches >= loop.LEAST_FOR_P99 else None
+    row.sequences_per_s = 1000 * sequences / found.median_ms
+    row.throughput = []
+    for count in streams:
+        rates = [sequences * rate for rate in found.throughput(count)]
+        row.throughput.append(
+            BenchThroughput(
+                streams=count, sequences_per_s=float(np.median(rates)), low=min(rates), high=max(rates)
+            )
+        )
+    row.clock_mhz, row.power_w, row.temperature_c = clocks.clock_mhz, clocks.power_w, clocks.temperature_c
+
+
+def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str]]) -> list[BenchSpeedup]:
+    """INT8 over each other contestant, and the others over the FP16 twin.
+
+    Args:
+        rows: of one cell.
+        seed: of the bootstrap.
+        reasons: why INT8 is slower than its FP16 twin; called only when it is.
+    """
+    done = {row.contestant: row for row in rows if row.status == "done"}
+    pairs = [("int8", name) for name in done if name != "int8"]
+    pairs += [(name, "fp16") for name in done if name not in ("int8", "fp16")]
+    found = []
+    for name, over in pairs:
+        if name not in done or over not in done:
+            continue
+        ratio = loop.speedup(done[over].round_ms, done[name].round_ms, seed)
+        slower = ratio.value < 1
+        why = reasons() if slower and (name, over) == ("int8", "fp16") else []
+        found.append(
+            BenchSpeedup(
+                contestant=name,
+                over=over,
+                value=ratio.value,
+                low=ratio.low,
+                high=ratio.high,
+                slower=slower,
+                reasons=why,
+            )
+        )
+    return found
+
+
+def _judge(entries: Sequence[Entry]) -> str | None:
+    """Turn entries with unsound outputs into errors; returns the reference's name."""
+    ready = [entry.contestant for entry in entries if entry.contestant is not None]
+    errors, differences, reference = loop.judge_outputs(ready, REFERENCES)
+    for entry in entries:
+        name = entry.row.contestant
+        if name in differences:
+            entry.row.rel_error = differences[name]
+        if name in errors:
+            entry.row = BenchRow(
+                contestant=name, status="error", reason=errors[name], detail=entry.row.detail
+            )
+            entry.contestant = None
+    return reference
+
+
+def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
+    layers: dict[str, list[LayerRow]] = {entry.row.contestant: entry.layers for entry in entries}
+
+    def reasons() -> list[str]:
+        if not layers.get("int8") or not layers.get("fp16"):
+            return []  # ONNX Runtime shows no layers
+
+        return list(slow_reasons(layers["int8"], layers["fp16"]))
+
+    return reasons
+
+
+def _record_problems(result: Bench, cell: BenchCell) -> None:
+    """Errors and gaps in words."""
+    labels = {row.name: row.label for row in result.contestants}
+    where = cell_label(cell, result.settings.real_lengths)
+    for row in cell.rows:
+        line = f"{where}: {labels[row.contestant]}: {row.reason}"
+        if row.status == "error":
+            result.errors.append(line)
+        elif row.status == "skipped":
+            result.warnings.append(f"{line} (not measured)")
+        if row.not_int8:
+            result.warnings.append(
+                f"{where}: {len(row.not_int8)} of {row.expected_int8_gemms} GEMMs do not run in INT8: "
+                f"{', '.join(row.not_int8)}"
+            )
+
+
+def _prefixed(announce: Callable[[str], None], label: str) -> Callable[[str], None]:
+    return lambda text: announce(f"{label}: {text}")
+
+
+def _settings(options: Options) -> BenchSettings:
+    return BenchSettings(
+        batches=list(options.batches),
+        lengths=list(options.lengths),
+        real_lengths=options.real.task if options.real else None,
+        streams=[] if options.cpu else list(options.streams),
+        rounds=options.rounds,
+        seconds=options.seconds,
+        repeats=options.repeats,
+        input_sets=INPUT_SETS,
+        profile=options.profile,
+        seed=options.seed,
+    )
+
+
+def _notes(target: Target, options: Options, backend: tuple[str, str], capability: str | None) -> list[str]:
+    notes = []
+    if target.about.random_weights:
+        notes.append("random weights: latency is that of the shape, accuracy means nothing")
+    if options.cpu:
+        notes.append(f"measured on a CPU ({platform.machine()}): says nothing about a GPU")
+        return notes
+
+    return notes + hazards(*backend, capability)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

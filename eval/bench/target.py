@@ -1,0 +1,270 @@
+"""What a bench measures: a finished run, a model folder, or a built-in shape with random weights."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.bench.lanes import LENGTH_STEP, Batch, random_sets, rounded_up
+from qdqbench.eval.bench.results import BenchTarget
+from qdqbench.eval.stages import stages
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.calibrate.record import read_record, write_record
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.load import load_model, load_tokenizer, quiet_transformers
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
+from qdqbench.quantize.rundir.pipeline import open_run, run_stages
+from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
+from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches
+from qdqbench.quantize.tasks.task import Task, get_task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from qdqbench.quantize.core.results import EngineResult
+
+# Devlin et al. 2019, "BERT", section 3; the vocabulary is that of the uncased models
+SHAPES = {
+    "bert-base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
+    "bert-large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
+}
+RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
+RANDOM_IDS = "random token ids: accuracy means nothing"
+INT8_ATTENTION_LENGTH = 512  # facts: INT8 attention fusion
+TWINS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
+
+
+@dataclass
+class Target:
+    """An exported model and its twins."""
+
+    session: Session  # its folder holds the ONNX files
+    about: BenchTarget
+    built: "dict[str, EngineResult]" = field(
+        default_factory=dict
+    )  # engines that all cells share, by precision
+    stack: ExitStack = field(default_factory=ExitStack)  # removes them
+
+    @property
+    def twins(self) -> dict[str, Path]:
+        """ONNX files by precision, INT8 first."""
+        paths = {name: self.session.folder / file for name, file in TWINS.items()}
+        return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.about.shape["vocabulary"]
+
+
+def run_target(folder: Path) -> Target:
+    """A run directory with its exported files.
+
+    Raises:
+        UserError: no run directory, or nothing is exported yet.
+    """
+    session = Session(read_config(folder), folder)
+    wanted = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
+    if lost := [name for name in wanted if not (folder / name).is_file()]:
+        raise UserError(f"{folder} has no {', '.join(lost)}; write them with `qdqbench export {folder}`")
+
+    calibration = "none: nothing is quantized"
+    if session.recipe.quantizes:
+        data = read_record(folder / "calibration.json").data
+        calibration = f"{data.get('samples')} samples of split {data.get('split')}"
+    name = Path(session.model_name).name
+    return _target(session, "run", name, random_weights=False, calibration=calibration)
+
+
+def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
+    """A model folder or a built-in shape, exported into `folder` by the stages of a run.
+
+    Calibrated on random token ids, because only latency is measured. Unchanged files are reused.
+
+    Raises:
+        UserError: the model or the folder cannot be used.
+    """
+    shape = SHAPES.get(model)
+    source = str(folder / "model") if shape else model
+    labels = 2 if shape else label_count(model)
+    task = Task(
+        name="random-token-ids",
+        text_columns=("sentence",),
+        num_labels=labels,
+        metrics=("pearson",) if labels == 1 else ("accuracy",),
+    )
+    config = RunConfig(
+        recipe=recipe, model=source, task=task, data="none", seed=seed, command="qdqbench bench"
+    )
+    session = open_run(config, folder)
+    if shape:
+        write_random_model(folder / "model", shape, seed)
+    listed = stages.stages(session)
+    steps = [listed["export"]]
+    if recipe.quantizes:
+        key = [session.model_sha256, recipe.model_dump(mode="json"), seed]
+        steps.insert(0, replace(listed["quantize"], run=_calibrate, inputs=lambda _: key))
+    run_stages(session, steps)
+    return _target(
+        session,
+        "shape" if shape else "model",
+        model if shape else Path(model).name,
+        random_weights=shape is not None,
+        calibration=RANDOM_IDS if recipe.quantizes else "none: nothing is quantized",
+    )
+
+
+@dataclass(frozen=True)
+class RealSplit:
+    """A task's evaluation split as the batches that evaluation makes of it."""
+
+    task: str
+    batches: list[Batch]  # lengths rounded up to multiples of LENGTH_STEP
+    real_tokens: int
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Different (batch, length), in order of appearance."""
+        return list(dict.fromkeys(tuple(batch["input_ids"].shape) for batch in self.batches))
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the split."""
+        return sum(len(batch["input_ids"]) for batch in self.batches)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens with padding."""
+        return sum(batch["input_ids"].size for batch in self.batches)
+
+
+def real_split(
+    target: Target, task: str, *, batch: int, data: str | None, tokenizer: str | None
+) -> RealSplit:
+    """The first evaluation split of a task in sorted batches of the model's tokens.
+
+    Args:
+        target: what is measured; its own task's data and tokenizer are the default in a run directory.
+        task: name of a task.
+        batch: sequences per batch.
+        data: source of the task, as in `qdqbench run`; needed where the target has no such task.
+        tokenizer: folder or hub id; needed for a built-in shape.
+
+    Raises:
+        UserError: the data or the tokenizer is not known, or the ids do not fit the model.
+    """
+
+    session, about = target.session, target.about
+    own = about.kind == "run" and session.config.task.name == task
+    if data is None and not own:
+        raise UserError(
+            f"--real-lengths {task} needs --data (hub or a folder): {about.name} does not have that task"
+        )
+    if tokenizer is None and about.kind == "shape":
+        raise UserError(f"--real-lengths needs --tokenizer: the shape {about.name} has none")
+    chosen = session.config.task if own else get_task(task)
+    loaded = load_tokenizer(tokenizer) if tokenizer else session.tokenizer
+    limit = session.config.limit if own else None
+    split = load_split(chosen, data or session.data_source, chosen.eval_splits[0], limit=limit)
+    longest = session.recipe.export.max_length
+    encoded = encode(split, chosen, loaded, longest)
+    pad_id = int(loaded.pad_token_id or 0)
+    largest = max(int(ids.max()) for ids in encoded.input_ids)
+    if largest >= target.vocabulary:
+        raise UserError(
+            f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
+        )
+    batches = [
+        rounded_up(made, longest, LENGTH_STEP) for _, made in sorted_batches(encoded, batch, pad_id=pad_id)
+    ]
+    return RealSplit(chosen.name, batches, int(encoded.lengths.sum()))
+
+
+def check_lengths(target: Target, lengths: Sequence[int]) -> None:
+    """Refuse lengths that the model or the recipe does not take.
+
+    Raises:
+        UserError: names them and the limit.
+    """
+    longest = target.about.shape["positions"]
+    reason = f"{target.about.name} has {longest} positions"
+    if target.session.recipe.attention == "int8" and longest > INT8_ATTENTION_LENGTH:
+        longest, reason = (
+            INT8_ATTENTION_LENGTH,
+            f"INT8 attention is fused up to {INT8_ATTENTION_LENGTH} tokens",
+        )
+    if wrong := [str(length) for length in lengths if length > longest]:
+        raise UserError(f"--length {', '.join(wrong)} is too long: {reason}")
+
+
+def _calibrate(session: Session) -> list[Path]:
+    """`quantize` on random token ids: any finite scales make the same kernels."""
+
+    model = session.new_int8_model()
+    length = min(session.recipe.export.max_length, int(model.config.max_position_embeddings))
+    count = RANDOM_SAMPLES // RANDOM_BATCH
+    batches = list(
+        random_sets(
+            batch=RANDOM_BATCH,
+            length=length,
+            vocabulary=int(model.config.vocab_size),
+            sets=count,
+            seed=session.config.seed,
+        )
+    )
+    record = ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
+    record.data |= {"source": "random token ids", "split": "none"}
+    path = session.folder / "calibration.json"
+    write_record(path, record)
+    return [path]
+
+
+def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
+    """Save a BERT classifier of a shape with seeded random weights; an existing one is kept."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    stamp = folder / "seed.json"
+    wanted = {**shape, "seed": seed}
+    if stamp.is_file() and files.read_json(stamp) == wanted:
+        return
+    stamp.unlink(missing_ok=True)
+    settings: dict[str, Any] = {**shape, "intermediate_size": 4 * shape["hidden_size"], "num_labels": 2}
+    config = BertConfig(**settings)
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(seed)
+        BertForSequenceClassification(config).save_pretrained(folder)
+    files.write_json(stamp, wanted)
+
+
+def label_count(model: str) -> int:
+    """Outputs of the model's head, from its config."""
+
+    return int(load_model(model).config.num_labels or 0)
+
+
+def _target(session: Session, kind: Any, name: str, *, random_weights: bool, calibration: str) -> Target:
+    model: PreTrainedModel = session.fp32_model
+    config = model.config
+    about = BenchTarget(
+        kind=kind,
+        name=name,
+        random_weights=random_weights,
+        calibration=calibration,
+        shape={
+            "layers": int(config.num_hidden_layers),
+            "hidden": int(config.hidden_size),
+            "heads": int(config.num_attention_heads),
+            "intermediate": int(config.intermediate_size),
+            "vocabulary": int(config.vocab_size),
+            "positions": int(config.max_position_embeddings),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        },
+        files={},
+    )
+    target = Target(session, about)
+    about.files.update({path.name: files.sha256(path) for path in target.twins.values()})
+    return target

@@ -1,0 +1,1 @@
+"""Which calibration is best: `qdqbench methods`."""

@@ -1,0 +1,306 @@
+"""Calibration methods side by side: each on train rows that calibration did not see, then on validation."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.divergence import divergence, draw_samples
+from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
+from qdqbench.eval.accuracy.switches import Switches
+from qdqbench.eval.methods.results import RECIPE, Judged, Measured, Methods, Row, Scores
+from qdqbench.eval.methods.sections import sections, write_up
+from qdqbench.eval.methods.shared import Shared, calibrated, collect, widest
+from qdqbench.quantize.calibrate.bias import correct_biases
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.encoders.family import splittable
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Calibration, Recipe
+from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import Encoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NOISE = 2  # standard errors
+Floats = npt.NDArray[np.float32]
+Progress = Callable[[float, float, str], None]  # samples done, samples in all, what is next
+
+
+@dataclass(frozen=True)
+class _Case:
+    section: Calibration
+    plan: Plan
+
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """What rows that share a pass over the data have in common."""
+        each = tuple((name, each.weights, each.smooth) for name, each in self.plan.scaling.items())
+        return self.section.split_outliers, each
+
+    @property
+    def prepares(self) -> bool:
+        """Whether calibration goes through the data once before."""
+        smooths = any(each.smooth != "none" for each in self.plan.scaling.values())
+        return smooths or self.section.split_outliers > 0
+
+
+@dataclass
+class Comparing:
+    """One comparison in the folder of its session."""
+
+    session: Session
+    samples: int
+    methods: Sequence[str] = ()
+    smooths: Sequence[str] = ()
+    progress: Progress = lambda done, total, text: None
+    _done: float = field(default=0.0, init=False)
+    _total: float = field(default=1.0, init=False)
+    # divergence of each sample of the draw, by row
+    _each: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict, init=False)
+
+    def run(self) -> Methods:
+        """Measure every row and write the recipe of the best one.
+
+        Raises:
+            UserError: bad input, too little data, or no row that works.
+        """
+        start = time.perf_counter()
+        cases = self._cases()
+        self.split, self.draw = draw_samples(self.session, self.samples)
+        self._count(cases)
+        self._ask_fp32()
+        found: dict[int, Measured | str] = {}
+        for group in _groups(cases):
+            found |= self._group({at: cases[at] for at in group})
+        return self._report(cases, found, time.perf_counter() - start)
+
+    def _ask_fp32(self) -> None:
+        model = placed(self.session.fp32_model)
+        try:
+            self.reference = self._logits(model, self.draw, "FP32")
+            self.reference_eval = {
+                name: self._logits(model, encoded, "FP32")
+                for name, (_, encoded) in self.session.eval_splits.items()
+            }
+        except CheckFailed as error:
+            raise UserError(
+                f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
+                "to compare with; train or save it again"
+            ) from error
+
+    def _cases(self) -> list[_Case]:
+        """Sections with their plans; of those that come to the same for this recipe, the first."""
+
+        recipe = self.session.recipe
+        listed = sections(recipe.calibration, self.methods, self.smooths)
+        require_int8(recipe)
+        model = self.session.fp32_model
+        modules, prefix = module_table(model), model.base_model_prefix
+        cases: dict[Any, _Case] = {}
+        if not splittable(resolve(recipe, modules, prefix).int8):
+            listed = [section for section in listed if not section.split_outliers]  # nothing to split
+        for section in listed:
+            plan = resolve(recipe.model_copy(update={"calibration": section}), modules, prefix)
+            key = tuple(plan.scaling.items()), section.bias_correction, section.split_outliers
+            cases.setdefault(key, _Case(section, plan))
+        if same := len(listed) - len(cases):
+            self.session.notes.append(
+                f"{same} combinations come to the same as another under the rules of recipe "
+                f"{recipe.name} and are left out"
+            )
+        return list(cases.values())
+
+    def _count(self, cases: list[_Case]) -> None:
+        """Samples that will be run through a model, for the progress bar."""
+        judged = len(self.draw.labels) + sum(len(e.labels) for _, e in self.session.eval_splits.values())
+        passes = sum(1 + cases[group[0]].prepares for group in _groups(cases))
+        self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
+
+    def _say(self, count: int, text: str) -> None:
+        self._done += count
+        self.progress(self._done, self._total, text)
+
+    def _logits(self, model: "PreTrainedModel", encoded: Encoded, text: str) -> Floats:
+        session = self.session
+        return predict(
+            torch_runner(model),
+            encoded,
+            pad_id=session.pad_id,
+            batch_size=session.config.batch_size,
+            stage=text,
+            progress=lambda count: self._say(count, text),
+        )
+
+    def _group(self, cases: dict[int, _Case]) -> dict[int, Measured | str]:
+        """Rows that share their passes over the data; what failed is a sentence."""
+        try:
+            shared, seconds = self._pass(next(iter(cases.values())))
+        except (CheckFailed, UserError) as error:
+            return dict.fromkeys(cases, str(error))
+        found: dict[int, Measured | str] = {}
+        for at, case in cases.items():
+            try:
+                found[at] = self._row(at, case, shared, seconds)
+            except CheckFailed as error:
+                found[at] = str(error)
+        return found
+
+    def _pass(self, case: _Case) -> tuple[Shared, float]:
+        start = time.perf_counter()
+        shared = collect(
+            placed(self.session.new_int8_model()),
+            case.plan,
+            self.session.calibration_batches(),
+            case.section,
+            lambda count: self._say(count, f"calibration, smooth {case.section.smooth}"),
+        )
+        self.session.notes += [note for note in shared.notes if note not in self.session.notes]
+        return shared, time.perf_counter() - start
+
+    def _row(self, at: int, case: _Case, shared: Shared, seconds: float) -> Measured:
+        start = time.perf_counter()
+        model, states = calibrated(shared, case.plan)
+        if case.section.bias_correction:
+            correct_biases(model, case.plan.int8, self.session.calibration_batches())
+        seconds += time.perf_counter() - start
+        # the same arithmetic, with weights rounded once and not in every batch
+        Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
+        config, labels = self.session.config, self.draw.labels
+        logits = self._logits(model, self.draw, case.section.method)
+        self._each[at] = each = divergence(config.task, self.reference, logits)
+        wide = widest(states)
+        judged = {}
+        for name, (_, encoded) in self.session.eval_splits.items():
+            answers = self._logits(model, encoded, case.section.method)
+            judged[name] = Judged(
+                metrics=metrics.compute(config.task, answers, encoded.labels),
+                vs_fp32=compare(
+                    config.task, self.reference_eval[name], answers, encoded.labels, seed=config.seed
+                ),
+            )
+        return Measured(
+            divergence=float(each.mean()),
+            divergence_stderr=_stderr(each),
+            above_best=0.0,  # these three are known when all rows are there
+            above_best_stderr=0.0,
+            ties=True,
+            sqnr_db=compare(config.task, self.reference, logits, labels, seed=config.seed).sqnr_db,
+            amax_over_rms=wide[1] if wide else None,
+            amax_over_rms_at=wide[0] if wide else None,
+            validation=judged,
+            calibration_s=seconds,
+        )
+
+    def _rows(self, cases: list[_Case], found: dict[int, Measured | str]) -> list[Row]:
+        done = {at: each for at, each in found.items() if isinstance(each, Measured)}
+        if not done:
+            raise UserError(f"no combination gave a model that works; the recipe as it is: {found[0]}")
+        best = min(sorted(done), key=lambda at: done[at].divergence)
+        rows = []
+        for at, case in enumerate(cases):
+            measured, failure = done.get(at), found[at] if at not in done else None
+            if measured is not None:
+                more = self._each[at] - self._each[best]
+                above, error = float(more.mean()), _stderr(more)
+                update = {"above_best": above, "above_best_stderr": error, "ties": above <= NOISE * error}
+                measured = measured.model_copy(update=update)
+            section = case.section
+            rows.append(
+                Row(
+                    method=section.method,
+                    smooth=section.smooth,
+                    weights_method=section.weights_method,
+                    bias_correction=section.bias_correction,
+                    split_outliers=section.split_outliers,
+                    recipe=at == 0,
+                    best=at == best,
+                    measured=measured,
+                    failure=None if failure is None else str(failure),
+                )
+            )
+        return rows
+
+    def _report(self, cases: list[_Case], found: dict[int, Measured | str], wall_s: float) -> Methods:
+        session, config = self.session, self.session.config
+        rows = self._rows(cases, found)
+        best = next(case.section for case, row in zip(cases, rows, strict=True) if row.best)
+        chosen, text = write_up(config.recipe, best)
+        files.write_text(session.folder / RECIPE, text)
+        task = config.task
+        if any(rule.refines for rule in config.recipe.rules):
+            session.notes.append("what the recipe's rules say on calibration holds in every row")
+        return Methods(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=config.command,
+            recipe=config.recipe.model_dump(mode="json"),
+            model={"name": session.model_name, "sha256": session.model_sha256},
+            task=task.model_dump(mode="json"),
+            data=self._data(),
+            seed=config.seed,
+            batch_size=config.batch_size,
+            metric=task.metrics[0],
+            divergence="squared" if task.is_regression else "kl",
+            fp32={name: self._scores(name) for name in session.eval_splits},
+            rows=rows,
+            recipe_name=chosen.name,
+            notes=session.notes,
+            timings={"total_s": wall_s},
+            environment=environment(),
+        )
+
+    def _data(self) -> dict[str, Any]:
+        settings = self.session.recipe.calibration
+        judges = self.session.eval_splits.items()
+        return {
+            "source": self.split.source,
+            "fingerprint": self.split.fingerprint,
+            "split": settings.split,
+            "rows": self.split.rows,
+            "calibration": settings.samples,
+            "samples": len(self.draw.labels),
+            "seed": settings.seed,
+            "evaluation": {name: len(encoded.labels) for name, (_, encoded) in judges},
+        }
+
+    def _scores(self, name: str) -> Scores:
+        task, seed = self.session.config.task, self.session.config.seed
+        logits, labels = self.reference_eval[name], self.session.eval_splits[name][1].labels
+        return Scores(
+            metrics=metrics.compute(task, logits, labels),
+            stderr=metrics.stderr(task, logits, labels, seed=seed),
+            n=len(labels),
+        )
+
+
+def _groups(cases: list[_Case]) -> Iterator[list[int]]:
+    """Numbers of the cases that share passes over the data."""
+    groups: dict[Any, list[int]] = {}
+    for at, case in enumerate(cases):
+        groups.setdefault(case.passes, []).append(at)
+    yield from groups.values()
+
+
+def _stderr(each: npt.NDArray[np.float64]) -> float:
+    return float(each.std(ddof=1) / np.sqrt(len(each)))
+
+
+def require_int8(recipe: Recipe) -> None:
+    """The recipe has something to calibrate.
+
+    Raises:
+        UserError: it has not.
+    """
+    if not recipe.quantizes:
+        raise UserError(
+            f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
+        )

@@ -1,0 +1,262 @@
+"""`methods.md`, `methods.html` and the terminal's table, all from one `Methods`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.methods.results import FILE, Measured, Methods, Row
+from qdqbench.eval.report import svg
+from qdqbench.eval.report.formats import clean, flat, label, model_label, seconds, sentence, yaml_text
+from qdqbench.eval.report.render import render
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.results import Comparison
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+MEANING = {
+    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
+    "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row in words."""
+
+    settings: list[str]  # method, smooth, weights, bias correction, split
+    cells: list[str]
+    marks: str  # best, recipe
+    best: bool
+    failure: str
+
+
+@dataclass(frozen=True)
+class View:
+    """A table of methods in words, ready for templates."""
+
+    title: str
+    headline: str
+    caption: str
+    explanation: list[str]
+    settings: tuple[str, ...]
+    columns: list[str]
+    lines: list[Line]
+    notes: list[str]
+    charts: list[str]  # SVG
+    inputs: list[tuple[str, str]]
+    environment: list[tuple[str, str]]
+    recipe_yaml: str
+    command: str
+    made: str
+
+
+def write_methods(found: Methods, folder: Path) -> list[Path]:
+    """Write `methods.json`, `methods.md` and `methods.html` (one file, no external request).
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    shown = {"s": view(found)}
+    texts = {folder / f"methods.{kind}": render(f"methods.{kind}.j2", shown) for kind in ("md", "html")}
+    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
+    for path, text in texts.items():
+        files.write_text(path, text)
+    return [folder / FILE, *texts]
+
+
+def view(found: Methods) -> View:
+    """Words and figures for people; every one of them is in `methods.json`."""
+    found = Methods.model_validate(clean(found.model_dump(mode="json")))
+    splits = list(found.fp32)
+    judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
+    return View(
+        title=" · ".join(
+            [model_label(found.model["name"]), label(found.task["name"]), str(found.recipe.get("name"))]
+        ),
+        headline=headline(found),
+        caption=caption(found),
+        explanation=_explanation(found),
+        settings=("method", "smooth", "weights", "bias", "split"),
+        columns=[
+            "divergence",
+            "of the recipe's",
+            "SQNR",
+            "amax / rms",
+            *(column for name in judged for column in (name, f"{name} against FP32")),
+            "time",
+        ],
+        lines=[_line(found, row) for row in found.rows],
+        notes=[sentence(note) for note in found.notes],
+        charts=[divergence_svg(found), delta_svg(found)],
+        inputs=[
+            *flat(found.model, "model"),
+            *flat(found.data, "data"),
+            ("seed", str(found.seed)),
+            ("batch size", str(found.batch_size)),
+            ("time of all rows", seconds(found.timings["total_s"])),
+        ],
+        environment=flat(found.environment),
+        recipe_yaml=yaml_text(found.recipe),
+        command=found.command,
+        made=found.created,
+    )
+
+
+def headline(found: Methods) -> str:
+    """The best row, and what it gains over the recipe as it is."""
+    best, own = found.best, found.own
+    assert best.measured is not None
+    text = f"Best: {best.name}, with a divergence of {best.measured.divergence:.2e}"
+    if best is own:
+        text += "; that is the recipe as it is."
+    elif own.measured is None:
+        text += "; the recipe as it is failed."
+    else:
+        noise = ", which is within noise" if own.measured.ties else ""
+        text += f" against {own.measured.divergence:.2e} of the recipe as it is{noise}."
+    scores = [
+        f"{label(found.metric)}{_of(split, list(found.fp32))} {delta_text(judged.vs_fp32, found.metric)}"
+        for split, judged in best.measured.validation.items()
+    ]
+    return f"{text} Against FP32 on validation: {', '.join(scores)}."
+
+
+def caption(found: Methods) -> str:
+    """What chose, and what judges."""
+    data = found.data
+    return (
+        f"The best row is chosen on {data['split']} data only: by the divergence from FP32 on "
+        f"{data['samples']} rows that calibration ({data['calibration']} rows) did not see. Validation is "
+        "the judge and chose nothing."
+    )
+
+
+def delta_text(comparison: Comparison, metric: str) -> str:
+    """INT8 minus FP32 with its standard error, and whether it is noise; negative is a loss."""
+    noise = " (noise)" if comparison.within_noise else ""
+    return f"{comparison.delta[metric]:+.4f} ± {comparison.delta_stderr[metric]:.4f}{noise}"
+
+
+def summary(found: Methods) -> "Group":
+    """One screen for the terminal, as a rich renderable."""
+    from rich.console import Group, RenderableType
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = view(found)
+    head = Panel(Text(shown.headline), title=Text(shown.title), border_style="green", title_align="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for name in (*shown.settings, *_screen(shown.columns), ""):
+        table.add_column(name, no_wrap="FP32" not in name)
+    for line in shown.lines:
+        cells = (
+            _screen(line.cells) if not line.failure else ["failed", *[""] * (len(_screen(shown.columns)) - 1)]
+        )
+        style = "green" if line.best else "red" if line.failure else ""
+        table.add_row(*(Text(cell) for cell in (*line.settings, *cells, line.marks)), style=style)
+    failed = [
+        Text(f"failed: {', '.join(line.settings)}: {line.failure}", style="red")
+        for line in shown.lines
+        if line.failure
+    ]
+    notes = [Text(f"note: {note}", style="yellow") for note in shown.notes]
+    parts: list[RenderableType] = [head, table, Text(shown.caption), *failed, *notes]
+    return Group(*parts)
+
+
+def _screen(cells: list[str]) -> list[str]:
+    """What fits 80 columns: the divergence without its error, and the difference to FP32 of every split."""
+    return [cells[0].split(" ± ")[0], *cells[5:-1:2]]
+
+
+def _explanation(found: Methods) -> list[str]:
+    return [
+        f"Divergence is {MEANING[found.divergence]}; ± is one standard error over the samples. = marks "
+        "rows that are not worse than the best one by more than two standard errors, paired by sample.",
+        "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; (noise) marks "
+        "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
+        "passes over the calibration data, also where rows share them, and of what the row adds.",
+    ]
+
+
+def _line(found: Methods, row: Row) -> Line:
+    settings = [row.method, str(row.smooth), row.weights_method, "on" if row.bias_correction else "off"]
+    settings.append(str(row.split_outliers or "off"))
+    tie = row.measured is not None and row.measured.ties and not row.best
+    marks = [("best", row.best), ("=", tie), ("the recipe", row.recipe)]
+    return Line(
+        settings=settings,
+        cells=_cells(found, row.measured) if row.measured else [],
+        marks=", ".join(mark for mark, holds in marks if holds),
+        best=row.best,
+        failure=row.failure or "",
+    )
+
+
+def _cells(found: Methods, measured: Measured) -> list[str]:
+    own = found.own.measured
+    ratio = measured.divergence / own.divergence if own and own.divergence else None
+    cells = [
+        f"{measured.divergence:.2e} ± {measured.divergence_stderr:.0e}",
+        "" if ratio is None else f"{ratio:.0%}",
+        "equal" if measured.sqnr_db is None else f"{measured.sqnr_db:.1f} dB",
+        "" if measured.amax_over_rms is None else f"{measured.amax_over_rms:.0f}",
+    ]
+    for judged in measured.validation.values():
+        cells += [f"{judged.metrics[found.metric]:.4f}", delta_text(judged.vs_fp32, found.metric)]
+    return [*cells, f"{measured.calibration_s:.0f} s"]
+
+
+def _of(split: str, splits: list[str]) -> str:
+    return f" ({split.removeprefix('validation_')})" if len(splits) > 1 else ""
+
+
+def divergence_svg(found: Methods) -> str:
+    """Divergence of every row with one standard error."""
+    points = [(row, m.divergence, m.divergence_stderr) for row in found.rows if (m := row.measured)]
+    title = "divergence from FP32, train rows"
+    return _chart(points, title, "methods-divergence", None)
+
+
+def delta_svg(found: Methods) -> str:
+    """Difference of the primary metric on the first evaluation split with its paired standard error."""
+    split, points = next(iter(found.fp32)), []
+    for row in found.rows:
+        if row.measured:
+            judged = row.measured.validation[split].vs_fp32
+            points.append((row, judged.delta[found.metric], judged.delta_stderr[found.metric]))
+    return _chart(points, f"{label(found.metric)} against FP32, {split}", "methods-delta", 0.0)
+
+
+def _short(row: Row) -> str:
+    parts = [row.method.replace("percentile/", "p"), f"smooth {row.smooth}" if row.smooth != "none" else ""]
+    parts += ["w. mse" if row.weights_method == "mse" else "", "bias" if row.bias_correction else ""]
+    parts += [f"split {row.split_outliers}" if row.split_outliers else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _chart(points: list[tuple[Row, float, float]], title: str, name: str, zero: float | None) -> str:
+    figure = svg.figure_of(0.7 + 0.24 * len(points))
+    axes: Any = figure.add_subplot()
+    if zero is not None:
+        axes.axvline(zero, color=svg.MUTED, linewidth=0.8)
+    for place, (row, value, error) in enumerate(points):
+        colour, marker = (svg.GREEN, "*") if row.best else (svg.BLUE, "o")
+        axes.errorbar(value, place, xerr=error, color=colour, marker=marker, markersize=5, capsize=3)
+    labels = [f"{_short(row)}{' (recipe)' if row.recipe else ''}" for row, _, _ in points]
+    axes.set_yticks(range(len(points)), labels)
+    axes.set_ylim(len(points) - 0.4, -0.6)
+    if zero is None and all(value > 0 for _, value, _ in points):
+        axes.set_xscale("log", nonpositive="clip")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default writes formulas
+        axes.xaxis.set_minor_formatter(lambda *_: "")
+    else:
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
+        axes.locator_params(axis="x", nbins=5)
+    axes.grid(axis="x", linewidth=0.4, color=svg.MUTED, alpha=0.45)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(f"{title}; star: best", loc="left", fontweight="bold")
+    return svg.svg_of(figure, name, title)

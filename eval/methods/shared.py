@@ -1,0 +1,95 @@
+"""One pass over the calibration data that answers every method: histograms hold what each of them asks."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.calibrate.record import QuantizerState, require_plausible
+from qdqbench.quantize.fakequant import quantizers
+from qdqbench.quantize.fakequant.quantizers import Batch, kind_of
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Calibration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from transformers import PreTrainedModel
+
+ASKED = "percentile/99.9"  # what a shared pass asks of its histograms; plausible whatever the outliers are
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A model calibrated with histograms, which answer every method after one pass."""
+
+    model: "PreTrainedModel"
+    states: dict[str, QuantizerState]
+    notes: list[str]
+
+
+def collect(
+    model: "PreTrainedModel",
+    plan: Plan,
+    batches: "Iterable[Batch]",
+    settings: Calibration,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Shared:
+    """Calibrate `model`, in place, for all plans that differ from `plan` in the methods of activations only.
+
+    Arguments and errors as of `ptq.calibrate`; biases are not corrected.
+    """
+    scaling = {name: replace(each, method=ASKED) for name, each in plan.scaling.items()}
+    unbiased = settings.model_copy(update={"bias_correction": False})
+    record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased, progress)
+    return Shared(model, record.quantizers, record.notes)
+
+
+def calibrated(shared: Shared, plan: Plan) -> tuple["PreTrainedModel", dict[str, QuantizerState]]:
+    """A copy of the model with every amax by the methods of `plan`, and its quantizers.
+
+    Scales are those of `ptq.calibrate` with that plan, bit for bit.
+
+    Raises:
+        CheckFailed: an amax that is not plausible.
+    """
+    model = copy.deepcopy(shared.model)
+    states = dict(shared.states)
+    known: dict[Any, Any] = {}  # q, k and v read one tensor, and entropy searches long
+    for name, quantizer in quantizers.enabled_quantizers(model).items():
+        if kind_of(name) in ("weight", "softmax"):
+            continue
+        seen, method = quantizer._calibrator, plan.scaling_of(name.rpartition(".")[0]).method
+        key = method, seen.largest, seen.limit, seen.counts.tobytes()
+        amax = known[key] = known[key] if key in known else _amax(seen, method)
+        quantizer.amax = amax.to(quantizer.amax.device)
+        states[name] = states[name].model_copy(update={"amax": float(amax)})
+    require_plausible(states)
+    return model, states
+
+
+def _amax(seen: Any, method: str) -> "torch.Tensor":
+    """Amax by any method from what an `ActivationCalibrator` has seen, float32 scalar."""
+    import torch
+
+    from qdqbench.quantize.calibrate.histograms import ActivationCalibrator
+
+    if method == "max":
+        return torch.tensor(seen.largest, dtype=torch.float32)
+    asked = ActivationCalibrator(method)
+    asked.counts, asked.limit, asked.largest = seen.counts, seen.limit, seen.largest
+    found = asked.compute_amax()
+    assert found is not None  # the shared pass refused what is zero everywhere
+    return found
+
+
+def widest(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
+    """The activation quantizer with the largest amax / rms."""
+    found = {
+        name: state.amax / state.rms
+        for name, state in states.items()
+        if state.kind not in ("weight", "softmax") and state.rms and isinstance(state.amax, float)
+    }
+    return max(found.items(), key=lambda item: item[1]) if found else None

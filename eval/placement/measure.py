@@ -1,0 +1,293 @@
+"""Measure engines with INT8 in different places, the data of the cost model: random weights, random ids.
+
+Only latency is measured, so one calibration on random token ids serves all placements of a model. The rows of
+an engine are added to the file as soon as it is done; what is in the file already is not measured again.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qdqbench.eval.bench import target
+from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
+from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, export
+from qdqbench.eval.bench.lanes import random_sets
+from qdqbench.eval.placement.cost_fit import read_rows
+from qdqbench.eval.placement.cost_model import Row, shape_of
+from qdqbench.eval.placement.random import Chosen, choose_placements, columns
+from qdqbench.eval.placement.space import Space, make_space
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.calibrate.narrow import narrowed
+from qdqbench.quantize.calibrate.record import CalibrationRecord
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Calibration, Recipe, load_recipe
+from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.rundir.session import RunConfig, Session
+from qdqbench.quantize.tasks.task import Task
+
+RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
+SHAPES = target.SHAPES | {"minilm": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}}
+PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a measurement added."""
+
+    rows: int
+    engines: int
+    ended: str
+
+
+def measure_costs(  # noqa: PLR0913
+    model: str,
+    shapes: Sequence[Shape],
+    out: Path,
+    *,
+    placements: int,
+    seed: int,
+    budget_s: float | None,
+    say: Callable[[str], None],
+    devices: Devices | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Done:
+    """Measure one model's placements, one process, each beside its FP16 twin.
+
+    Args:
+        model: a name of SHAPES, or a model folder.
+        shapes: (batch, length), within the profile of the recipe.
+        out: file of rows; added to.
+        placements: fixed ones first (all, all with attention, each kind alone), then random ones.
+        seed: of weights, inputs and placements.
+        budget_s: no engine is started that would not end within it, by the longest one so far.
+        say: told of each engine.
+        devices: what touches the GPU; none: the real one.
+        clock: seconds.
+
+    Raises:
+        MissingDevice: no GPU.
+        UserError: the model or a shape cannot be used.
+    """
+    start = clock()
+    machine = _machine() if devices is None else ("fake GPU", "fake", "0")
+    known = read_rows(out) if out.is_file() else []
+    _drop_torn_line(out)
+    folder = Path(tempfile.mkdtemp(prefix="qdqbench-cost-"))
+    try:
+        session = _session(model, folder, seed)
+        _check_shapes(session, shapes)
+        space = make_space(
+            session.recipe, module_table(session.fp32_model), session.fp32_model.base_model_prefix
+        )
+        record = _calibrate(session)
+        twin = export(session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx").path
+        with (
+            alone_on_gpu() if devices is None else contextlib.nullcontext(),
+            GpuMonitor(_uuid(devices)) as monitor,
+            EngineTimer(session, twin, folder, shapes, devices) as timer,
+        ):
+            job = _Job(session, space, record, timer, monitor, out, machine, name_of(model))
+            return _run(job, known, placements, seed, (start, budget_s, clock), say)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Remove what a killed writer left behind the last whole line; `read_rows` passes it over."""
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
+
+
+@dataclass
+class _Job:
+    """What every engine needs."""
+
+    session: Session
+    space: Space
+    record: CalibrationRecord
+    timer: EngineTimer
+    monitor: GpuMonitor
+    out: Path
+    machine: tuple[str, str, str]
+    name: str
+
+    def measure(self, chosen: Chosen, shapes: Sequence[Shape]) -> dict[Shape, tuple[Latency, float | None]]:
+        """Latency and GPU clock of one placement."""
+        units, attention = chosen
+        recipe = self.space.assemble(set(units), set(attention), PLAIN)
+        plan = resolve(recipe, self.space.modules, self.space.prefix)
+        model = self.session.new_int8_model()
+        ptq.restore(model, plan, narrowed(plan, self.record, self.record))
+        exported = export(self.session, model, recipe, plan, self.session.folder / "placed.onnx")
+        del model
+        clocks: dict[Shape, float | None] = {}
+        begin = time.time()
+
+        def done(shape: Shape) -> None:
+            nonlocal begin
+            clocks[shape] = self.monitor.during([(begin, time.time())]).clock_mhz
+            begin = time.time()
+
+        found = self.timer.measure(exported, done, shapes)
+        return {shape: (latency, clocks.get(shape)) for shape, latency in found.items()}
+
+    def append(self, chosen: Chosen, found: dict[Shape, tuple[Latency, float | None]]) -> int:
+        """Write the rows of one engine, at once."""
+        gpu, backend, version = self.machine
+        text = ""
+        for (batch, length), (latency, clock_mhz) in found.items():
+            row = Row(
+                name=self.name,
+                model=shape_of(self.session.fp32_model.config),
+                batch=batch,
+                length=length,
+                placement=columns(chosen, int(self.session.fp32_model.config.num_hidden_layers)),
+                ms_int8=latency.ms,
+                ms_fp16=latency.twin_ms,
+                gpu=gpu,
+                backend=backend,
+                version=version,
+                clock_mhz=clock_mhz,
+            )
+            text += row.model_dump_json() + "\n"
+        with self.out.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+        return len(found)
+
+
+def _run(  # noqa: PLR0913, PLR0917
+    job: _Job,
+    known: Sequence[Row],
+    placements: int,
+    seed: int,
+    time_limit: tuple[float, float | None, Callable[[], float]],
+    say: Callable[[str], None],
+) -> Done:
+    start, budget_s, clock = time_limit
+    layers = int(job.session.fp32_model.config.num_hidden_layers)
+    rows = engines = failed = 0
+    longest = 0.0
+    for number, chosen in enumerate(choose_placements(job.space, placements, seed), 1):
+        placed = columns(chosen, layers)
+        have = {
+            (row.batch, row.length)
+            for row in known
+            if (row.name, row.placement, row.machine) == (job.name, placed, job.machine)
+        }
+        missing = [shape for shape in job.timer.shapes if shape not in have]
+        if not missing:
+            continue
+        begin = clock()
+        if budget_s is not None and begin - start + longest > budget_s:
+            return Done(
+                rows, engines, f"stopped at {begin - start:.0f} s of {budget_s:g} s, {failed} engines failed"
+            )
+        try:
+            found = job.measure(chosen, missing)
+        except (CheckFailed, UserError, RuntimeError) as error:
+            if "CUDA error" in str(error):
+                raise  # nothing runs on the GPU after it
+            failed += 1
+            say(f"{number} of {placements}: failed: {' '.join(str(error).split())[:300]}")
+            continue
+        finally:
+            longest = max(longest, clock() - begin)
+        rows += job.append(chosen, found)
+        engines += 1
+        said = ", ".join(
+            f"b{b} s{n} {each.ms:.3f} ms {each.speedup:.2f}x" for (b, n), (each, _) in found.items()
+        )
+        say(f"{number} of {placements}: {sum(map(len, chosen))} parts in INT8: {said}")
+    return Done(rows, engines, f"all placements are measured, {failed} engines failed")
+
+
+def name_of(model: str) -> str:
+    """Short name of a model."""
+    return model if model in SHAPES else Path(model).name
+
+
+def _session(model: str, folder: Path, seed: int) -> Session:
+    """A session without data: the recipe's export and engine, and the model."""
+    source = model
+    if model in SHAPES:
+        source = str(folder / "model")
+        target.write_random_model(folder / "model", SHAPES[model], seed)
+    task = Task(name="random-token-ids", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
+    if model not in SHAPES:
+        labels = target.label_count(model)
+        metrics = ("pearson",) if labels == 1 else ("accuracy",)
+        task = task.model_copy(update={"num_labels": labels, "metrics": metrics})
+    config = RunConfig(
+        recipe=_plain(RECIPE),
+        model=source,
+        task=task,
+        data="none",
+        seed=seed,
+        command="qdqbench cost measure",
+    )
+    session = Session(config, folder)
+    sizes = {i.head_size for i in module_table(session.fp32_model).values() if i.kind == "Attention"}
+    if not sizes <= {16, 32, 64}:  # the attention of such a model cannot be INT8
+        linears = _plain("bert-int8-linears")
+        session = Session(config.model_copy(update={"recipe": linears}), folder)
+    return session
+
+
+def _plain(name: str) -> Recipe:
+    """A shipped recipe with the calibration that takes the least time: no kernel depends on it."""
+    return load_recipe(name).model_copy(update={"calibration": Calibration()})
+
+
+def _check_shapes(session: Session, shapes: Sequence[Shape]) -> None:
+
+    for batch, length in shapes:
+        try:
+            choose(engine_profiles(session), batch, length)
+        except CheckFailed as error:
+            raise UserError(f"--batch {batch} --length {length}: {error}") from error
+
+
+def _calibrate(session: Session) -> CalibrationRecord:
+    """One record for all placements, from random token ids: any finite scales make the same kernels."""
+    model = session.new_int8_model()
+    batches: list[Any] = random_sets(
+        batch=target.RANDOM_BATCH,
+        length=session.recipe.export.max_length,
+        vocabulary=int(model.config.vocab_size),
+        sets=2,
+        seed=session.config.seed,
+    )
+    return ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
+
+
+def _machine() -> tuple[str, str, str]:
+    """GPU, backend and version.
+
+    Raises:
+        MissingDevice: lists what is missing.
+    """
+    import torch
+
+    gpu = find_gpu()
+    if gpu is None or not torch.cuda.is_available():
+        missing = "CUDA shows no NVIDIA GPU here" if gpu is None else "this torch has no CUDA"
+        raise MissingDevice(f"`qdqbench cost measure` times engines on a GPU: {missing}")
+    chosen = choose_backend("auto")
+    return gpu.name, chosen.name, chosen.version
+
+
+def _uuid(devices: Devices | None) -> str | None:
+    if devices is not None:
+        return None
+
+    return gpu_uuid()

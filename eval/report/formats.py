@@ -1,0 +1,174 @@
+"""How numbers, names and text are written in reports."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+LABELS = {
+    "fp32": "FP32",
+    "ptq": "PTQ fake-quant",
+    "qat": "QAT",
+    "fake_quant": "fake-quant",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+    "tensorrt_rtx": "TensorRT-RTX",
+    "f1": "F1",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "cola": "CoLA",
+    "sst2": "SST-2",
+    "stsb": "STS-B",
+} | {name: name.upper() for name in ("mrpc", "qqp", "mnli", "qnli", "rte", "wnli")}
+
+# What garbles a terminal or a page, or cannot be encoded: controls, direction overrides, lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def label(name: str) -> str:
+    """How the field writes the name of a stage, metric, task or backend; `_mm` is MNLI's mismatched split."""
+    if name.endswith("_mm"):
+        return f"{label(name[:-3])} (mismatched)"
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def model_label(name: str) -> str:
+    """Last part of a model's folder or hub id; the one that a run made itself is called by what it is."""
+    path = Path(name)
+    return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
+
+
+def points(fraction: float) -> str:
+    """A drop of a metric in words: 0.01 is `1 point`."""
+    return f"{100 * fraction:g} point{'' if round(100 * fraction, 9) == 1 else 's'}"
+
+
+def drop_points(drop: float, error: float) -> str:
+    """A drop with its standard error, both fractions, in points: +0.34 ± 0.52."""
+    return f"{100 * drop + 0.0:+.2f} ± {100 * error:.2f}"
+
+
+def versions_text(environment: dict[str, Any]) -> str:
+    """What accuracy depends on: torch 2.11.0, transformers 5.17.0, nvidia-modelopt 0.47.0."""
+    versions = environment["versions"]
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "nvidia-modelopt"))
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units with three digits: 90.9 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def seconds(count: float) -> str:
+    """Seconds with the digits that matter: 0.24 s, 12.3 s, 4 min 05 s."""
+    if count >= 119.5:
+        return f"{round(count) // 60} min {round(count) % 60:02d} s"
+    return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
+
+
+def types(names: list[str]) -> str:
+    """Datatypes with their number: `3 FP16, INT8`."""
+    counted = Counter(datatype(name) for name in names)
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted.items())
+
+
+def text(value: Any) -> str:
+    """Any text as one line of Markdown that stays text, in a table too."""
+    line = " ".join(str(value).split())
+    line = (
+        re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
+    return re.sub(r"^([#+=-])", r"\\\1", line)
+
+
+def code(value: Any) -> str:
+    """Any text as one Markdown code span, in a table too."""
+    line = " ".join(str(value).split()).replace("`", "'").replace("|", r"\|")
+    return f"`{line}`" if line else ""
+
+
+def fenced(block: str, language: str = "") -> str:
+    """A Markdown code block whose fence is longer than any in the text."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
+    return f"{fence}{language}\n{block.rstrip()}\n{fence}"
+
+
+def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as dotted names and printable values."""
+    if isinstance(value, dict):
+        return [
+            row
+            for key, item in value.items()
+            for row in flat(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(value, list):
+        return [(prefix, ", ".join(str(item) for item in value))]
+    if isinstance(value, int) and value >= 100_000:
+        return [(prefix, f"{value:,}")]
+    return [(prefix, "none" if value is None else str(value))]
+
+
+def sentence(line: str) -> str:
+    """A line that ends in a full stop."""
+    return line if line.endswith((".", "!", "?")) else f"{line}."
+
+
+def count_of(number: int, noun: str) -> str:
+    """3 linears, 1 linear."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first(lines: list[str], count: int, where: str) -> list[str]:
+    """The first lines, and a word on the rest."""
+    rest = len(lines) - count
+    return lines if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML."""
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
+
+
+def clean(value: Any) -> Any:
+    """Replace such characters in every string of a JSON value."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}
+    return value
+
+
+DATATYPES = {
+    "int8": "INT8",
+    "half": "FP16",
+    "float": "FP32",
+    "bfloat16": "BF16",
+    "fp8": "FP8",
+    "int32": "INT32",
+    "int64": "INT64",
+}
+
+
+def datatype(name: str) -> str:
+    """The field's name of a builder's datatype: Half is FP16; unknown names stay."""
+    return DATATYPES.get(name.lower(), name)
+
+
+def _number(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.3g}"
+
+
+def _share_text(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.2%}"

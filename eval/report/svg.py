@@ -1,0 +1,60 @@
+"""Pictures of a run: the grid of datatypes, and inline SVG charts that look the same on every machine.
+
+Charts are drawn with the object API of matplotlib (no pyplot, no global state) and hold no date, random id or
+address. Their text takes the page's font and colour, so they are readable on a light and on a dark page.
+"""
+
+import io
+import re
+import warnings
+from typing import Any
+
+# Okabe and Ito 2008, "Color Universal Design": told apart by colour-blind readers too.
+BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+)
+INK = "#010203"  # replaced by the page's text colour
+MUTED = "#7f8790"  # readable on white and on black
+
+
+def figure_of(height: float) -> Any:
+    """An empty figure of the report's column width, `height` inches high."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(4.8, height), layout="constrained")
+
+
+def svg_of(figure: Any, name: str, description: str) -> str:
+    """SVG text to put into a page: no XML header, no metadata, ids of its own, the page's font and colour."""
+    import matplotlib as mpl
+
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    for axes in figure.axes:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("bottom", "left"):
+            axes.spines[side].set_color(MUTED)
+        axes.tick_params(color=MUTED, labelcolor=INK, labelsize=8)
+        for label in (axes.xaxis.label, axes.title, axes._left_title):
+            label.set(color=INK, fontsize=8.5, parse_math=False)
+    for text in figure.findobj(mpl.text.Text):
+        text.set(parse_math=False, fontsize=8)  # a dollar sign in a name is a dollar sign
+        if text.get_color() != MUTED:
+            text.set_color(INK)
+    stream = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the page's font draws the text
+        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    svg = stream.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("xlink:href=", "href=")
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    box = re.search(r'viewBox="[^"]+"', svg)
+    assert box is not None
+    head = f'<svg {box[0]} xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{description}">'
+    return re.sub(r"<svg\b[^>]*>", lambda _: head, svg, count=1)

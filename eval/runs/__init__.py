@@ -1,0 +1,1 @@
+"""A whole run or study, its verdict and its report."""

@@ -1,0 +1,269 @@
+"""Charts of a run: which layer runs in what, accuracy by stage, ranges, parity."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from qdqbench.eval.report.formats import datatype
+from qdqbench.eval.report.svg import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    figure_of,
+    svg_of,
+)
+from qdqbench.quantize.core.results import LayerRow, Results
+from qdqbench.quantize.engine.layers import is_attention, is_int8
+from qdqbench.quantize.graph.index import module_of
+
+STYLES = {  # a kind looks the same in every chart; colour is never the only difference
+    "query": (BLUE, "o"),
+    "key": (ORANGE, "s"),
+    "value": (GREEN, "^"),
+    "attention output": (PURPLE, "D"),
+    "intermediate": (SKY, "v"),
+    "output": (INK, "P"),
+}
+OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
+KINDS = {  # what the families call their linears
+    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj"),
+    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj"),
+    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj"),
+    "query, key, value": ("attn.Wqkv",),
+    "attention": ("attention.self", "attention", "attn"),
+    "attention output": ("attention.output.dense", "attention.out_lin", "attn.Wo"),
+    "intermediate": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
+    "output": ("output.dense", "ffn.lin2", "mlp.Wo"),
+}
+_KIND = {path: kind for kind, paths in KINDS.items() for path in paths}
+_MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?$")
+
+
+def place(module: str) -> tuple[int | None, str]:
+    """Encoder layer and kind of a module: `bert.encoder.layer.3.output.dense` is (3, "output").
+
+    A module outside the numbered layers has layer None and keeps its own path as kind.
+    """
+    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", module)
+    return (int(found[1]), _KIND.get(found[2], found[2])) if found else (None, module)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The datatype that one module runs in, whether that is what the recipe asks for, and the kernel."""
+
+    datatype: str
+    as_asked: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Encoder layers (rows) by kind of module (columns)."""
+
+    proven: bool  # read from the engine's layer table; else the plan
+    kinds: list[str]
+    rows: list[tuple[int, list[Cell | None]]]
+    outside: list[tuple[str, Cell]]  # modules outside the numbered layers
+
+    @property
+    def datatypes(self) -> dict[str, int]:
+        """Number of modules in each datatype, for the legend."""
+        cells = [cell for _, row in self.rows for cell in row] + [cell for _, cell in self.outside]
+        return dict(sorted(Counter(cell.datatype for cell in cells if cell).items()))
+
+
+def precision_grid(results: Results) -> Grid:
+    """Which module runs in what: from the engine's kernels, or as planned when no engine was built."""
+    cells = _plan(results) if results.engine is None else _measured(results)
+    placed: dict[int, dict[str, Cell]] = defaultdict(dict)
+    outside = []
+    for module, cell in cells.items():
+        layer, kind = place(module)
+        if layer is None:
+            outside.append((module, cell))
+        else:
+            placed[layer][kind] = cell
+    kinds = _ordered(kind for row in placed.values() for kind in row)
+    rows = [(layer, [row.get(kind) for kind in kinds]) for layer, row in sorted(placed.items())]
+    return Grid(results.engine is not None, kinds, rows, outside)
+
+
+def _ordered(kinds: Iterable[str]) -> list[str]:
+    """Each kind once, in the order of computation; unknown ones last, as they come."""
+    found = list(dict.fromkeys(kinds))
+    return [kind for kind in KINDS if kind in found] + [kind for kind in found if kind not in KINDS]
+
+
+def _plan(results: Results) -> dict[str, Cell]:
+    precision = results.recipe.get("precision")
+    compute = str(precision.get("compute", "?") if isinstance(precision, dict) else "?").upper()
+    plan = dict.fromkeys(results.quantized_layers, "INT8")
+    plan |= dict.fromkeys(results.high_precision_layers, compute)
+    return {module: Cell(name, True, f"{module}: planned, not proven") for module, name in plan.items()}
+
+
+def _measured(results: Results) -> dict[str, Cell]:
+    """Each linear, and each pair of attention products, with the datatype of the kernels that compute it."""
+    assert results.engine is not None
+    asked = set(results.quantized_layers)
+    linears = [*results.quantized_layers, *results.high_precision_layers]
+    found: dict[str, list[LayerRow]] = {module: [] for module in linears}
+    covering: dict[str, list[LayerRow]] = defaultdict(list)
+    for row in results.engine.layers:
+        for node in filter(_MATMUL.search, row.onnx):
+            covering[node].append(row)
+    for node, rows in covering.items():
+        found.setdefault(module_of(node), []).extend(_computing(rows, node))
+    wrong = {module_of(node) for node in results.engine.not_int8}
+    cells = {}
+    for module, rows in found.items():
+        if module not in linears and place(module)[0] is None:
+            continue
+        names = set(map(_runs_in, rows))
+        name = names.pop() if len(names) == 1 else "mixed" if names else "absent"
+        int8 = module in asked or (module not in linears and results.recipe.get("attention") == "int8")
+        kernels = ", ".join(dict.fromkeys(row.name for row in rows)) or "not in the engine's layer table"
+        as_asked = module not in wrong and (not int8 or name == "INT8")
+        cells[module] = Cell(name, as_asked, f"{module}: {kernels}")
+    return cells
+
+
+def _computing(rows: list[LayerRow], node: str) -> list[LayerRow]:
+    """The kernels that multiply, not those that list the node because they finish its result."""
+    gemms = [row for row in rows if row.kind == "gemm"]
+    named = [row for row in gemms if node in re.split(r"\+| \[|_myl", row.name)]
+    fused = [row for row in rows if row.kind == "runtime_fusion" or is_attention(row)]
+    return named or gemms or fused or rows
+
+
+def _runs_in(row: LayerRow) -> str:
+    """INT8 only where proven: a kernel that takes INT8 codes may dequantize them and multiply in FP16."""
+    if is_int8(row):
+        return "INT8"
+    names = {datatype(name) for name in (*row.inputs, *row.outputs)} - {"INT8"}
+    inputs = names & {datatype(name) for name in row.inputs} or names
+    return inputs.pop() if len(inputs) == 1 else "mixed" if inputs else "unknown"
+
+
+def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
+    """Each metric by stage with one standard error, FP32's band and the gate's limit; may be empty."""
+    done = {stage: row for stage, row in results.stages.items() if row.status == "done" and row.metrics}
+    if not done:
+        return ""
+    first = results.stages.get("fp32", next(iter(done.values())))
+    metrics = list((first if first.metrics else next(iter(done.values()))).metrics)
+    figure = figure_of(0.55 + len(metrics) * (0.5 + 0.27 * len(results.stages)))
+    for index, metric in enumerate(metrics):
+        axes = figure.add_subplot(len(metrics), 1, index + 1)
+        _metric_axes(axes, results, metric, primary=index == 0)
+        axes.set_yticks(
+            range(len(results.stages)), [_short(labels.get(stage, stage)) for stage in results.stages]
+        )
+        axes.set_title(_short(labels.get(metric, metric)), loc="left", fontweight="bold")
+    return svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
+
+
+def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> None:
+    base = results.stages.get("fp32")
+    if base is not None and metric in base.metrics:
+        value, error = base.metrics[metric], base.stderr.get(metric, 0.0)
+        axes.axvspan(value - error, value + error, color=SKY, alpha=0.22, linewidth=0)
+        axes.axvline(value, color=BLUE, linewidth=0.8)
+    lowest = (
+        base.metrics[metric] - results.gate.max_drop if base and primary and metric in base.metrics else None
+    )
+    if lowest is not None:
+        axes.axvline(lowest, color=VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2)
+    for position, (stage, row) in enumerate(results.stages.items()):
+        if metric not in row.metrics:
+            text = "skipped" if row.status == "skipped" else "not measured"
+            axes.text(1.02, position, text, transform=axes.get_yaxis_transform(), color=MUTED, va="center")
+            continue
+        value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
+        low = lowest is not None and value < lowest
+        colour, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
+        if stage == "ptq" and not low:
+            colour, marker = (ORANGE, "s")  # what QAT began with
+        axes.errorbar(value, position, xerr=error, color=colour, marker=marker, markersize=5, capsize=3)
+        axes.text(1.02, position, f"{value:.4f}", transform=axes.get_yaxis_transform(), va="center")
+    axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.08)
+
+
+def ranges_svg(results: Results, measure: str) -> str:
+    """Activation ranges by encoder layer; `measure` is `amax` or `amax_over_rms`; may be empty."""
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in results.quantizers:
+        value = getattr(row, measure)
+        layer, kind = place(row.module)
+        if row.kind != "weight" and value is not None and layer is not None:
+            if row.kind == "residual":
+                kind = f"residual: {'attn' if row.module.endswith('.attention.output') else 'ffn'}"
+            elif row.kind != "input":
+                kind = f"attention: {row.kind}"
+            points[kind][layer] = value
+    title = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}[
+        measure
+    ]
+    return _layer_chart(points, title, measure, None)
+
+
+def parity_svg(results: Results) -> str:
+    """Share of differing INT8 codes by encoder layer against the limit, in percent; may be empty."""
+    if results.parity is None:
+        return ""
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in results.parity.rows:
+        layer, kind = place(row.name)
+        if layer is not None:
+            points[kind][layer] = 100 * row.differing / max(row.codes, 1)
+    limit = 100 * results.parity.limit_fraction
+    return _layer_chart(points, "INT8 codes that differ by a step, %", "parity", limit)
+
+
+def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, limit: float | None) -> str:
+    """One line per kind over the encoder layers; kinds with the same values share a line."""
+    if not points:
+        return ""
+    shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
+    for kind in _ordered(points):
+        shared[tuple(sorted(points[kind].items()))].append(kind)
+    figure = figure_of(2.75)
+    axes = figure.add_subplot()
+    others = cycle(OTHERS)
+    for line, kinds in shared.items():
+        layers, heights = zip(*line, strict=True)
+        colour, marker = STYLES.get(kinds[0].partition(",")[0]) or next(others)
+        axes.plot(
+            layers, heights, color=colour, marker=marker, markersize=4.5, label=_short(", ".join(kinds))
+        )
+    values = [value for line in shared for _, value in line]
+    if limit is not None:
+        axes.axhline(limit, color=VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2, label=f"limit {limit:g}%")
+    elif min(values) > 0 and max(values) > 50 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if axes.get_yscale() == "linear":
+        top = max([*values, limit or 0.0]) or 1.0
+        axes.set_ylim(-0.02 * top, 1.12 * top)  # markers at zero stay whole
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=12)
+    axes.set_xlabel("encoder layer")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.grid(axis="y", linewidth=0.4, color=MUTED, alpha=0.45)
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, handlelength=1.6, columnspacing=1.4)
+    return svg_of(figure, name, f"{title}, by encoder layer")
+
+
+def _short(name: str) -> str:
+    """A label that leaves room for the chart."""
+    return name if len(name) <= 32 else f"{name[:31]}…"

@@ -1,0 +1,231 @@
+"""Gather the files of a run into one `Results`, and hold them to the recipe's gate."""
+
+import importlib.metadata
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.logits import read_logits, score
+from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.results import (
+    Comparison,
+    EngineResult,
+    FileRow,
+    FindingRow,
+    Gate,
+    Parity,
+    Results,
+    StageResult,
+    Timing,
+    Verification,
+)
+from qdqbench.quantize.core.training_results import TrainingRun
+from qdqbench.quantize.encoders.load import describe_model
+from qdqbench.quantize.engine.build import require_int8
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.rundir.session import Session
+
+ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
+
+
+def collect(session: "Session", timings: dict[str, Timing]) -> Results:
+    """All numbers of a run, from the files in its directory.
+
+    Args:
+        session: a run whose stages are done.
+        timings: cost of each stage.
+    """
+    folder, config = session.folder, session.config
+    quantized = config.recipe.quantizes
+    engine = _engine(folder)
+    stages = _stages(session, engine)
+    findings = _findings(folder)
+    parity = _parity(session) if quantized else None
+    verification = _verification(folder)
+    split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
+    results = Results(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=config.command,
+        recipe=config.recipe.model_dump(mode="json"),
+        model=_model(session),
+        task=config.task.model_dump(mode="json"),
+        data={"source": session.data_source, "evaluation": split_rows, **_calibration(folder, quantized)},
+        seed=config.seed,
+        quantized_layers=list(session.plan.int8),
+        high_precision_layers=list(session.plan.high),
+        quantizers=_quantizers(session) if quantized else [],
+        files=_files(folder),
+        findings=findings,
+        parity=parity,
+        stages=stages,
+        training=_training(session),
+        qat_vs_ptq=_qat_vs_ptq(session),
+        engine=engine,
+        verification=verification,
+        gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
+        timings=timings,
+        warnings=list(
+            dict.fromkeys([*_warnings(session, stages), *(verification.warnings if verification else [])])
+        ),
+        environment=environment(),
+    )
+    failures = _failures(session, results)
+    results.gate = Gate(passed=not failures, max_drop=config.recipe.gate.max_drop, failures=failures)
+    return results
+
+
+def _stages(session: "Session", engine: EngineResult | None) -> dict[str, StageResult]:
+    task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
+    fp32 = folder / "fp32.npz"
+    result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}
+    if session.recipe.quantizes:
+        trained = session.recipe.qat is not None
+        if trained:
+            result["ptq"] = score(
+                task, folder / "ptq.npz", fp32, seed, "PyTorch, ModelOpt fake-quant before QAT"
+            )
+        detail = f"PyTorch, ModelOpt fake-quant{' after QAT' if trained else ''}"
+        result["fake_quant"] = score(task, folder / "fake_quant.npz", fp32, seed, detail)
+    else:
+        reason = "the recipe quantizes nothing"
+        result["fake_quant"] = StageResult(status="skipped", reason=reason)
+    version = importlib.metadata.version("onnxruntime")
+    detail = f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)"
+    result["onnxruntime"] = score(task, folder / "onnxruntime.npz", fp32, seed, detail)
+    ran = files.read_json(session.folder / "engine.json")
+    if "skipped" in ran:
+        result["engine"] = StageResult(status="skipped", reason=ran["skipped"])
+    else:
+        result["engine"] = score(task, folder / "engine.npz", fp32, seed, ran["detail"])
+    return result
+
+
+def _engine(folder: Path) -> EngineResult | None:
+    built = files.read_json(folder / "build.json")
+    return None if "skipped" in built else EngineResult.model_validate(built)
+
+
+def _verification(folder: Path) -> Verification | None:
+    found = files.read_json(folder / "verify.json")
+    return None if "skipped" in found else Verification.model_validate(found)
+
+
+def _findings(folder: Path) -> list[FindingRow]:
+    return [FindingRow.model_validate(row) for row in files.read_json(folder / "check.json")["findings"]]
+
+
+def _parity(session: "Session") -> Parity:
+    """Layer-local parity, and ONNX Runtime against fake-quant on the whole split."""
+    parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
+    folder = session.folder / "logits"
+    fake, labels = read_logits(folder / "fake_quant.npz")
+    ort, _ = read_logits(folder / "onnxruntime.npz")
+    first = next(iter(fake))
+    task, seed = session.config.task, session.config.seed
+    return parity.model_copy(
+        update={"end_to_end": compare(task, fake[first], ort[first], labels[first], seed=seed)}
+    )
+
+
+def _quantizers(session: "Session") -> list[Any]:
+
+    return list(read_record(session.record_path).rows())
+
+
+def _qat_vs_ptq(session: "Session") -> Comparison | None:
+    """The trained fake-quant model against the one before training, on the same samples."""
+    if session.recipe.qat is None or not session.recipe.quantizes:
+        return None
+    folder, task = session.folder / "logits", session.config.task
+    before, labels = read_logits(folder / "ptq.npz")
+    after, _ = read_logits(folder / "fake_quant.npz")
+    first = next(iter(before))
+    return compare(task, before[first], after[first], labels[first], seed=session.config.seed)
+
+
+def _training(session: "Session") -> TrainingRun | None:
+    if session.recipe.qat is None or not session.recipe.quantizes:
+        return None
+    return TrainingRun.model_validate(files.read_json(session.folder / "qat" / "training.json"))
+
+
+def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
+    if not quantized:
+        return {"calibration": None}
+    record = files.read_json(folder / "calibration.json")
+    return {"calibration": {"method": record["method"], "seed": record["seed"], **record["data"]}}
+
+
+def _model(session: "Session") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    model = session.fp32_model
+    info = asdict(describe_model(session.model_name, model))
+    return info | {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "embedded": session.config.model is None,
+    }
+
+
+def _files(folder: Path) -> list[FileRow]:
+    sizes = {name: (folder / name).stat().st_size for name in ONNX_FILES if (folder / name).is_file()}
+    fp32 = sizes["model.fp32.onnx"]
+    return [FileRow(name=name, bytes=size, fp32_ratio=size / fp32) for name, size in sizes.items()]
+
+
+def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
+    notes = list(session.notes)
+    if session.config.limit is not None:
+        notes.insert(
+            0, f"--limit {session.config.limit}: accuracy is measured on a part of the evaluation data only"
+        )
+    if session.config.model is None:
+        notes.append(
+            "embedded default: a small BERT trained on generated sentences, for trying the path only"
+        )
+    truncated = sum(encoded.truncated for _, encoded in session.eval_splits.values())
+    if truncated:
+        length = session.recipe.export.max_length
+        notes.append(f"{truncated} evaluation samples were cut at export.max_length {length} in every stage")
+    return notes
+
+
+def _failures(session: "Session", results: Results) -> list[str]:
+    """Everything that keeps the gate from passing."""
+
+    recipe, found = session.recipe, []
+    found += [
+        f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"
+    ]
+    if results.parity is not None and not results.parity.passed:
+        bad = [row.name for row in results.parity.rows if not row.holds]
+        found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
+    if results.verification is not None:
+        found += results.verification.failures
+    primary = session.config.task.metrics[0]
+    judged = {name: stage for name, stage in results.stages.items() if name != "ptq"}  # QAT comes after it
+    for name, stage in judged.items():
+        drops = [
+            results.stages["fp32"].metrics[m] - v
+            for m, v in stage.metrics.items()
+            if m in (primary, f"{primary}_mm")
+        ]
+        if drops and max(drops) > recipe.gate.max_drop:
+            found.append(
+                f"{name}: {primary} is {max(drops):.4f} below FP32, the gate allows {recipe.gate.max_drop}"
+            )
+    if recipe.quantizes and recipe.gate.int8_layers == "all":
+        if results.engine is None:
+            built = files.read_json(session.folder / "build.json")
+            found.append(f"INT8 is not proven, no engine was built: {built['skipped']}")
+        else:
+            try:
+                require_int8(results.engine)
+            except CheckFailed as error:
+                found.append(str(error))
+    return found

@@ -1,0 +1,188 @@
+"""`report.md`, `report.html` and the terminal's summary, all written from one `Results` and nothing else."""
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from qdqbench.eval.bench.report import bench_of
+from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
+from qdqbench.eval.report.render import render
+from qdqbench.eval.runs import charts
+from qdqbench.eval.runs.training_report import section_of
+from qdqbench.eval.runs.verdict import (
+    delta_text,
+    headline,
+    last_measured,
+    metric_text,
+    noise,
+    qat_clause,
+    quantized_file,
+    share,
+    stage_label,
+    stage_name,
+    verdict,
+)
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import read_json, write_text
+from qdqbench.quantize.core.results import Comparison, Results
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+def write_reports(results: Results, folder: Path) -> list[Path]:
+    """Write `report.md` and `report.html` (one file, no external request) to `folder`; return their paths.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    words = {"value": metric_text, "noise": noise, "share": share}
+    context = _context(printable(results)) | {"bench": bench_of(folder)} | words
+    texts = {folder / f"report.{kind}": render(f"report.{kind}.j2", context) for kind in ("md", "html")}
+    for path, content in texts.items():
+        write_text(path, content)
+    return list(texts)
+
+
+def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
+    """Write a finished run's reports again, for what was measured since; and why they could not be written.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    path = folder / "results.json"
+    if not path.is_file():
+        return [], None
+    try:
+        results = Results.model_validate(read_json(path))
+    except (ValidationError, UserError):  # what was measured must not be lost to it
+        return [], f"{path.name} is not of this version: run `qdqbench report` for a report with this bench"
+    return write_reports(results, folder), None
+
+
+def summary_lines(results: Results) -> "Group":
+    """One screen for the end of a run, as a rich renderable: verdict, stages, the first warnings."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    results = printable(results)
+    said = verdict(results)
+    colour = "green" if said.passed else "red"
+    body = Text(said.sentence)
+    for line in first(said.failures, 5, "the report"):
+        body.append(f"\n✗ {line}", style="red")
+    for line in first(said.notes, 3, "the report"):
+        body.append(f"\n{line}", style="yellow")
+    table = Table("stage", "result", "against FP32", "differing answers", box=None, pad_edge=False)
+    for name, row in results.stages.items():
+        versus = row.vs_fp32
+        cells = (
+            stage_name(results, name),
+            headline(row) or row.status,
+            delta_text(row) if versus else "",
+            f"{versus.disagreements} of {versus.n}" if versus and versus.disagreements is not None else "",
+        )
+        table.add_row(*(Text(cell) for cell in cells))  # Text: names are never read as markup
+    warned = [Text(f"warning: {line}", style="yellow") for line in first(results.warnings, 3, "the report")]
+    return Group(Panel(body, title=Text(said.title), border_style=colour, title_align="left"), table, *warned)
+
+
+def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
+    """Label, value, remark and whether it holds, of the numbers under the verdict."""
+    tiles = []
+    engine, last, shrunk, parity = (
+        results.engine,
+        last_measured(results),
+        quantized_file(results),
+        results.parity,
+    )
+    if engine is not None and engine.expected_int8_gemms:
+        done, asked = engine.int8_gemms, engine.expected_int8_gemms
+        tiles.append(
+            ("INT8 linears", f"{done} / {asked}", "in the engine", done >= asked and not engine.not_int8)
+        )
+    elif engine is None and results.quantized_layers:
+        tiles.append(("INT8 linears", str(len(results.quantized_layers)), "planned, not proven", True))
+    if last is not None and (versus := last[1].vs_fp32) is not None:
+        metric = next(iter(last[1].metrics))
+        holds = versus.delta[metric] >= -results.gate.max_drop
+        error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
+        tiles.append(
+            (f"{label(metric)} against FP32", f"{versus.delta[metric]:+.4f}", error + noise(last[1]), holds)
+        )
+    if (gain := results.qat_vs_ptq) is not None:
+        tiles.append(_gain_tile(gain))
+    if shrunk is not None:
+        tiles.append(("ONNX file against FP32", f"{shrunk[1]:.2f}", f"{size(shrunk[2])}, {shrunk[0]}", True))
+    if parity is not None and parity.rows:
+        worst = max(parity.rows, key=lambda row: share(row) / row.limit)  # a row's limit may be its own
+        remark = f"codes differ at worst, limit {worst.limit:.2%}"
+        tiles.append(("layer parity", f"{share(worst):.2%}", remark, parity.passed))
+    if (verified := results.verification) is not None:
+        held = sum(row.holds for row in verified.blocks)
+        remark = f"follow {label(verified.reference)} on the GPU"
+        tiles.append(("engine blocks", f"{held} / {len(verified.blocks)}", remark, verified.passed))
+    if results.timings:
+        peak = max(row.peak_rss_bytes for row in results.timings.values())
+        total = seconds(sum(row.wall_s for row in results.timings.values()))
+        tiles.append(("whole run", total, f"peak memory {size(peak)}", True))
+    return tiles
+
+
+def _gain_tile(gain: Comparison) -> tuple[str, str, str, bool]:
+    metric, delta = next(iter(gain.delta.items()))
+    error = f"± {gain.delta_stderr[metric]:.4f}, " if metric in gain.delta_stderr else ""
+    remark = error + ("within noise" if gain.within_noise else "beyond noise")
+    return (f"{label(metric)}, QAT against PTQ", f"{delta:+.4f}", remark, gain.within_noise or delta > 0)
+
+
+def _context(results: Results) -> dict[str, Any]:
+
+    recipe = results.recipe
+    outliers = [row for row in results.quantizers if row.amax_over_rms is not None]
+    outliers.sort(key=lambda row: -(row.amax_over_rms or 0.0))
+    return {
+        "r": results,
+        "said": verdict(results),
+        "tiles": _tiles(results),
+        "name": "embedded default" if results.model.get("embedded") else results.model.get("name", "model"),
+        "task": label(str(results.task.get("name", "task"))),
+        "recipe_name": recipe.get("name", "unnamed recipe"),
+        "recipe_yaml": yaml_text(recipe),
+        "metrics": list(dict.fromkeys(metric for row in results.stages.values() for metric in row.metrics)),
+        "training": section_of(results.training),
+        "won_back": f"{qat_clause(results)}." if results.trained else "",
+        "stage_labels": {name: stage_label(results, name) for name in results.stages},
+        "grid": charts.precision_grid(results),
+        "kernels": Counter(row.kind for row in results.engine.layers).most_common() if results.engine else [],
+        "outliers": outliers[:3],
+        "worst": sorted(results.parity.rows, key=lambda row: -share(row))[:6] if results.parity else [],
+        "accuracy_svg": charts.accuracy_svg(results, LABELS | _labels(results)),
+        "amax_svg": charts.ranges_svg(results, "amax"),
+        "outlier_svg": charts.ranges_svg(results, "amax_over_rms"),
+        "parity_svg": charts.parity_svg(results),
+        "total_s": sum(row.wall_s for row in results.timings.values()),
+        "inputs": [
+            *flat(results.model, "model"),
+            *flat(results.task, "task"),
+            *flat(results.data, "data"),
+            ("seed", str(results.seed)),
+        ],
+        "environment": flat(results.environment),
+    }
+
+
+def _labels(results: Results) -> dict[str, str]:
+    """What the chart calls stages and metrics."""
+    metrics = {metric: label(metric) for row in results.stages.values() for metric in row.metrics}
+    return metrics | {name: stage_name(results, name) for name in results.stages}
+
+
+def printable(results: Results) -> Results:
+    """Results without characters that garble a page or a terminal."""
+    return Results.model_validate(clean(results.model_dump(mode="json")))

@@ -1,0 +1,69 @@
+"""Run a session's stages with progress, and write the report at the end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from qdqbench.eval.runs.collect import collect
+from qdqbench.eval.runs.report import write_reports
+from qdqbench.eval.stages.stages import stages
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import Timing
+from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.rundir.pipeline import ancestors, forget_others, run_stages
+from qdqbench.quantize.rundir.session import Session
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.core.results import Results
+
+EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
+REPORT = ("results.json", "report.md", "report.html")
+
+
+def run_until(
+    session: Session, until: str | None = None, show: Callable[[str, bool], None] = lambda name, reused: None
+) -> "Results | None":
+    """Run up to a stage; with `until` None or "report", everything and the report.
+
+    Args:
+        session: the run.
+        until: a stage, "evaluate" for the four evaluations, or "report".
+        show: called with a stage's name as it starts, and whether what is there is used again.
+
+    Returns:
+        The results where the report was written, else None.
+
+    Raises:
+        UserError: no stage of that name in this run.
+    """
+    listed = stages(session)
+    if until in (None, "report"):
+        targets = list(listed)
+    elif until == "evaluate":
+        targets = [name for name in EVALUATED if name in listed]
+    elif until in listed:
+        targets = [until]
+    else:
+        raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
+    forget_others(session.folder, listed)
+    files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+
+    def announce(name: str, reused: bool) -> None:
+        show(name, reused)
+        if not reused:  # an interrupted run must not leave the report of another one beside its files
+            for file in REPORT:
+                (session.folder / file).unlink(missing_ok=True)
+
+    timings = run_stages(session, ancestors(listed, targets), announce)
+    if until not in (None, "report"):
+        return None
+    show("report", False)
+    return _report(session, timings)
+
+
+def _report(session: Session, timings: dict[str, Timing]) -> "Results":
+
+    results = collect(session, timings)
+    files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
+    write_reports(results, session.folder)
+    return results

@@ -1,0 +1,171 @@
+"""FP32, PTQ and QAT of one task over seeds: what a seed moves, beside what quantization moves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdqbench.eval.accuracy.logits import score
+from qdqbench.eval.runs.study_results import FILE, Study, StudyRow, StudySummary
+from qdqbench.eval.stages.stages import stages
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.results import StageResult
+from qdqbench.quantize.core.training_results import Finetuning, Spread, TrainingRun, training_line
+from qdqbench.quantize.qat.stage import settings_of
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.pipeline import ancestors, open_run, run_stages
+from qdqbench.quantize.rundir.session import QAT, RunConfig, Session
+from qdqbench.quantize.train.finetune import Request, finetune
+from qdqbench.quantize.train.record import RECORD, spread
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+STAGES = ("baseline", "ptq", "fake_quant")
+
+
+@dataclass
+class Plan:
+    """What a study goes through."""
+
+    request: Request  # of the FP32 models
+    recipes: list[Recipe]
+    folder: Path
+    say: Callable[[str], None] = lambda text: None
+
+
+def study(plan: Plan, accelerator: "Accelerator") -> Study:
+    """Fine-tune for every seed, then PTQ and QAT of every recipe on each of these models.
+
+    What an earlier call finished is kept.
+
+    Args:
+        plan: what to do.
+        accelerator: of one process.
+
+    Raises:
+        UserError: a recipe without QAT section, several processes, or as `finetune`.
+        CheckFailed: nothing came to its end.
+    """
+    if accelerator.num_processes > 1:
+        raise UserError(
+            f"a study runs in one process, not in {accelerator.num_processes}; start it without a launcher"
+        )
+    for recipe in plan.recipes:
+        settings_of(_session(plan, recipe, 0))
+    plan.say("fine-tuning")
+    told = replace(
+        plan.request,
+        report=lambda seed, row, steps: plan.say(f"fine-tuning, seed {seed}: {training_line(row, steps)}"),
+    )
+    models = finetune(told, accelerator)
+    rows = []
+    for run in models.runs:
+        for recipe in plan.recipes:
+            plan.say(f"seed {run.seed}: {recipe.name}")
+            rows.append(_row(plan, recipe, run))
+    found = _study(plan, models, rows)
+    files.write_text(plan.folder / FILE, found.model_dump_json(indent=2) + "\n")
+    if not found.summary:
+        raise CheckFailed(f"nothing came to its end: {rows[0].reason}")
+    return found
+
+
+def _session(plan: Plan, recipe: Recipe, seed: int) -> Session:
+    request = plan.request
+    settings = recipe.qat
+    if settings is not None:
+        settings = settings.model_copy(update={"seed": seed})
+    config = RunConfig(
+        recipe=recipe.model_copy(update={"qat": settings}),
+        model=str(request.folder / f"seed-{seed}" / "model"),
+        task=request.task,
+        data=request.data,
+        seed=0,  # of the bootstrap
+        command=request.command,
+    )
+    return Session(config, plan.folder / f"seed-{seed}" / recipe.name)
+
+
+def _row(plan: Plan, recipe: Recipe, model: TrainingRun) -> StudyRow:
+    """PTQ and QAT of one recipe and seed; a failure is a result."""
+
+    row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
+    if model.status == "failed":
+        return row
+    wanted = _session(plan, recipe, model.seed)
+    session = open_run(wanted.config, wanted.folder)
+    name = f"seed {model.seed}: {recipe.name}"
+    session.report = lambda row, steps: plan.say(f"{name}, qat, {training_line(row, steps)}")
+    try:
+        run_stages(
+            session,
+            ancestors(stages(session), STAGES),
+            lambda stage, reused: plan.say(f"{name}, {stage}"),
+        )
+    except CheckFailed as error:
+        return row.model_copy(update={"reason": str(error)})
+    training = TrainingRun.model_validate_json((session.folder / QAT / RECORD).read_text(encoding="utf-8"))
+    fp32, ptq, qat = (_score(session, name) for name in ("fp32", "ptq", "fake_quant"))
+    return StudyRow(
+        seed=model.seed,
+        recipe=recipe.name,
+        status="done",
+        fp32=fp32.metrics,
+        ptq=ptq.metrics,
+        qat=qat.metrics,
+        ptq_vs_fp32=ptq.vs_fp32,
+        qat_vs_fp32=qat.vs_fp32,
+        steps=training.steps,
+        best_step=training.best_step,
+        training_s=training.seconds,
+        samples_per_s=training.samples_per_s,
+    )
+
+
+def _score(session: Session, stage: str) -> StageResult:
+
+    folder = session.folder / "logits"
+    reference = None if stage == "fp32" else folder / "fp32.npz"
+    return score(session.config.task, folder / f"{stage}.npz", reference, session.config.seed, "")
+
+
+def _study(plan: Plan, models: Finetuning, rows: list[StudyRow]) -> Study:
+    summary = {}
+    for recipe in plan.recipes:
+        done = [row for row in rows if row.recipe == recipe.name and row.status == "done"]
+        if done:
+            summary[recipe.name] = summarize(done, plan.request.task.metrics[0])
+    failed = [f"seed {r.seed}, {r.recipe} failed: {r.reason}" for r in rows if r.status == "failed"]
+    return Study(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=plan.request.command,
+        base=models.base,
+        task=models.task,
+        data=models.data,
+        n=next((run.n for run in models.runs if run.n), 0),
+        finetune=plan.request.settings.model_dump(mode="json"),
+        recipes={recipe.name: recipe.model_dump(mode="json") for recipe in plan.recipes},
+        seeds=[run.seed for run in models.runs],
+        rows=rows,
+        summary=summary,
+        warnings=list(dict.fromkeys([*models.warnings, *failed])),
+        environment=models.environment,
+    )
+
+
+def summarize(rows: list[StudyRow], metric: str) -> StudySummary:
+    """Mean and standard deviation over seeds; differences are taken seed by seed."""
+
+    def over(values: list[float]) -> Spread:
+        return spread([{metric: value} for value in values])[metric]
+
+    return StudySummary(
+        fp32=over([row.fp32[metric] for row in rows]),
+        ptq=over([row.ptq[metric] for row in rows]),
+        qat=over([row.qat[metric] for row in rows]),
+        ptq_minus_fp32=over([row.ptq[metric] - row.fp32[metric] for row in rows]),
+        qat_minus_fp32=over([row.qat[metric] - row.fp32[metric] for row in rows]),
+    )

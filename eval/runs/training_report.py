@@ -1,0 +1,302 @@
+"""What a training says: `finetune.md` and `finetune.html`, the terminal, and the section on QAT of a run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
+from qdqbench.eval.report.render import render
+from qdqbench.eval.runs.training_charts import charts_of, measure, points_of, score_name
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+COLUMNS = ("samples", "held-out {}", "steps", "best step", "samples/s", "time", "trained on", "stopped")
+Pairs = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One seed in words."""
+
+    seed: str
+    metrics: list[str]
+    cells: list[str]  # as `COLUMNS`
+    best: bool
+    failure: str
+
+
+@dataclass(frozen=True)
+class View:
+    """A fine-tuning in words, ready for templates."""
+
+    title: str
+    status: str  # passed, partly, failed
+    headline: str
+    metrics: list[str]
+    columns: list[str]
+    lines: list[Line]
+    spread: list[str]  # mean and standard deviation by metric
+    explanation: list[str]
+    notes: list[str]
+    warnings: list[str]
+    settings: Pairs
+    inputs: Pairs
+    environment: Pairs
+    command: str
+    made: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """QAT in the report of a run."""
+
+    facts: Pairs
+    explanation: list[str]
+    charts: list[str] = field(default_factory=list)  # SVG
+    settings: Pairs = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def write_finetuning(result: Finetuning, folder: Path) -> None:
+    """Write `finetune.md` and `finetune.html` (one file, no external request).
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    result = _cleaned(result)
+    shown = {"s": view(result), "charts": charts_of(result.runs)}
+    texts = {folder / f"finetune.{kind}": render(f"finetune.{kind}.j2", shown) for kind in ("md", "html")}
+    for path, text in texts.items():
+        files.write_text(path, text)
+
+
+def finetune_lines(result: Finetuning) -> "Group":
+    """One screen for the end of the command, as a rich renderable: verdict, seeds, the first warnings."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = view(result)
+    colour = {"passed": "green", "partly": "yellow", "failed": "red"}[shown.status]
+    kept = ["steps", "best step", "samples/s", "time"]  # what fits beside two metrics
+    table = Table(box=None, pad_edge=False)
+    for name in ("seed", *shown.metrics, *kept):
+        table.add_column(Text(name), no_wrap=name in shown.metrics)  # Text: names are never read as markup
+    for line in shown.lines:
+        cells = dict(zip(shown.columns, line.cells, strict=False))
+        values = [*line.metrics, *(cells.get(name, "") for name in kept)]
+        if line.failure:
+            values = ["failed", *[""] * (len(shown.metrics) + len(kept) - 1)]  # the headline says why
+        table.add_row(*(Text(cell) for cell in (line.seed + (" *" if line.best else ""), *values)))
+    if shown.spread:
+        table.add_row(*map(Text, ["mean", *shown.spread, *[""] * len(kept)]))
+    warned = [Text(f"warning: {line}", style="yellow") for line in first(shown.warnings, 3, "finetune.md")]
+    panel = Panel(Text(shown.headline), title=Text(shown.title), border_style=colour, title_align="left")
+    return Group(panel, table, *warned)
+
+
+def headline(result: Finetuning) -> str:
+    """The outcome in one sentence."""
+    task, metric = label(str(result.task.get("name", "task"))), _metrics(result)[0]
+    done = [run for run in result.runs if run.status == "done"]
+    failed = [run for run in result.runs if run.status == "failed"]
+    reasons = ", ".join(f"seed {run.seed} ({_reason(run)})" for run in failed)
+    if not done:
+        return f"No seed of {len(failed)} was trained to its end: {reasons}."
+    spread = result.spread.get(metric)
+    if spread is None:
+        clauses = [f"{task}: {count_of(len(done), 'seed')} trained, {label(metric)} was not measured"]
+    elif spread.sd is None:
+        where = f"(one seed, so no spread; {done[0].n} validation samples)"
+        clauses = [f"{task} {label(metric)} {_value(done[0], metric)} {where}"]
+    else:
+        clauses = [
+            f"{task} {label(metric)} {spread.mean:.4f} on average over {spread.n} seeds, standard deviation "
+            f"{spread.sd:.4f} ({done[0].n} validation samples)"
+        ]
+    best = next((run for run in done if run.seed == result.best_seed), None)
+    if best is not None and len(result.runs) > 1:
+        clauses.append(f"best on its held-out rows: seed {best.seed}, {_value(best, metric)} on validation")
+    if failed:
+        clauses.append(f"{len(failed)} of {len(result.runs)} seeds FAILED: {reasons}")
+    return "; ".join(clauses) + "."
+
+
+def view(result: Finetuning) -> View:
+    """Words and figures for people; every one of them is in `finetune.json`."""
+    result = _cleaned(result)
+    runs, names = result.runs, _metrics(result)
+    failed = [run for run in runs if run.status == "failed"]
+    said = {f"seed {run.seed} failed: {run.reason}" for run in failed}
+    settings = [row for row in flat(runs[0].settings) if row[0] != "seed"] if runs else []
+    base = model_label(str(result.base.get("name", "encoder")))
+    return View(
+        title=f"{base} · {label(str(result.task.get('name', 'task')))}",
+        status="passed" if not failed else "partly" if len(failed) < len(runs) else "failed",
+        headline=headline(result),
+        metrics=[label(name) for name in names],
+        columns=[name.format(measure(score_name(runs))) for name in COLUMNS],
+        lines=[_line(run, names, best=run.seed == result.best_seed) for run in runs],
+        spread=[_spread(result, name) for name in names] if len(runs) > 1 and result.spread else [],
+        explanation=_explanation(result),
+        notes=[f"Seed {run.seed}: {line}" for run in runs for line in run.notes],
+        warnings=[line for line in result.warnings if line not in said],
+        settings=[("seeds", ", ".join(str(run.seed) for run in runs)), *settings],
+        inputs=[
+            *flat(result.base, "base"),
+            *flat(result.task, "task"),
+            ("data", result.data),
+            *_sizes(runs),
+        ],
+        environment=flat(result.environment),
+        command=result.command,
+        made=result.created,
+    )
+
+
+def _cleaned(result: Finetuning) -> Finetuning:
+    """Without characters that garble a page or a terminal."""
+    return Finetuning.model_validate(clean(result.model_dump()))
+
+
+def section_of(run: TrainingRun | None) -> Section | None:
+    """QAT of a run for its report; None where there was none."""
+    if run is None:
+        return None
+    judged = measure(score_name([run]))
+    best = str(run.best_step)
+    if not run.best_step:
+        best = "0: the weights before training, so it gained nothing"
+    score = _score(run)
+    facts = [
+        ("steps", _steps(run)),
+        ("stopped", run.stopped or "after the last step"),
+        ("weights kept", f"of step {best}"),
+        (f"held-out {judged}", f"{score}{_first_score(run)}" if score else "not measured"),
+        ("samples/s", _rate(run)),
+        ("time in steps", seconds(run.seconds)),
+        ("trained on", _place(run)),
+        ("rows", f"{run.rows:,}, and {run.held_out:,} held out"),
+    ]
+    if run.parameters:
+        facts.append(("parameters", f"{run.parameters:,}"))
+    if run.status == "failed":
+        facts.insert(0, ("failed", _reason(run)))
+    explanation = [
+        "Training starts from the PTQ model, with its placement of Q/DQ, and its loss is what "
+        "the recipe's qat.distill says. It learns from rows of the train split.",
+        f"{run.held_out:,} rows of the train split are held out: they are never learnt from, and their "
+        f"{judged} chooses the weights that are kept. Step 0 is the PTQ model itself, so training that only "
+        "does harm is not kept.",
+        "The evaluation split of the table of stages was seen by neither. Time and samples/s are of the "
+        "steps alone, without evaluations and checkpoints.",
+    ]
+    return Section(
+        facts=facts,
+        explanation=explanation,
+        charts=charts_of([run]),
+        settings=flat(run.settings),
+        notes=list(run.notes),
+    )
+
+
+def _metrics(result: Finetuning) -> list[str]:
+    """Every metric that was measured, the primary one first."""
+    asked = [str(name) for name in result.task.get("metrics") or []]
+    found = [name for run in result.runs for name in run.metrics]
+    return list(dict.fromkeys([*asked, *found])) or ["metric"]
+
+
+def _line(run: TrainingRun, names: list[str], *, best: bool) -> Line:
+    if run.status == "failed":
+        return Line(str(run.seed), [], [], best=False, failure=_reason(run))
+    cells = [
+        f"{run.n:,}",
+        _score(run),
+        _steps(run),
+        str(run.best_step),
+        _rate(run),
+        seconds(run.seconds),
+        _place(run),
+        run.stopped or "at the end",
+    ]
+    return Line(str(run.seed), [_value(run, name) for name in names], cells, best=best, failure="")
+
+
+def _explanation(result: Finetuning) -> list[str]:
+    chosen = measure(score_name(result.runs))
+    where = next((run.folder for run in result.runs if run.seed == result.best_seed), None)
+    lines = [
+        "Metrics are of the validation split, which no training saw; ± is one standard error over its "
+        "samples, the standard deviation is over seeds.",
+        f"Held-out rows are a draw from the train split, another one for each seed. Their {chosen} chooses "
+        "the step whose weights are kept (best step), and the best seed: never the validation split. It "
+        "flatters the model, being the best of several looks.",
+        "Time and samples/s are of the optimizer steps alone, of all processes together, without evaluations "
+        "and checkpoints.",
+    ]
+    if where:
+        lines.append(f"The model of the best seed is in {where}.")
+    return lines
+
+
+def _sizes(runs: list[TrainingRun]) -> Pairs:
+    if not runs:
+        return []
+    run = runs[0]
+    rows = [("training rows", f"{run.rows:,}"), ("held-out rows", f"{run.held_out:,}")]
+    known = max(run.parameters for run in runs)
+    return [*rows, ("parameters", f"{known:,}")] if known else rows
+
+
+def _spread(result: Finetuning, name: str) -> str:
+    found = result.spread.get(name)
+    if found is None:
+        return ""
+    return f"{found.mean:.4f}" + ("" if found.sd is None else f" sd {found.sd:.4f}")
+
+
+def _value(run: TrainingRun, name: str) -> str:
+    if name not in run.metrics:
+        return "not measured"
+    error = f" ± {run.stderr[name]:.4f}" if name in run.stderr else ""
+    return f"{run.metrics[name]:.4f}{error}"
+
+
+def _score(run: TrainingRun) -> str:
+    """The measure that chose the weights, of those that were kept."""
+    return _held_out(run, run.best_step)
+
+
+def _first_score(run: TrainingRun) -> str:
+    start = _held_out(run, 0)
+    return f", before training {start}" if start and run.best_step else ""
+
+
+def _held_out(run: TrainingRun, step: int) -> str:
+    value = dict(points_of(run, score_name([run]))).get(step)
+    if value is None:
+        return ""
+    return f"{value:.4f}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"
+
+
+def _steps(run: TrainingRun) -> str:
+    return f"{run.steps:,} of {run.planned_steps:,}"
+
+
+def _rate(run: TrainingRun) -> str:
+    return "not measured" if run.samples_per_s is None else f"{run.samples_per_s:,.0f}"
+
+
+def _place(run: TrainingRun) -> str:
+    many = f"{run.processes} x " if run.processes > 1 else ""
+    return f"{many}{run.device}, {run.precision.upper()}"
+
+
+def _reason(run: TrainingRun) -> str:
+    return (run.reason or "no reason was recorded").rstrip(".")

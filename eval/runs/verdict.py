@@ -1,0 +1,188 @@
+"""The verdict of a run in plain words, made from its numbers alone."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from qdqbench.eval.report.formats import count_of, label, sentence
+from qdqbench.quantize.core.results import ParityRow, Results, StageResult
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The run in plain words."""
+
+    passed: bool
+    title: str
+    sentence: str
+    failures: list[str] = field(default_factory=list)  # of the gate, then of the checks beside it
+    notes: list[str] = field(default_factory=list)  # what was not done, and why
+
+
+def verdict(results: Results) -> Verdict:
+    """What a reader must know first, made from the numbers alone."""
+    gate = results.gate
+    checks = _failed_checks(results)
+    clauses = [*_int8(results), accuracy_clause(results)]
+    if results.trained:
+        clauses.append(qat_clause(results))
+    if (shrunk := quantized_file(results)) is not None:
+        clauses.append(f"ONNX file {shrunk[1]:.2f} of FP32")
+    clauses.append("gate passed" if gate.passed else "gate FAILED")
+    if gate.passed:
+        title = "Gate passed, but a check does not hold" if checks else "Gate passed"
+    else:
+        title = "Gate failed"
+    sentence = "; ".join(clauses) + "."
+    return Verdict(
+        passed=gate.passed and not checks,
+        title=title,
+        sentence=sentence[0].upper() + sentence[1:],
+        failures=[*gate.failures, *checks] or ([] if gate.passed else ["the gate gives no reason"]),
+        notes=_not_done(results),
+    )
+
+
+def _int8(results: Results) -> list[str]:
+    engine, planned = results.engine, len(results.quantized_layers)
+    if engine is None:
+        if not planned:
+            return ["nothing is quantized, as the recipe asks, and no engine was built"]
+        return [f"INT8 in {planned} linears of the ONNX file, not proven: no engine was built"]
+    done, asked = engine.int8_gemms, engine.expected_int8_gemms
+    what = "linears" if asked == planned else "matrix products"
+    clauses = [f"INT8 in {done} of {asked} {what}, proven from the engine's layer table"]
+    if done < asked:
+        clauses = [f"INT8 in only {done} of {asked} {what} according to the engine's layer table"]
+    if not asked:
+        clauses = [
+            "nothing runs in INT8, as the recipe asks" if not done else f"INT8 in {done} {what}, none asked"
+        ]
+    if engine.expected_attention_int8:
+        clauses.append(
+            f"INT8 attention in {engine.attention_int8} of {engine.expected_attention_int8} layers"
+        )
+    if engine.expected_int8_residuals:
+        clauses.append(f"INT8 residuals in {engine.int8_residuals} of {engine.expected_int8_residuals}")
+    return clauses
+
+
+def last_measured(results: Results) -> tuple[str, StageResult] | None:
+    """The measured stage that is nearest to deployment."""
+    done = [(name, row) for name, row in results.stages.items() if row.status == "done" and row.metrics]
+    return done[-1] if done else None
+
+
+def accuracy_clause(results: Results) -> str:
+    """Accuracy of the last scored stage against FP32."""
+    task = label(str(results.task.get("name", "task")))
+    if (last := last_measured(results)) is None:
+        return f"{task} was not scored in any stage"
+    name, row = last
+    metric = next(iter(row.metrics))
+    text = f"{task} {label(metric)} {metric_text(row, metric)} in {stage_label(results, name)}"
+    base = results.stages.get("fp32")
+    if name == "fp32":
+        return f"{text} ({row.n} samples), no other stage was scored"
+    if base is None or row.vs_fp32 is None or metric not in base.metrics:
+        return f"{text} ({row.n} samples), not compared with FP32"
+    return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row)}, {row.n} samples)"
+
+
+def qat_clause(results: Results) -> str:
+    """What training won back of what PTQ lost, or lost itself."""
+    stages, gain = results.stages, results.qat_vs_ptq
+    ptq, qat = stages.get("ptq"), stages.get("fake_quant")
+    if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
+        return "PTQ and QAT were not both scored, so what training won back is not known"
+    both = f"(against FP32: PTQ {delta_text(ptq)}, QAT {delta_text(qat)})"
+    if results.training is not None and results.training.best_step == 0:
+        return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
+    if gain is None:
+        return f"QAT and PTQ were not compared with each other {both}"
+    metric = next(iter(qat.metrics))
+    error = f" ± {gain.delta_stderr[metric]:.4f}" if metric in gain.delta_stderr else ""
+    if gain.within_noise:
+        return f"QAT changed {label(metric)} by {gain.delta[metric]:+.4f}{error}, within noise {both}"
+    verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
+    return f"QAT {verb} {abs(gain.delta[metric]):.4f}{error} of {label(metric)} {both}"
+
+
+def _not_done(results: Results) -> list[str]:
+    notes = []
+    absent = {name: StageResult(status="skipped") for name in results.expected_stages}
+    for name, row in (absent | results.stages).items():
+        why = sentence(row.reason or "no reason was recorded")
+        if row.status == "done":
+            continue
+        if name != "engine":
+            notes.append(f"{stage_name(results, name)} was skipped: {why}")
+        elif results.engine is None:
+            notes.append(f"No engine was built: {why}")
+        else:
+            how = "ahead of time, without running it" if results.engine.ahead_of_time else "but not run"
+            notes.append(f"The engine was built {how}; its outputs are not verified: {why}")
+    return notes
+
+
+def _failed_checks(results: Results) -> list[str]:
+    """Checks that fail beside the gate."""
+    failures = []
+    errors = [row for row in results.findings if row.severity == "error"]
+    if errors:
+        codes = ", ".join(f"{code} ({n})" for code, n in Counter(row.code for row in errors).items())
+        failures.append(f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}")
+    if results.parity is not None and not results.parity.passed:
+        bad = sum(not row.holds for row in results.parity.rows)
+        failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over the limit")
+    if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
+        failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
+    if engine is not None and results.gate.passed and engine.not_int8_residuals:
+        failures.append(f"residuals not in INT8 in the engine: {', '.join(engine.not_int8_residuals)}")
+    return failures
+
+
+def share(row: ParityRow) -> float:
+    """Fraction of differing codes."""
+    return row.differing / max(row.codes, 1)
+
+
+def quantized_file(results: Results) -> tuple[str, float, int] | None:
+    """Name, size ratio and bytes of the smallest file that has an FP32 twin."""
+    ratios = [(row.name, row.fp32_ratio, row.bytes) for row in results.files if row.fp32_ratio is not None]
+    others = [row for row in ratios if "fp32" not in row[0]]
+    return min(others, key=lambda row: (row[1], row[0]), default=None)
+
+
+def metric_text(row: StageResult, metric: str) -> str:
+    """A metric with its standard error."""
+    error = f" ± {row.stderr[metric]:.4f}" if metric in row.stderr else ""
+    return f"{row.metrics[metric]:.4f}{error}" if metric in row.metrics else ""
+
+
+def headline(row: StageResult) -> str:
+    """Every metric of a stage."""
+    return ", ".join(f"{label(metric)} {metric_text(row, metric)}" for metric in row.metrics)
+
+
+def delta_text(row: StageResult) -> str:
+    """Primary metric against FP32, with its paired error."""
+    assert row.vs_fp32 is not None
+    metric = next(iter(row.metrics))
+    error = row.vs_fp32.delta_stderr.get(metric)
+    return f"{row.vs_fp32.delta[metric]:+.4f}{'' if error is None else f' ± {error:.4f}'}, {noise(row)}"
+
+
+def noise(row: StageResult) -> str:
+    """Whether the difference is within noise."""
+    return "within noise" if row.vs_fp32 is not None and row.vs_fp32.within_noise else "beyond noise"
+
+
+def stage_name(results: Results, name: str) -> str:
+    """Name of a stage; where QAT ran, fake-quant is its model."""
+    return "QAT fake-quant" if name == "fake_quant" and results.trained else label(name)
+
+
+def stage_label(results: Results, name: str) -> str:
+    """Name of a stage, with the backend of the engine."""
+    backend = f" ({label(results.engine.backend)})" if name == "engine" and results.engine else ""
+    return stage_name(results, name) + backend

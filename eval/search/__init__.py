@@ -1,0 +1,1 @@
+"""Accuracy against latency: `qdqbench search`."""

@@ -1,0 +1,205 @@
+"""The chosen recipe, the given one and the shipped ones on validation data, which no trial has seen."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.runners import predict
+from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
+from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.rundir.pipeline import code_hash
+from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.tasks.metrics import Floats, compute
+from qdqbench.quantize.tasks.sources import source_fingerprint
+
+if TYPE_CHECKING:
+    from qdqbench.eval.search.worker import Measure, Worker
+    from qdqbench.quantize.tasks.task import Task
+
+Logits = dict[str, Floats]
+
+
+def confirm(
+    worker: "Worker", chosen: Trial, progress: Callable[[str], None] = lambda text: None
+) -> tuple[list[Confirmed], dict[str, float]]:
+    """Judge the chosen recipe and all that it competes with on the whole evaluation splits.
+
+    Every recipe is calibrated on its own, as `qdqbench run` does it. Shipped recipes take the lengths and the
+    engine shapes of the given one, so that all are compared on the same tokens.
+
+    A recipe that fails is a row with its reason, the chosen one too.
+
+    Returns:
+        The chosen recipe first, then the given one and the shipped ones; and FP32's metrics.
+    """
+    work, base = worker.work, worker.work.session.recipe
+    assert chosen.recipe is not None
+    best = parse_recipe(chosen.recipe, "the chosen recipe")
+    listed: list[tuple[Recipe, bool]] = [(best, False)]
+    loaded = {name: load_recipe(name) for name in shipped_recipes()}
+    shipped = {name: recipe for name, recipe in loaded.items() if recipe.qat is None}
+    if base not in (*shipped.values(), best):
+        listed.append((base, False))
+    listed += [(_adapted(r, base), True) for r in shipped.values() if r.model.family == base.model.family]
+    progress("validating FP32")
+    fp32 = _fp32(work)
+    rows: list[Confirmed] = []
+    known: dict[str, Latency] = {}
+    for number, (recipe, is_shipped) in enumerate(listed):
+        progress(f"validating {recipe.name}")
+        row = Confirmed(name=recipe.name, shipped=is_shipped, status="done")
+        row.recipe = recipe.model_dump(mode="json")
+        try:
+            plan = work.plan(recipe)
+            logits = _fake_quant(work, recipe, plan, fp32)
+            row.fake_quant, row.metrics = _judge(work, fp32, logits)
+            row.latency = _latency(worker.measure, recipe, plan, known)
+            if number == 0 and worker.source.mode == "engine":
+                progress("validating the engine")
+                row.engine, row.engine_metrics = _judge(work, fp32, _engine(work, recipe, plan))
+        except Exception as error:
+            row = Confirmed(
+                name=recipe.name,
+                shipped=is_shipped,
+                status="failed",
+                reason=explained(error),
+                recipe=row.recipe,
+            )
+        rows.append(row)
+    metric = work.session.config.task.metrics[0]
+    for row in rows[1:]:
+        row.dominates = row.shipped and dominates(row, rows[0], metric)
+    return rows, _judge(work, fp32, fp32)[1]
+
+
+def agreement(searched_as: Accuracy, row: Confirmed) -> Agreement:
+    """Whether the drop on the search rows and the drop that was confirmed differ by more than noise.
+
+    Args:
+        searched_as: the chosen recipe, calibrated in full, on the search rows.
+        row: the same on validation.
+    """
+    metric = searched_as.metric
+    found = next(iter(row.fake_quant.values()))
+    searched, confirmed = searched_as.drop, -found.delta[metric] + 0.0
+    errors = searched_as.drop_stderr, found.delta_stderr[metric]
+    return Agreement(
+        searched=searched,
+        searched_stderr=errors[0],
+        confirmed=confirmed,
+        confirmed_stderr=errors[1],
+        within_noise=abs(searched - confirmed) <= 2 * math.hypot(*errors),
+    )
+
+
+def failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], list[str]]:
+    """What keeps the gate from holding on validation, and what holds only because it is within noise."""
+    bad: list[str] = []
+    noted: list[str] = []
+    if row.status == "failed":
+        return [f"the chosen recipe failed: {row.reason}"], noted
+    for stage, splits in (("fake-quant", row.fake_quant), ("the engine", row.engine)):
+        for split, found in splits.items():
+            drop = -found.delta[metric]
+            if drop <= gate.max_drop:
+                continue
+            said = (
+                f"{stage} loses {100 * drop:.2f} points of {metric} on {split} (paired standard error "
+                f"{100 * found.delta_stderr[metric]:.2f}), the gate allows {100 * gate.max_drop:g}"
+            )
+            if found.within_noise:
+                noted.append(f"{said}; that is within noise, so it holds")
+            else:
+                bad.append(said)
+    if gate.min_speedup is not None and (row.latency is None or row.latency.speedup < gate.min_speedup):
+        speedup = row.latency.speedup if row.latency else math.nan
+        bad.append(f"the speed-up is {speedup:.2f}x, the gate asks for {gate.min_speedup:g}x")
+    return bad, noted
+
+
+def _adapted(recipe: Recipe, base: Recipe) -> Recipe:
+    export = recipe.export.model_copy(update={"max_length": base.export.max_length})
+    return recipe.model_copy(update={"export": export, "engine": base.engine})
+
+
+def _fp32(work: Workspace) -> Logits:
+    return _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
+
+
+def _fake_quant(work: Workspace, recipe: Recipe, plan: Plan, fp32: Logits) -> Logits:
+    if not plan.int8:
+        return fp32
+    return _kept(work, plan_key(recipe, plan)[:24], lambda: _predict(work, work.recalibrated(recipe, plan)))
+
+
+def _kept(work: Workspace, name: str, make: Callable[[], Logits]) -> Logits:
+    """Logits of an interrupted confirmation are used again."""
+
+    session = work.session
+    task = session.config.task
+    data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
+    asked = [data, session.config.limit, session.recipe.export.max_length]
+    key = hash_of([work.identity, *asked, code_hash()])[:12]
+    path = session.folder / "validated" / f"{name}-{key}.npz"
+    if path.is_file():
+        with np.load(path) as stored:
+            return {split: stored[split] for split in stored.files}
+    found = make()
+    with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
+        np.savez(stream, **found)  # type: ignore[arg-type]
+    return found
+
+
+def _predict(work: Workspace, model: Any) -> Logits:
+    return {name: work.predict(model, encoded) for name, (_, encoded) in work.session.eval_splits.items()}
+
+
+def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Comparison], dict[str, float]]:
+    """Comparison by split, and metrics; those of MNLI's second split end with `_mm`."""
+    session = work.session
+    task: Task = session.config.task
+    versus: dict[str, Comparison] = {}
+    values: dict[str, float] = {}
+    for position, (split, (_, encoded)) in enumerate(session.eval_splits.items()):
+        labels = encoded.labels
+        versus[split] = compare(task, fp32[split], logits[split], labels, seed=session.config.seed)
+        suffix = "_mm" if position else ""
+        values |= {f"{m}{suffix}": v for m, v in compute(task, logits[split], labels).items()}
+    return versus, values
+
+
+def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Latency]) -> Latency:
+    """Recipes that differ in their scales alone make the same engine: noise must not tell them apart."""
+
+    smooth = sorted((name, plan.scaling_of(name).smooth != "none") for name in plan.int8)
+    export = recipe.export.model_dump() if plan.int8 else None
+    parts = [sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smooth, export]
+    key = hash_of(parts)
+    if key not in known:
+        known[key] = measure(recipe, plan)
+    return known[key]
+
+
+def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
+    """Logits of the chosen recipe's engine."""
+    from qdqbench.eval.bench.engines import build_and_prove, export
+
+    session = work.session
+    folder: Path = session.folder / "confirmed"
+    graph = export(session, work.recalibrated(recipe, plan), recipe, plan, folder / "model.int8.onnx")
+    path = build_and_prove(session, graph, folder / "model.int8.engine")
+    found = {}
+    with EngineRunner(path, graph.path, runtime_cache=folder / "runtime.cache") as runner:
+        size = min(session.config.batch_size, runner.max_batch)
+        for name, (_, encoded) in session.eval_splits.items():
+            found[name] = predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")
+    return found

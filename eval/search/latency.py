@@ -1,0 +1,123 @@
+"""Where a search's latencies come from: engines on this GPU, or a cost model that was fitted to engines."""
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.bench.engines import EngineTimer, Latency, alone_on_gpu, export
+from qdqbench.eval.placement.cost_model import Placement, load_cost_model, shape_of
+from qdqbench.eval.search.results import Source
+from qdqbench.eval.search.trial import Workspace
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.rundir.session import Session
+
+if TYPE_CHECKING:
+    from qdqbench.eval.search.worker import Measure, Options
+
+
+def latency_source(
+    session: Session, options: "Options", work: Workspace, stack: ExitStack
+) -> "tuple[Source, Measure]":
+    """Source of latencies, and the function that gives one.
+
+    Args:
+        session: of the given recipe.
+        options: mode and shape.
+        work: makes the models to build.
+        stack: closes the FP16 twin.
+
+    Raises:
+        MissingDevice: no GPU and no cost model.
+        UserError: the recipe's engine does not take the shape.
+    """
+    try:
+        choose(engine_profiles(session), options.batch, options.length)
+    except CheckFailed as error:
+        raise UserError(
+            f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
+        ) from error
+    mode: Any = options.latency
+    if mode == "auto":
+        mode = "engine" if find_gpu() else "model"
+    return _engine(session, options, work, stack) if mode == "engine" else _model(session, options)
+
+
+def _model(session: Session, options: "Options") -> "tuple[Source, Measure]":
+
+    fitted = load_cost_model(options.cost_model)
+    shape = shape_of(session.fp32_model.config)
+    batch, length = options.batch, options.length
+    twin = fitted.predict(shape, Placement.none(shape.layers), batch, length)
+    source = Source(
+        mode="model",
+        label=fitted.label,
+        gpu=fitted.gpu,
+        backend=fitted.backend,
+        version=fitted.version,
+        batch=batch,
+        length=length,
+        outside=fitted.outside(shape, batch, length),
+        error=fitted.leave_one_out.model_dump(),
+    )
+
+    def measure(recipe: Recipe, plan: Plan) -> Latency:
+        ms = fitted.predict(shape, Placement.of_plan(plan, shape.layers), batch, length)
+        return Latency(ms=ms, twin_ms=twin, speedup=twin / ms)
+
+    return source, measure
+
+
+def _engine(
+    session: Session, options: "Options", work: Workspace, stack: ExitStack
+) -> "tuple[Source, Measure]":
+
+    gpu = find_gpu()
+    if gpu is None:
+        raise MissingDevice(
+            "--latency engine needs an NVIDIA GPU, CUDA shows none here; --latency model estimates"
+        )
+    chosen = choose_backend(session.recipe.engine.backend)
+    stack.enter_context(alone_on_gpu())
+    folder = session.folder / f"engines-{os.getpid()}"
+    shape = options.batch, options.length
+    source = Source(
+        mode="engine",
+        label=f"measured on {gpu.name}, {chosen.name} {chosen.version}",
+        gpu=gpu.name,
+        backend=chosen.name,
+        version=chosen.version,
+        batch=options.batch,
+        length=options.length,
+    )
+    timer: list[EngineTimer] = []
+    known: list[Latency] = []
+
+    def measure(recipe: Recipe, plan: Plan) -> Latency:
+        if not timer:  # minutes after the command started: a study of other settings is refused before
+            twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-fp16"})
+            graph = export(session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx").path
+            timer.append(stack.enter_context(EngineTimer(session, graph, folder, [shape])))
+        if not plan.int8 and known:  # it is its own twin
+            return known[0].model_copy(
+                update={"ms": known[0].twin_ms, "speedup": 1.0, "low": None, "high": None}
+            )
+        work.progress("building and timing")
+        exported = export(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
+        found = timer[0].measure(exported)[shape]
+        known[:] = [found]
+        return found
+
+    stack.callback(_remove, folder)
+    return source, measure
+
+
+def _remove(folder: Any) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

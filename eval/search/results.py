@@ -1,0 +1,220 @@
+"""Schema of `search.json`, which holds every number of a search (documented in docs/search.md)."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.report.formats import points
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.strict import Strict
+
+FILE = "search.json"
+EQUAL_LATENCY = 1.01  # engines within 1% of each other count as equally fast: rounds differ by as much
+
+
+class Accuracy(Strict):
+    """A fake-quant model, or an engine, against FP32 on the same samples."""
+
+    divergence: float  # mean KL(FP32 || INT8) in nats, or mean squared difference / variance of a regression
+    metric: str
+    value: float  # of the recipe
+    drop: float  # FP32 minus the recipe
+    drop_stderr: float  # paired
+    within_noise: bool  # |drop| is at most two of its standard errors
+    disagreements: int | None  # None for regression
+    n: int
+
+
+class Trial(Strict):
+    """One recipe that was tried."""
+
+    number: int
+    state: Literal["complete", "failed"]
+    origin: str  # "given recipe", "shipped NAME", "all FP16", "ranking", "TPE"
+    reason: str | None = None  # why it failed
+    params: dict[str, Any]
+    recipe: str | None = None  # YAML
+    int8_linears: int = 0
+    int8_attention: int = 0
+    accuracy: Accuracy | None = None
+    latency: Latency | None = None
+    duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
+    holds: bool = False  # satisfies the constraints; drops within noise hold
+    on_front: bool = False  # no other trial is better in one objective and as good in the other
+    seconds: float | None = None
+
+
+class Confirmed(Strict):
+    """A recipe on data that the search did not see."""
+
+    name: str
+    shipped: bool
+    status: Literal["done", "failed"]
+    reason: str | None = None
+    recipe: dict[str, Any] | None = None  # resolved
+    fake_quant: dict[str, Comparison] = {}  # by split, against FP32
+    metrics: dict[str, float] = {}  # of fake-quant; `_mm` is MNLI's mismatched split
+    engine: dict[str, Comparison] = {}  # empty where no engine ran
+    engine_metrics: dict[str, float] = {}
+    latency: Latency | None = None
+    dominates: bool = (
+        False  # a shipped recipe: at least as accurate and as fast as the chosen one, one strictly
+    )
+
+
+class Agreement(Strict):
+    """The chosen recipe's drop where it was searched, and where it was confirmed."""
+
+    searched: float
+    searched_stderr: float
+    confirmed: float
+    confirmed_stderr: float
+    within_noise: bool  # they differ by at most 2 sqrt(sum of squared standard errors)
+
+
+class Source(Strict):
+    """Where latencies come from."""
+
+    mode: Literal["engine", "model"]
+    label: str  # shown beside every latency
+    gpu: str
+    backend: str
+    version: str
+    batch: int
+    length: int
+    outside: list[str] = []  # sizes and placements outside of what the cost model was fitted to
+    error: dict[str, float] | None = None  # of the cost model, leave one engine out
+
+
+class Outcome(Strict):
+    """The answer, and whether it holds."""
+
+    passed: bool
+    rule: str  # what was asked
+    chosen: int | None  # number of the trial
+    why: str
+    failures: list[str]
+
+
+class Search(Strict):
+    """Every number of one search."""
+
+    schema_version: Literal[1] = 1
+    created: str  # ISO 8601, UTC
+    command: str
+    recipe: dict[str, Any]  # the given one, resolved
+    model: str
+    task: str
+    metric: str
+    settings: dict[str, Any]  # what all workers of the study share
+    study: str
+    objective: Literal["divergence", "drop"]
+    ranking: dict[str, list[Any]]  # units and attentions, the worst in INT8 first
+    ranking_source: str
+    source: Source
+    fp32: dict[str, float]  # metrics on validation
+    trials: list[Trial]
+    outcome: Outcome
+    confirmed: list[Confirmed]  # the chosen recipe first, then the shipped ones
+    agreement: Agreement | None
+    warnings: list[str]
+    environment: dict[str, Any]
+
+
+def read_search(path: Path) -> Search:
+    """Read `search.json`.
+
+    Raises:
+        UserError: missing, or of another version.
+    """
+    try:
+        return Search.model_validate(files.read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path} is not a search of this version of qdqbench; search again") from error
+
+
+def mark_front(trials: list[Trial], objective: str) -> None:
+    """Set `on_front` of every complete trial (both objectives are minimized)."""
+    points = {t.number: point for t in trials if (point := _point(t, objective)) is not None}
+    for trial in trials:
+        own = points.get(trial.number)
+        trial.on_front = (
+            own is not None
+            and trial.duplicate_of is None
+            and not any(
+                o[0] <= own[0] and o[1] <= own[1] and (o[0] < own[0] or o[1] < own[1])
+                for o in points.values()
+            )
+        )
+
+
+def holds(accuracy: Accuracy, latency: Latency, gate: Any) -> bool:
+    """Whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
+    if gate.min_speedup is not None:
+        return bool(latency.speedup >= gate.min_speedup)
+    return bool(accuracy.drop <= gate.max_drop or accuracy.within_noise)
+
+
+def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
+    """The trial that the gate asks for, and why; None when none holds it (then what was best)."""
+    done = [t for t in trials if t.accuracy is not None and t.latency is not None and t.duplicate_of is None]
+    held = [t for t in done if t.holds]
+    if gate.min_speedup is not None:
+        if not held:
+            best = max(done, key=lambda t: t.latency.speedup if t.latency else 0, default=None)
+            return None, _none(best, f"none is {gate.min_speedup:g}x as fast as its FP16 twin")
+        chosen = min(held, key=lambda t: (t.accuracy.divergence if t.accuracy else 0, _relative(t)))
+        return (
+            chosen,
+            f"the most accurate of {len(held)} recipes that are at least {gate.min_speedup:g}x as fast",
+        )
+    if not held:
+        best = min(done, key=lambda t: t.accuracy.drop if t.accuracy else 0, default=None)
+        return None, _none(best, f"none loses at most {points(gate.max_drop)}")
+    fastest = min(map(_relative, held))
+    near = [t for t in held if _relative(t) <= EQUAL_LATENCY * fastest]
+    chosen = min(near, key=lambda t: t.accuracy.divergence if t.accuracy else 0)
+    why = f"the fastest of {len(held)} recipes that lose at most {points(gate.max_drop)}"
+    if chosen.accuracy and chosen.accuracy.drop > gate.max_drop:
+        why += f" (it lost {100 * chosen.accuracy.drop:.2f}, which is within noise)"
+    if len(near) > 1:
+        why += f", and the most accurate of the {len(near)} within 1% of that latency"
+    return chosen, why
+
+
+def dominates(row: Confirmed, chosen: Confirmed, metric: str) -> bool:
+    """Whether a row is at least as accurate and as fast as the chosen recipe, and one of both strictly.
+
+    Speed-ups within 1% of each other are equal.
+    """
+    if row.latency is None or chosen.latency is None or metric not in row.metrics:
+        return False
+    faster = row.latency.speedup / chosen.latency.speedup
+    better = row.metrics[metric] - chosen.metrics[metric]
+    as_good = better >= 0 and faster >= 1 / EQUAL_LATENCY
+    return as_good and (better > 0 or faster > EQUAL_LATENCY)
+
+
+def _relative(trial: Trial) -> float:
+    """Latency over that of the twin beside it: milliseconds of other hours and cards do not compare."""
+    return 1 / trial.latency.speedup if trial.latency else float("inf")
+
+
+def _point(trial: Trial, objective: str) -> tuple[float, float] | None:
+    if trial.accuracy is None or trial.latency is None:
+        return None
+    first = trial.accuracy.divergence if objective == "divergence" else trial.accuracy.drop
+    return first, _relative(trial)
+
+
+def _none(best: Trial | None, what: str) -> str:
+    if best is None or best.accuracy is None or best.latency is None:
+        return f"{what}: no trial came to an end"
+    return (
+        f"{what}; the best was trial {best.number} with a drop of {100 * best.accuracy.drop:.2f} points "
+        f"and {best.latency.speedup:.2f}x"
+    )

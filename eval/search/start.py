@@ -1,0 +1,117 @@
+"""The trials that every search starts with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.placement.space import Space, ranked_by, short_yaml
+from qdqbench.eval.search.study import First
+from qdqbench.eval.search.trial import Workspace
+from qdqbench.eval.sensitivity.results import read_sensitivity
+from qdqbench.quantize.calibrate.narrow import without_corrections
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.rundir.session import Session
+
+if TYPE_CHECKING:
+    from qdqbench.eval.search.trial import Workspace
+    from qdqbench.eval.sensitivity.results import Sensitivity
+
+
+PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units in FP16
+
+
+def first_trials(work: Workspace, space: Space) -> list[First]:
+    """The given recipe, the shipped ones in this space, everything in FP16, and prefixes of the ranking."""
+    base = work.session.recipe
+    given = space.project(work.plan(base), base)
+    found = [("given recipe", given, {"recipe": short_yaml(base)})]
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        if recipe.model.family != base.model.family or not recipe.quantizes or recipe.qat:
+            continue
+        plan = _plan_or_none(work, recipe)
+        if plan is not None:
+            found.append((f"shipped {name}", space.project(plan, recipe), {}))
+    count = len(space.units)
+    everything = given | {"frame": "all", "keep": 0, "flip_1": 0, "flip_2": 0}
+    high = {"attention_keep": len(space.attention)} if space.attention else {}
+    found.append(("all FP16", everything | high | {"keep": count}, {}))
+    for part in PREFIXES:
+        prefix = everything | {"keep": max(1, round(count / part))}
+        found.append(("ranking", prefix | high, {}))
+    if space.attention:
+        half = {"keep": max(1, round(count / 4)), "attention_keep": len(space.attention) // 2}
+        found.append(("ranking", everything | half, {}))
+    return found
+
+
+def _plan_or_none(work: Workspace, recipe: Recipe) -> Plan | None:
+    """A shipped recipe may ask for an attention that this model cannot have."""
+    try:
+        return work.plan(recipe)
+    except UserError:
+        return None
+
+
+SAMPLES = 128  # enough to tell the worst units from the others
+
+
+def rank(work: "Workspace", file: Path | None) -> tuple[Space, str]:
+    """The space in order of the ranking, and where that comes from.
+
+    Raises:
+        UserError: the file is not a sensitivity of this model.
+    """
+    if file is not None:
+        measured = read_ranking(work.session, file)
+        return from_rows(work.space, measured.rows, str(file)), f"sensitivity file {file.name}"
+    from qdqbench.eval.sensitivity.measure import Measurement
+
+    work.progress("measuring sensitivity")
+    session = work.session
+    how = {"method": "max", "smooth": "none", "weights_method": "max"}
+    whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), how))
+    everything = session.config.model_copy(update={"recipe": whole})
+    samples = min(SAMPLES, work.samples)
+    found = Measurement(Session(everything, session.folder), samples).run()
+    return from_rows(work.space, found.rows, "the sensitivity"), f"sensitivity on {samples} train rows"
+
+
+def read_ranking(session: Session, file: Path) -> "Sensitivity":
+    """A sensitivity file of the session's model and task.
+
+    Raises:
+        UserError: missing, unreadable, or of another model or task.
+    """
+
+    measured = read_sensitivity(file)
+    task = session.config.task.model_dump(mode="json")
+    if measured.model["sha256"] != session.model_sha256 or measured.task != task:
+        raise UserError(
+            f"{file} is of another model or task; run `qdqbench sensitivity` on this one, or leave "
+            "--sensitivity out"
+        )
+    return measured
+
+
+def from_rows(space: Space, rows: Any, source: str) -> Space:
+    """Rank units and attentions by the divergence of "only this in INT8".
+
+    Raises:
+        UserError: no row is of this model.
+    """
+    linears: dict[str, float] = {}
+    attention: dict[int, float] = {}
+    for row in rows:
+        judged = row.only or row.all_but
+        if judged is None or judged.divergence is None:
+            continue
+        if row.group == "linear":
+            linears |= dict.fromkeys(row.modules or [row.name], float(judged.divergence))
+        elif row.group == "attention" and row.layer is not None:
+            attention[int(row.layer)] = float(judged.divergence)
+    known = {name for names in space.units.values() for name in names}
+    if not known & set(linears):
+        raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
+    return ranked_by(space, linears, attention)

@@ -1,0 +1,290 @@
+"""The Optuna study of a search: shared by workers through its database, and whole after any of them dies."""
+
+import json
+import os
+import socket
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.eval.placement.space import Params, Space
+from qdqbench.quantize.core.errors import UserError
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.trial import FrozenTrial
+
+First = tuple[str, Params, dict[str, Any]]  # origin, parameters, attributes
+HEARTBEAT_S, GRACE_S = 20, 120  # a worker on another machine that is silent for so long is dead
+MOST_ATTEMPTS = 2  # of a trial whose process dies: the second death is a result, such as out of memory
+WAIT_S, CLAIM_PAUSE_S, CLAIM_S = 1.0, 0.2, 1800.0  # for the ranking that another worker makes
+UNMARKED = timedelta(seconds=15)  # the first thing that a trial does is to say who runs it
+LOCK_S = 120.0  # SQLite makes workers wait for each other
+MOST_OPENINGS = 10  # workers that create one database at the same time trip over each other's tables
+MOST_REPEATS = (
+    3  # a small space runs out of new recipes: then the search ends after this many times its trials
+)
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """None of Optuna's log lines and notes on its own experiments."""
+    import optuna
+
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        optuna.logging.set_verbosity(level)
+
+
+def open_study(storage: str, name: str, settings: dict[str, Any]) -> "optuna.Study":
+    """Create or join a study.
+
+    Args:
+        storage: SQLAlchemy URL.
+        name: of the study.
+        settings: what its trials depend on; JSON.
+
+    Raises:
+        UserError: the database cannot be used, or the study is of other settings.
+    """
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        study = optuna.create_study(
+            study_name=name,
+            storage=_open_storage(storage),
+            directions=["minimize", "minimize"],
+            load_if_exists=True,
+        )
+    except (SQLAlchemyError, ImportError, ValueError, optuna.exceptions.OptunaError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the study cannot be kept in {_hidden(storage)} ({what}); give --storage a SQLAlchemy URL such "
+            "as sqlite:///study.db, with its driver installed"
+        ) from error
+    known = study.user_attrs.get("settings")
+    if known is None:
+        study.set_user_attr("settings", settings)
+    elif differing := [key for key in {*known, *settings} if known.get(key) != settings.get(key)]:
+        raise UserError(
+            f"study {name!r} was made with other settings ({', '.join(sorted(differing))}); give "
+            "--study-name a new name, or another --out"
+        )
+    return study
+
+
+def use_sampler(study: "optuna.Study", seed: int) -> None:
+    """Multivariate TPE with a stream of this worker's own.
+
+    Two workers with one seed would propose the same, and a resumed one must not propose again what it did:
+    only the worker that ranked a fresh study draws from the plain seed, so that it can be repeated.
+    """
+    import optuna
+
+    first = study.user_attrs.get("ranking_by", [])[:3] == _me() and not decided(study)
+    own = 0 if first else zlib.crc32(json.dumps([*_me(), time.time()]).encode())
+    stream = (seed * 1_000_003 + own) % 2**31
+    study.sampler = optuna.samplers.TPESampler(seed=stream, multivariate=True, n_startup_trials=8)
+
+
+def _open_storage(storage: str) -> "optuna.storages.RDBStorage":
+    """The database, with its tables; Optuna creates them without regard to others that do the same."""
+    import optuna
+    from sqlalchemy.exc import DatabaseError, IntegrityError
+
+    lock = {"connect_args": {"timeout": LOCK_S}} if storage.startswith("sqlite") else {}
+    for opening in range(1, MOST_OPENINGS + 1):
+        try:
+            return optuna.storages.RDBStorage(
+                storage,
+                engine_kwargs=lock,
+                heartbeat_interval=HEARTBEAT_S,
+                grace_period=GRACE_S,
+                heartbeat_stale_trial_callback=_retry,
+            )
+        except DatabaseError as error:
+            raced = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not raced or opening == MOST_OPENINGS:
+                raise
+            time.sleep(WAIT_S * opening / MOST_OPENINGS)
+    raise AssertionError("unreachable")
+
+
+def prepare_study(
+    study: "optuna.Study",
+    rank: Callable[[], tuple[Space, str]],
+    first: Callable[[Space], list[First]],
+    space: Space,
+) -> tuple[Space, str]:
+    """The ranking and the first trials of a study, made by one worker while the others wait.
+
+    Args:
+        study: just opened.
+        rank: the ranked space, and where the ranking comes from.
+        first: trials to start with.
+        space: in any order.
+
+    Returns:
+        The space in the order of the study, and where that comes from.
+    """
+    while "ranking" not in study.user_attrs:
+        claim = study.user_attrs.get("ranking_by")
+        if claim is not None and _alive(claim):
+            time.sleep(WAIT_S)
+            continue
+        study.set_user_attr("ranking_by", [*_me(), time.time()])
+        time.sleep(CLAIM_PAUSE_S)  # of several that claim at the same time, the last one has it
+        if study.user_attrs["ranking_by"][:3] != _me():
+            continue
+        ranked, source = rank()
+        for origin, params, attributes in first(ranked):
+            study.enqueue_trial(params, user_attrs={"origin": origin, **attributes}, skip_if_exists=True)
+        study.set_user_attr("ranking", {"order": ranked.ranking, "source": source})
+    found = study.user_attrs["ranking"]
+    return space.ranked(found["order"]), found["source"]
+
+
+def mark_worker(trial: "optuna.Trial") -> None:
+    """Say who runs a trial, so that its end can be noticed."""
+    trial.set_user_attr("worker", _me())
+
+
+def revive(study: "optuna.Study") -> int:
+    """Fail the trials of dead processes of this machine and queue them again; returns how many."""
+    import optuna
+
+    optuna.storages.fail_stale_trials(study)
+    found = 0
+    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+        worker = trial.user_attrs.get("worker")
+        if not worker:
+            if trial.datetime_start and datetime.now() - trial.datetime_start < UNMARKED:
+                continue  # it is about to say who it is
+        elif worker[0] != _here():
+            continue  # the heartbeat decides
+        elif _started(worker[1]) == worker[2] and worker[1] != os.getpid():
+            continue
+        try:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        except (ValueError, optuna.exceptions.OptunaError):
+            continue  # another worker was faster
+        _retry(study, trial)
+        found += 1
+    return found
+
+
+def others_run(study: "optuna.Study") -> bool:
+    """Whether other workers are at a trial; one whose worker is not known yet is waited for."""
+    import optuna
+
+    while True:
+        revive(study)
+        trials = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        if all("worker" in trial.user_attrs for trial in trials):
+            return bool(trials)
+        time.sleep(WAIT_S)
+
+
+def requeue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial") -> None:
+    """Queue a trial again that was interrupted and not decided."""
+    study.enqueue_trial(_params(trial), user_attrs=_kept(trial, int(trial.user_attrs.get("attempt", 1))))
+
+
+def _retry(study: "optuna.Study", trial: "FrozenTrial") -> None:
+    attempt = int(trial.user_attrs.get("attempt", 1))
+    if attempt >= MOST_ATTEMPTS:
+        return
+    study.enqueue_trial(_params(trial), user_attrs=_kept(trial, attempt + 1))
+
+
+def _params(trial: "optuna.Trial | FrozenTrial") -> Params:
+    """Parameters, also of a queued trial that had not come to read them."""
+    return dict(trial.params or getattr(trial, "system_attrs", {}).get("fixed_params", {}))
+
+
+def _kept(trial: "optuna.Trial | FrozenTrial", attempt: int) -> dict[str, Any]:
+    """What a trial that is queued again takes along."""
+    kept: dict[str, Any] = {key: trial.user_attrs[key] for key in ("origin",) if key in trial.user_attrs}
+    if kept.get("origin") == "given recipe":
+        kept["recipe"] = trial.user_attrs["recipe"]
+    return {**kept, "attempt": attempt, "retry_of": trial.number}
+
+
+def decided(study: "optuna.Study") -> "list[FrozenTrial]":
+    """Trials that came to an end: complete, or failed and not queued again."""
+    import optuna
+
+    state = optuna.trial.TrialState
+    trials = study.get_trials(deepcopy=False)
+    again = {trial.user_attrs.get("retry_of") for trial in trials}
+    return [
+        t for t in trials if t.state == state.COMPLETE or (t.state == state.FAIL and t.number not in again)
+    ]
+
+
+def counted(study: "optuna.Study") -> int:
+    """Trials that count: those that repeat the recipe of another one cost nothing and do not."""
+    found = decided(study)
+    new = sum("duplicate_of" not in trial.user_attrs for trial in found)
+    return max(new, len(found) // MOST_REPEATS)
+
+
+def running(study: "optuna.Study") -> int:
+    """Trials in progress, of all workers."""
+    import optuna
+
+    return len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)))
+
+
+def _me() -> list[Any]:
+    return [_here(), os.getpid(), _started(os.getpid())]
+
+
+def _here() -> str:
+    """Where a process number means this process: containers may share a host's name, and not its numbers."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # Linux has both
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _alive(claim: list[Any]) -> bool:
+    """Whether a worker that said it would do something may still be at it."""
+    host, pid, started, since = claim
+    if host == _here():
+        return _started(pid) == started and started is not None
+    return bool(time.time() - since < CLAIM_S)
+
+
+def _started(pid: int) -> float | None:
+    """When a process of this machine started; None when there is none. A number alone is used again."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time(), 1)
+    except psutil.Error:
+        return None
+
+
+def _hidden(url: str) -> str:
+    """A database URL without its password."""
+    head, separator, tail = url.rpartition("@")
+    return f"{head.partition('://')[0]}://***{separator}{tail}" if separator else url
+
+
+def default_storage(folder: Path) -> str:
+    """SQLite in the output folder."""
+    return f"sqlite:///{folder.resolve() / 'study.db'}"

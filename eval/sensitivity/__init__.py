@@ -1,0 +1,1 @@
+"""Which layer costs the accuracy: `qdqbench sensitivity`."""

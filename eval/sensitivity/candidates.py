@@ -1,0 +1,154 @@
+"""What sensitivity switches: every linear, attention, layer and kind of a model, and what "everything" is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qdqbench.eval.accuracy.switches import EMBEDDINGS, LAYERNORMS
+from qdqbench.eval.sensitivity.results import Group
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.family import KINDS, SMOOTHED, layer_of, linear_kind
+from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.recipe.plan import INT8_HEAD_SIZES, Plan, Scaling, resolve
+from qdqbench.quantize.recipe.schema import Recipe
+
+ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Units that go into INT8, or out of it, together."""
+
+    name: str
+    group: Group
+    kind: str
+    layer: int | None
+    modules: tuple[str, ...]  # full names
+    units: frozenset[str]  # of Switches
+    start: int | None  # encoder layer whose input they do not touch; None: only the tokens are such
+    diagnostic: bool = False
+
+    @property
+    def key(self) -> str:
+        """The same for candidates that switch the same: the linear `classifier` and the kind of that name."""
+        return next(iter(self.units)) if len(self.units) == 1 else f"{self.group} {self.name}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What of a model can be switched."""
+
+    base: Plan  # of the recipe as it is
+    plan: Plan  # every linear and every attention that can be fused
+    everything: frozenset[str]  # linears and attention modules of "everything in INT8"
+    candidates: list[Candidate]
+    notes: list[str]
+
+
+def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Choices:
+    """Candidates of a model, and the plan that calibrates all of them.
+
+    Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
+    and the attention and other linears that the recipe has in INT8.
+
+    Args:
+        recipe: the recipe.
+        modules: every module by full name, in model order.
+        prefix: name of the base model inside the model.
+
+    Raises:
+        UserError: as `matching.resolve`, or the recipe has INT8 residuals.
+    """
+    base = resolve(recipe, modules, prefix)
+    if base.residual:
+        raise UserError(
+            f"sensitivity moves linears between FP16 and INT8, and the INT8 residuals of recipe "
+            f"{recipe.name} need INT8 linears around them; set residual: fp16 in a copy of the recipe and "
+            "measure that"
+        )
+    linears = [name for name, info in modules.items() if info.kind == "Linear"]
+    known = [name for name, info in modules.items() if info.kind == "Attention"]
+    attention = [name for name in known if modules[name].head_size in INT8_HEAD_SIZES]
+    plan = Plan(
+        int8={name: base.int8.get(name, "channel") for name in linears},
+        attention=tuple(attention),
+        scaling={name: base.scaling.get(name) or _scaling(recipe, name) for name in [*linears, *attention]},
+    )
+    encoder = [name for name in linears if layer_of(name) is not None]
+    everything = frozenset([*encoder, *base.int8, *base.attention])
+    return Choices(
+        base, plan, everything, _candidates(plan, everything, modules, prefix), _notes(plan, base, modules)
+    )
+
+
+def _scaling(recipe: Recipe, name: str) -> Scaling:
+    """Calibration of what the recipe has not in INT8: its section, which smooths some linears only."""
+    section = recipe.calibration
+    smooth = section.smooth if linear_kind(name) in SMOOTHED else "none"
+    return Scaling(section.method, section.weights_method, smooth)
+
+
+def _candidates(
+    plan: Plan, everything: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
+) -> list[Candidate]:
+    def short(name: str) -> str:
+        return name.removeprefix(f"{prefix}.") if prefix else name
+
+    layers = sorted({layer for name in plan.int8 if (layer := layer_of(name)) is not None})
+    found = []
+    for name in plan.int8:
+        layer = layer_of(name)
+        start = len(layers) if layer is None else layer
+        kind = linear_kind(name) or "other"
+        found.append(Candidate(short(name), "linear", kind, layer, (name,), frozenset([name]), start))
+    for name in plan.attention:
+        layer = layer_of(name)
+        found.append(
+            Candidate(short(name), "attention", "attention", layer, (name,), frozenset([name]), layer)
+        )
+    for layer in layers:
+        inside = tuple(n for n in modules if n in everything and layer_of(n) == layer)
+        name = short(inside[0])
+        name = name[: name.index(f".{layer}.") + len(f".{layer}")]
+        found.append(Candidate(name, "block", "block", layer, inside, frozenset(inside), layer))
+    return found + _kinds(plan, modules, len(layers))
+
+
+def _kinds(plan: Plan, modules: Mapping[str, ModuleInfo], layers: int) -> list[Candidate]:
+    found = []
+    for kind in KINDS:
+        names = tuple(name for name in plan.int8 if linear_kind(name) == kind)
+        start = None if kind in ENCODER_KINDS else layers
+        if names:
+            found.append(Candidate(kind, "kind", kind, None, names, frozenset(names), start))
+    if plan.attention:
+        units = frozenset(plan.attention)
+        found.append(Candidate("attention", "kind", "attention", None, plan.attention, units, None))
+    norms = tuple(n for n, i in modules.items() if i.kind == "LayerNorm" and layer_of(n) is not None)
+    tables = tuple(name for name, info in modules.items() if info.kind == "Embedding")
+    for unit, names in ((LAYERNORMS, norms), (EMBEDDINGS, tables)):
+        found.append(Candidate(unit, "kind", unit, None, names, frozenset([unit]), None, diagnostic=True))
+    return found
+
+
+def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> list[str]:
+    notes = [
+        "LayerNorm input and embeddings are diagnostic: no recipe can put them into INT8 today (LayerNorm "
+        "paths are protected, embeddings are looked up and not multiplied)"
+    ]
+    added = [name for name in plan.int8 if layer_of(name) is not None and name not in base.int8]
+    if added:
+        notes.append(
+            f"{len(added)} linears of the encoder are not INT8 in the recipe; here they are, per channel, "
+            "and so in the written recipe unless it keeps them out"
+        )
+    if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
+        notes.append("attention is not measured: INT8 attention is fused for head sizes 16, 32 and 64 only")
+    outside = [name for name in plan.int8 if layer_of(name) is None and name not in base.int8]
+    if outside or not base.attention:
+        names = [kind for name in outside if (kind := linear_kind(name))]
+        names += [] if base.attention else ["attention"]
+        notes.append(
+            f"{', '.join(dict.fromkeys(names))}: not INT8 in the recipe, so not part of everything, and "
+            "measured alone only"
+        )
+    return notes

@@ -1,0 +1,137 @@
+"""The recipe that sensitivity writes: how many of the worst linears stay out of INT8, and its YAML."""
+
+from collections.abc import Callable, Mapping
+
+import yaml
+
+from qdqbench.eval.report.formats import count_of
+from qdqbench.eval.sensitivity.candidates import Choices
+from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Judged
+from qdqbench.quantize.encoders.family import splittable
+from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.recipe.plan import matched, resolve
+from qdqbench.quantize.recipe.schema import Recipe, Rule, dump_recipe, parse_recipe
+
+FILE = "recipe.yaml"
+SHARE = 0.5  # of the divergence of everything in INT8 that may be left
+NOISE = 2  # standard errors
+
+
+def kept_counts(linears: int) -> list[int]:
+    """0, 1, 2, 4, 8, ... linears, one at least left in INT8."""
+    return [0, *(1 << power for power in range(linears.bit_length()) if 1 << power < linears)]
+
+
+def measure_curve(linears: int, measure: Callable[[int], CurvePoint], max_drop: float) -> list[CurvePoint]:
+    """Points of the curve, and then those between the last that does not hold and the first that does."""
+    points = {kept: measure(kept) for kept in kept_counts(linears)}
+    while True:
+        full = points[0].judged
+        good = min((k for k, point in points.items() if holds(point, full, max_drop)), default=0)
+        below = max((k for k in points if k < good), default=good)
+        if good - below < 2:
+            return [points[kept] for kept in sorted(points)]
+        middle = (good + below) // 2
+        points[middle] = measure(middle)
+
+
+def holds(point: CurvePoint, full: Judged, max_drop: float) -> bool:
+    """Whether a point is good enough; without a kept linear, a drop that may be noise is."""
+    judged = point.judged
+    if point.kept == 0:
+        return judged.drop <= NOISE * judged.drop_stderr
+    within = judged.drop - NOISE * judged.drop_stderr <= max_drop
+    return within and judged.divergence <= SHARE * full.divergence
+
+
+def choose(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, str]:
+    """The first point that holds, whether there is one, and why."""
+    full = curve[0].judged
+    good = next((point for point in curve if holds(point, full, max_drop)), None)
+    if good is None:
+        best = min(curve, key=lambda point: point.judged.divergence)
+        reason = (
+            f"no measured number of linears kept out of INT8 holds the drop to {max_drop:g} and halves the "
+            f"divergence; {best.kept} leave the least"
+        )
+        return best, False, reason
+    drop = f"{good.judged.drop:+.4f} ± {good.judged.drop_stderr:.4f}"
+    if good.kept == 0:
+        return good, True, f"the drop of everything in INT8 ({drop}) is within noise: nothing to keep out"
+    share = good.judged.divergence / full.divergence
+    reason = (
+        f"with them the divergence is {share:.0%} of that of everything in INT8, "
+        f"the drop ({drop}) is at most {max_drop:g} within noise"
+    )
+    return good, True, reason
+
+
+def attention_of(linears: list[str], found: Choices) -> list[str]:
+    """Attention modules in INT8 that leave it with these linears, because they would lose their fusion."""
+    return [name for name in found.base.attention if f"{name.rpartition('.')[0]}.output.dense" in linears]
+
+
+def write_up(
+    recipe: Recipe, point: CurvePoint, found: Choices, modules: Mapping[str, ModuleInfo], prefix: str
+) -> tuple[Recipe, str]:
+    """The recipe of a point of the curve, and its YAML; both were resolved against the model.
+
+    Raises:
+        UserError: it does not resolve, which would be a fault of this function.
+    """
+
+    def short(name: str) -> str:
+        return name.removeprefix(f"{prefix}.") if prefix else name
+
+    kept = {*point.linears, *point.attention}
+    int8 = found.everything - kept
+    rules = [each for rule in recipe.rules if (each := _not_idle(rule, int8, modules, prefix))]
+    for name in found.plan.int8:
+        if name in int8 and name not in found.base.int8:
+            own = found.plan.scaling_of(name).smooth
+            smooth = own if own != recipe.calibration.smooth else None
+            rules.append(
+                Rule(match=short(name), weights="int8/channel", input="int8/tensor", smooth=smooth)  # type: ignore[arg-type]
+            )
+    for name in point.linears:
+        precision = "fp32" if name in found.base.fp32 else recipe.precision.compute
+        rules.append(Rule(match=short(name), type="Linear", precision=precision))
+    rules += [Rule(match=short(name), type="Attention", precision="fp16") for name in point.attention]
+    calibration = recipe.calibration
+    if not splittable(int8):
+        calibration = calibration.model_copy(update={"split_outliers": 0})  # nothing is left to split
+    count = len(point.linears)
+    chosen = Recipe.model_validate(
+        recipe.model_dump(mode="json")
+        | {
+            "name": f"{recipe.name.removesuffix('-sensitivity')}-sensitivity",
+            "description": f"{recipe.name}, {count_of(count, 'linear')} kept out of INT8 by sensitivity.",
+            "rules": [rule.model_dump(mode="json") for rule in rules],
+            "calibration": calibration.model_dump(mode="json"),
+        }
+    )
+    short_form = chosen.model_dump(mode="json", exclude_defaults=True)
+    text = yaml.safe_dump({"version": 1, **short_form}, sort_keys=False, allow_unicode=True, width=100)
+    again = parse_recipe(text, FILE)
+    if again != chosen:
+        raise AssertionError(f"{FILE} does not hold the recipe that was chosen: {dump_recipe(again)}")
+    plan = resolve(again, modules, prefix)
+    if {*plan.int8, *plan.attention} != int8:
+        raise AssertionError(f"{FILE} puts other modules into INT8 than were measured")
+    return again, text
+
+
+def choice_of(point: CurvePoint, reached: bool, reason: str, recipe: Recipe) -> Choice:
+    """The choice as the report holds it."""
+    return Choice(kept=point.kept, reached=reached, reason=reason, file=FILE, recipe_name=recipe.name)
+
+
+def _not_idle(
+    rule: Rule, int8: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
+) -> Rule | None:
+    """The rule without what it says on the calibration of linears that are no longer in INT8."""
+    if not rule.refines or any(name in int8 for name in matched(rule, modules, prefix)):
+        return rule
+    if rule.weights is None and rule.precision is None:
+        return None
+    return rule.model_copy(update={"method": None, "weights_method": None, "smooth": None})

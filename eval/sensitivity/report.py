@@ -1,0 +1,223 @@
+"""`sensitivity.md`, `sensitivity.html` and the terminal's table, all from one `Sensitivity`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qdqbench.eval.report.formats import (
+    clean,
+    count_of,
+    flat,
+    label,
+    model_label,
+    seconds,
+    sentence,
+    yaml_text,
+)
+from qdqbench.eval.report.render import render
+from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
+from qdqbench.eval.sensitivity.results import FILE, Judged, Row, Sensitivity, ranking
+from qdqbench.quantize.core import files
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+WORST = 10
+COLUMNS = (
+    "only this in INT8: divergence",
+    "drop",
+    "differing answers",
+    "SQNR",
+    "all but this in INT8: divergence",
+    "of everything's",
+    "drop",
+)
+MEANING = {
+    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
+    "squared": "the mean squared difference of the outputs from FP32's, over the variance of FP32's",
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """A sensitivity report in words, ready for templates."""
+
+    title: str
+    headline: str
+    choice: str
+    reached: bool
+    explanation: list[str]
+    columns: tuple[str, ...]
+    linears: list[tuple[str, list[str]]]
+    attention: list[tuple[str, list[str]]]
+    blocks: list[tuple[str, list[str]]]
+    kinds: list[tuple[str, list[str]]]
+    curve: list[list[str]]
+    notes: list[str]
+    charts: list[str]  # SVG
+    inputs: list[tuple[str, str]]
+    environment: list[tuple[str, str]]
+    recipe_yaml: str
+    command: str
+    made: str
+
+
+def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
+    """Write `sensitivity.json`, `sensitivity.md` and `sensitivity.html` (one file, no external request).
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    shown = {"s": view(found)}
+    texts = {
+        folder / f"sensitivity.{kind}": render(f"sensitivity.{kind}.j2", shown) for kind in ("md", "html")
+    }
+    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
+    for path, text in texts.items():
+        files.write_text(path, text)
+    return [folder / FILE, *texts]
+
+
+def view(found: Sensitivity) -> View:
+    """Words and figures for people; every one of them is in `sensitivity.json`."""
+    found = Sensitivity.model_validate(clean(found.model_dump(mode="json")))
+    return View(
+        title=" · ".join(
+            [
+                model_label(found.model["name"]),
+                label(found.task["name"]),
+                str(found.recipe.get("name", "recipe")),
+            ]
+        ),
+        headline=headline(found),
+        choice=sentence(
+            f"{found.choice.file} keeps {count_of(found.choice.kept, 'linear')} out of INT8: "
+            f"{found.choice.reason}"
+        ),
+        reached=found.choice.reached,
+        explanation=_explanation(found),
+        columns=COLUMNS,
+        linears=_table(found, [*ranking(found), *_unranked(found)]),
+        attention=_table(found, _of(found, "attention")),
+        blocks=_table(found, _of(found, "block")),
+        kinds=_table(found, _of(found, "kind")),
+        curve=[
+            [str(point.kept), _divergence(point.judged), drop_text(point.judged), _answers(point.judged)]
+            for point in found.curve
+        ],
+        notes=[sentence(note) for note in found.notes],
+        charts=[svg for svg in (only_svg(found), all_but_svg(found), curve_svg(found)) if svg],
+        inputs=[
+            *flat(found.model, "model"),
+            *flat(found.data, "data"),
+            ("seed", str(found.seed)),
+            ("batch size", str(found.batch_size)),
+            ("time of all candidates", seconds(found.timings["candidates_s"])),
+        ],
+        environment=flat(found.environment),
+        recipe_yaml=yaml_text(found.recipe),
+        command=found.command,
+        made=found.created,
+    )
+
+
+def headline(found: Sensitivity) -> str:
+    """What everything in INT8 costs, and which linear most."""
+    metric, full = label(found.metric), found.full
+    text = (
+        f"Everything in INT8: {metric} {full.metric:.4f} against {found.fp32.metric:.4f} in FP32 on "
+        f"{found.data['samples']} training samples, drop {drop_text(full)}, divergence {full.divergence:.2g}."
+    )
+    worst = ranking(found)
+    if worst and worst[0].only:
+        alone = f"{worst[0].only.divergence / full.divergence:.0%} of it" if full.divergence else "nothing"
+        text += f" The worst linear, {worst[0].name}, alone makes {alone}."
+    return text
+
+
+def drop_text(judged: Judged) -> str:
+    """A drop with its standard error, and whether it is noise; positive is a loss."""
+    noise = " (noise)" if judged.within_noise else ""
+    return f"{judged.drop:+.4f} ± {judged.drop_stderr:.4f}{noise}"
+
+
+def summary(found: Sensitivity) -> "Group":
+    """One screen for the terminal, as a rich renderable."""
+    from rich.console import Group, RenderableType
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = view(found)
+    colour = "green" if found.choice.reached else "red"
+    body = Text(f"{shown.headline}\n{shown.choice}")
+    lines: list[RenderableType] = [
+        Panel(body, title=Text(shown.title), border_style=colour, title_align="left")
+    ]
+    for title, rows in (
+        (f"the {WORST} worst linears", ranking(found)[:WORST]),
+        ("kinds", _of(found, "kind")),
+    ):
+        table = Table(f"{title}, by divergence", box=None, pad_edge=False)
+        for heading in ("only this", "drop", "", "all but"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in _short_cells(row)))
+        lines += [table, Text("")]
+    lines += [Text(f"note: {note}", style="yellow") for note in shown.notes]
+    return Group(*lines)
+
+
+def _short_cells(row: Row) -> list[str]:
+    """A row for a terminal 80 characters wide: divergence, drop, divergence."""
+    name = row.name.removeprefix("encoder.")
+    rest = "" if row.all_but is None else f"{row.all_but.divergence:.1e}"
+    if row.only is None:
+        return [name, "", "", "", rest]
+    drop = f"{row.only.drop:+.4f} ± {row.only.drop_stderr:.4f}"
+    noise = "noise" if row.only.within_noise else ""
+    return [name, f"{row.only.divergence:.1e}", drop, noise, rest]
+
+
+def _explanation(found: Sensitivity) -> list[str]:
+    return [
+        f"Divergence is {MEANING[found.divergence]}. The ranking goes by it and not by the metric: on "
+        f"{found.data['samples']} samples most drops are noise. ± is one standard error, and (noise) marks "
+        "drops of at most two, paired with FP32.",
+        f"Measured on split {found.data['split']!r}, on other rows than those that calibrate; no evaluation "
+        f"split was read. Everything in INT8 means {count_of(len(found.int8), 'module')}.",
+    ]
+
+
+def _of(found: Sensitivity, group: str) -> list[Row]:
+    return [row for row in found.rows if row.group == group]
+
+
+def _unranked(found: Sensitivity) -> list[Row]:
+    return [row for row in _of(found, "linear") if row.all_but is None]
+
+
+def _table(found: Sensitivity, rows: list[Row]) -> list[tuple[str, list[str]]]:
+    return [(f"{row.name}{' (diagnostic)' if row.diagnostic else ''}", _cells(found, row)) for row in rows]
+
+
+def _cells(found: Sensitivity, row: Row) -> list[str]:
+    only, rest = row.only, row.all_but
+    first = [_divergence(only), drop_text(only), _answers(only), _sqnr(only)] if only else [""] * 4
+    if rest is None:
+        return [*first, "not part of everything", "", ""]
+    share = f"{rest.divergence / found.full.divergence:.0%}" if found.full.divergence else ""
+    return [*first, _divergence(rest), share, drop_text(rest)]
+
+
+def _divergence(judged: Judged | None) -> str:
+    return "" if judged is None else f"{judged.divergence:.2e} ± {judged.divergence_stderr:.0e}"
+
+
+def _answers(judged: Judged) -> str:
+    return "" if judged.disagreements is None else str(judged.disagreements)
+
+
+def _sqnr(judged: Judged) -> str:
+    return "equal" if judged.sqnr_db is None else f"{judged.sqnr_db:.1f} dB"

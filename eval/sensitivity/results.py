@@ -1,0 +1,117 @@
+"""Schema of `sensitivity.json`: what INT8 costs, tensor by tensor (documented in docs/sensitivity.md)."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.strict import Strict
+
+FILE = "sensitivity.json"
+Group = Literal["linear", "attention", "block", "kind"]
+
+
+class Judged(Strict):
+    """One choice of INT8 tensors against FP32 on the draw."""
+
+    metric: float  # primary metric of the task
+    drop: float  # FP32 minus this; positive is a loss
+    drop_stderr: float  # paired bootstrap
+    within_noise: bool  # |drop| is at most 2 standard errors
+    disagreements: int | None  # samples whose predicted class differs; None for regression
+    divergence: float  # see Sensitivity.divergence
+    divergence_stderr: float  # over samples
+    sqnr_db: float | None  # of the logits; None when they are equal
+
+
+class Row(Strict):
+    """One candidate: a linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
+
+    name: str  # as recipes write it, without the name of the base model; of a kind its name
+    group: Group
+    kind: str  # qkv, output, ffn-in, ffn-out, attention, pooler, classifier, ...; of a block "block"
+    layer: int | None  # None outside of the encoder and for kinds
+    modules: list[str]  # full names of what is switched
+    diagnostic: bool  # no recipe can put it into INT8
+    only: Judged | None  # this in INT8, everything else in FP32
+    all_but: Judged | None  # everything in INT8 but this; None where "everything" does not hold it
+
+
+class CurvePoint(Strict):
+    """The linears that cost the most kept out of INT8, everything else in INT8."""
+
+    kept: int  # number of linears
+    linears: list[str]  # full names, in the order of the ranking
+    attention: list[str]  # attention modules that go to FP16 with their output linear
+    judged: Judged
+
+
+class Choice(Strict):
+    """The recipe that was written."""
+
+    kept: int
+    reached: bool  # the drop and the divergence hold; else the best point that was measured
+    reason: str
+    file: str
+    recipe_name: str
+
+
+class Reference(Strict):
+    """The model without quantizers on the draw."""
+
+    metric: float
+    stderr: float
+
+
+class Sensitivity(Strict):
+    """Everything that `qdqbench sensitivity` found."""
+
+    schema_version: Literal[1] = 1
+    created: str  # ISO 8601, UTC
+    command: str
+    recipe: dict[str, Any]  # with every default filled in
+    model: dict[str, Any]  # name, sha256
+    task: dict[str, Any]
+    data: dict[str, Any]  # source, split, fingerprint, calibration and evaluated samples
+    seed: int  # of the bootstrap; the draw has the recipe's calibration.seed
+    batch_size: int
+    metric: str  # primary metric of the task
+    divergence: Literal["kl", "squared"]  # KL(FP32 || INT8) per sample, nat; or MSE / variance of FP32 logits
+    fp32: Reference
+    full: Judged  # everything in INT8
+    int8: list[str]  # what "everything" is: full names of linears and attention modules
+    rows: list[Row]
+    curve: list[CurvePoint]  # by rising `kept`
+    choice: Choice
+    notes: list[str]
+    timings: dict[str, float]  # seconds; candidates of an interrupted run are counted once
+    environment: dict[str, Any]
+
+
+def sensitivity_file(path: Path) -> Path:
+    """The file itself, or the one in a folder."""
+    return path / FILE if path.is_dir() else path
+
+
+def read_sensitivity(path: Path) -> Sensitivity:
+    """Read `sensitivity.json`, or the one in a folder.
+
+    Raises:
+        UserError: missing, or not of this version.
+    """
+    file = sensitivity_file(path)
+    try:
+        return Sensitivity.model_validate(files.read_json(file))
+    except ValidationError as error:
+        raise UserError(
+            f"{file} is no sensitivity report of this version; run `qdqbench sensitivity` again"
+        ) from error
+
+
+def ranking(found: Sensitivity | list[Row]) -> list[Row]:
+    """Linears that "everything in INT8" holds, the one that costs the most first: by divergence alone."""
+    rows = found.rows if isinstance(found, Sensitivity) else found
+    linears = [row for row in rows if row.group == "linear" and row.only and row.all_but]
+    return sorted(linears, key=lambda row: -row.only.divergence if row.only else 0.0)

@@ -1,0 +1,129 @@
+"""A calibrated model whose tensors go between FP32 and INT8 one by one, and which runs from any layer on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qdqbench.quantize.fakequant import quantizers
+from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.tasks.rows import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One batch at the input of an encoder layer."""
+
+    rows: npt.NDArray[np.int64]  # of the draw, [B]
+    hidden: torch.Tensor  # [B, L, hidden]
+    rest: tuple[Any, ...]  # the layer's other arguments: the mask
+    keywords: dict[str, Any]
+
+
+class Suffixes:
+    """Logits of a BERT classifier over a draw, computed from the input of any encoder layer on."""
+
+    def __init__(self, model: "PreTrainedModel", batches: list[Batch], samples: int) -> None:
+        """`batches` are those of `eval.data.sorted_batches`; `model` computes [CLS] alone where that is all.
+
+        The pooler reads the first token only, so behind the attention of the last layer the others are not
+        computed. What the first token gets is not changed by it.
+        """
+        self.model, self.batches, self.samples = model, batches, samples
+        base: Any = model.base_model
+        self.layers: list[Any] = list(base.encoder.layer)
+        self.layers[-1].attention.output.register_forward_pre_hook(
+            lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
+        )
+
+    def start(self) -> tuple[list[Held], Floats]:
+        """States at the input of the first layer, and logits, in whatever precision the model is now."""
+        states: list[Held] = []
+
+        def keep(_: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            states.append(Held(np.empty(0, np.int64), inputs[0], inputs[1:], keywords))
+
+        hook = self.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            logits = self.full()
+        finally:
+            hook.remove()
+        rows = [rows for rows, _ in self.batches]
+        return [replace(state, rows=of) for state, of in zip(states, rows, strict=True)], logits
+
+    def full(self) -> Floats:
+        """Logits [n, num_labels] of the whole model."""
+        return self._gather((rows, quantizers.forward(self.model, batch)) for rows, batch in self.batches)
+
+    def suffix(self, states: list[Held], layer: int) -> Floats:
+        """Logits [n, num_labels] from states at the input of `layer`; its number may be that of the head."""
+        base: Any = self.model.base_model
+        head: Any = self.model
+
+        def logits() -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+            for state in states:
+                hidden = state.hidden
+                for module in self.layers[layer:]:
+                    hidden = _run(module, replace(state, hidden=hidden))
+                yield state.rows, head.classifier(head.dropout(base.pooler(hidden)))
+
+        with torch.inference_mode():
+            return self._gather(logits())
+
+    def advance(self, states: list[Held], layer: int) -> list[Held]:
+        """States behind `layer`."""
+        with torch.inference_mode():
+            return [replace(state, hidden=_run(self.layers[layer], state)) for state in states]
+
+    def _gather(self, parts: Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]) -> Floats:
+        logits = np.empty((self.samples, int(self.model.config.num_labels or 0)), dtype=np.float32)
+        for rows, values in parts:
+            logits[rows] = values.float().cpu().numpy()
+        return logits
+
+
+@contextmanager
+def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Watch the input of every LayerNorm of the encoder while the model is calibrated around it.
+
+    Yields:
+        Function that gives the amax of each by the method of the calibration section, float32 scalars.
+    """
+    quantizers.import_modelopt()  # first, for it keeps ModelOpt's warnings from the user
+    from modelopt.torch.quantization.calib import MaxCalibrator
+
+    from qdqbench.quantize.calibrate.histograms import ActivationCalibrator
+
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.LayerNorm) and ".layer." in name
+    }
+    by_max = settings.method == "max"
+    seen: dict[str, Any] = {
+        name: MaxCalibrator(num_bits=8, axis=None) if by_max else ActivationCalibrator(settings.method)
+        for name in norms
+    }
+
+    def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        return lambda _, inputs: seen[name].collect(inputs[0].detach())
+
+    hooks = [module.register_forward_pre_hook(hook(name)) for name, module in norms.items()]
+    try:
+        yield lambda: {name: calibrator.compute_amax() for name, calibrator in seen.items()}
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def _run(layer: Any, state: Held) -> torch.Tensor:
+    output = layer(state.hidden, *state.rest, **state.keywords)
+    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

@@ -1,0 +1,255 @@
+"""The stages of a run: each reads files and the configuration, and writes files into the run directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.eval.accuracy.logits import evaluate
+from qdqbench.eval.accuracy.parity import compare_layers
+from qdqbench.eval.accuracy.runners import on_gpu, onnxruntime_runner, placed, torch_runner
+from qdqbench.eval.stages.engine import build, engine, verify
+from qdqbench.quantize.calibrate.record import write_record
+from qdqbench.quantize.check.check import check_file, to_json
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.engine.backend import available_backends
+from qdqbench.quantize.graph import export as exporter
+from qdqbench.quantize.graph.export import ExportSettings, save
+from qdqbench.quantize.qat.files import remove_checkpoints
+from qdqbench.quantize.qat.stage import qat as train
+from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form
+from qdqbench.quantize.rundir.pipeline import Stage
+from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.tasks.embedded import write_embedded
+from qdqbench.quantize.tasks.rows import pad
+from qdqbench.quantize.tasks.sources import source_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PARITY_SAMPLES, PARITY_BATCH = 64, 16
+
+
+def embedded(session: Session) -> list[Path]:
+    """Generate the default task and train its small BERT."""
+
+    run = write_embedded(
+        session.folder / "embedded",
+        seed=session.config.seed,
+        progress=lambda fraction: session.progress(round(1000 * fraction), 1000),
+    )
+    return sorted(path for path in run.model_dir.parent.rglob("*") if path.is_file())
+
+
+def baseline(session: Session) -> list[Path]:
+    """Evaluate the FP32 model."""
+    return [_evaluate_torch(session, "fp32", session.fp32_model)]
+
+
+def quantize(session: Session) -> list[Path]:
+    """Calibrate and record every amax."""
+    from qdqbench.quantize.calibrate import ptq
+
+    settings = session.recipe.calibration
+    batches = session.calibration_batches()
+    total, seen = len(batches.split.dataset), 0
+
+    def progress(count: int) -> None:
+        nonlocal seen
+        seen = seen % total + count  # smoothing goes through the data twice
+        session.progress(seen, total)
+
+    record = ptq.calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
+    split = batches.split
+    record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
+    session.notes += record.notes
+    path = session.folder / "calibration.json"
+    write_record(path, record)
+    return [path]
+
+
+def ptq(session: Session) -> list[Path]:
+    """Evaluate the fake-quant model before QAT."""
+    return [_evaluate_torch(session, "ptq", session.new_ptq_model())]
+
+
+def qat(session: Session) -> list[Path]:
+    """Train the fake-quant model."""
+
+    return train(session)
+
+
+def _forget_checkpoints(session: Session) -> None:
+
+    remove_checkpoints(session)
+
+
+def fake_quant(session: Session) -> list[Path]:
+    """Evaluate the fake-quant model."""
+    return [_evaluate_torch(session, "fake_quant", session.fake_quant_model)]
+
+
+def export(session: Session) -> list[Path]:
+    """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
+
+    recipe, plan = session.recipe, session.plan
+    form = weight_form(session)
+    twin = exporter.trace(session.fp32_model, recipe.export.opset)
+    jobs = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
+    if recipe.quantizes:
+        jobs.append(
+            (exporter.trace(session.fake_quant_model, recipe.export.opset), recipe.precision.compute, INT8)
+        )
+    paths = []
+    for number, (traced, compute, name) in enumerate(jobs):
+        merge = recipe.export.qkv == "merged"
+        settings = ExportSettings(recipe.export.opset, compute, form, merge)  # type: ignore[arg-type]
+        save(exporter.finish(traced, plan, settings, session.notes), session.folder / name, recipe.name)
+        paths.append(session.folder / name)
+        session.progress(number + 1, len(jobs))
+    return paths
+
+
+def check(session: Session) -> list[Path]:
+    """Check the graph that will be built, against the recipe."""
+
+    report = check_file(graph_path(session), expected_quantized=expected_modules(session))
+    path = session.folder / "check.json"
+    files.write_json(path, to_json(report))
+    return [path]
+
+
+def parity(session: Session) -> list[Path]:
+    """Compare ONNX Runtime with the fake-quant model, layer by layer, on padded batches."""
+    import onnx
+
+    path = session.folder / "parity.json"
+    result = compare_layers(
+        onnx.load(graph_path(session)), session.fake_quant_model, _parity_batches(session)
+    )
+    files.write_json(path, result.model_dump(mode="json"))
+    return [path]
+
+
+def onnxruntime(session: Session) -> list[Path]:
+    """Evaluate the exported graph in ONNX Runtime."""
+
+    return [evaluate(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
+
+
+def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
+
+    with on_gpu(model):
+        return evaluate(session, stage, torch_runner(model))
+
+
+def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
+    """A seeded draw in random order, so that the batches are padded."""
+
+    _, encoded = next(iter(session.eval_splits.values()))
+    count = len(encoded.labels)
+    order = np.random.default_rng(session.config.seed).permutation(count)[:PARITY_SAMPLES]
+    for start in range(0, len(order), PARITY_BATCH):
+        session.progress(start, len(order))
+        rows = order[start : start + PARITY_BATCH].tolist()
+        yield pad(
+            [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], session.pad_id
+        )[1]
+
+
+def _model(session: Session) -> Any:
+    return [session.model_sha256, session.config.task.model_dump(), session.recipe.export.max_length]
+
+
+def _evaluation(session: Session) -> Any:
+
+    task = session.config.task
+    data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
+    return [_model(session), data, session.config.limit, session.config.batch_size]
+
+
+def _placement(session: Session) -> Any:
+    recipe = session.recipe
+    rules = [rule.model_dump() for rule in recipe.rules]
+    return [_model(session), rules, recipe.attention, recipe.residual, recipe.export.gelu]
+
+
+def _calibration(session: Session) -> Any:
+
+    settings = session.recipe.calibration
+    data = source_fingerprint(session.config.task, session.data_source, settings.split)
+    return [_placement(session), data, settings.model_dump()]
+
+
+def _trained(session: Session) -> Any:
+
+    task, settings = session.config.task, session.recipe.qat
+    data = source_fingerprint(task, session.data_source, task.train_split)
+    return [_placement(session), data, settings.model_dump() if settings else None]
+
+
+def _exported(session: Session) -> Any:
+    recipe = session.recipe
+    return [
+        _placement(session),
+        recipe.export.model_dump(),
+        recipe.precision.model_dump(),
+        weight_form(session),
+        recipe.name,
+    ]
+
+
+def _built(session: Session) -> Any:
+
+    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), str(find_gpu())]
+
+
+def _measured(session: Session) -> Any:
+    return [_evaluation(session), _built(session)]
+
+
+def _verified(session: Session) -> Any:
+    recipe = session.recipe
+    return [_measured(session), recipe.gate.max_drop, session.config.seed]
+
+
+def stages(session: Session) -> dict[str, Stage]:
+    """The stages of this run, in order: the embedded default trains first, a twin is not quantized."""
+    first = () if session.config.model else ("embedded",)
+    quantized = session.recipe.quantizes
+    calibrated = (*first, "quantize") if quantized else first
+    trains = quantized and session.recipe.qat is not None
+    if trains:
+        calibrated = (*calibrated, "qat")
+    evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
+    listed = [
+        Stage("baseline", baseline, first, _evaluation),
+        Stage("export", export, calibrated, _exported),
+        Stage("check", check, ("export",), _placement),
+        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation),
+        Stage("build", build, ("export",), _built),
+        Stage("verify", verify, (*evaluated, "export", "build"), _verified),
+        Stage("engine", engine, (*first, "export", "build", "verify"), _measured),
+    ]
+    if quantized:
+        listed[1:1] = [
+            Stage("quantize", quantize, first, _calibration),
+            *(_training(first) if trains else []),
+            Stage("fake_quant", fake_quant, calibrated, _evaluation),
+        ]
+        position = next(i for i, stage in enumerate(listed) if stage.name == "check") + 1
+        drawn = Stage("parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed])
+        listed.insert(position, drawn)
+    if first:
+        listed.insert(0, Stage("embedded", embedded, (), lambda s: s.config.seed))
+    return {stage.name: stage for stage in listed}
+
+
+def _training(first: tuple[str, ...]) -> list[Stage]:
+    """What QAT adds: PTQ on its own, to be compared, and the training."""
+    return [
+        Stage("ptq", ptq, (*first, "quantize"), _evaluation),
+        Stage("qat", qat, (*first, "quantize"), _trained, _forget_checkpoints),
+    ]

@@ -1,0 +1,1 @@
+"""The maintainers' tables of measured results."""

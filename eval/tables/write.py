@@ -1,0 +1,238 @@
+"""Measured tables in Markdown, made from `results.json` and `bench.json` files and from nothing else.
+
+The same files give the same bytes, in whatever order they are named; no table exists without its files.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qdqbench.eval.bench.report import (
+    cell_text,
+    clocks,
+    hardware,
+    method,
+    milliseconds,
+    ratio_mark,
+    slow_lines,
+)
+from qdqbench.eval.bench.results import FILE as BENCH
+from qdqbench.eval.bench.results import Bench, BenchCell, read_bench, row_of, speedup_of
+from qdqbench.eval.report.formats import clean, text
+from qdqbench.eval.runs.study_results import FILE as STUDY
+from qdqbench.eval.runs.study_results import Study, read_study
+from qdqbench.eval.search.results import FILE as SEARCH
+from qdqbench.eval.search.results import Search, read_search
+from qdqbench.eval.tables.accuracy import Places, accuracy_tables, mean_tables, run_key, table
+from qdqbench.eval.tables.changed import Changed
+from qdqbench.eval.tables.search import search_tables
+from qdqbench.eval.tables.study import study_tables
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import Results
+
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+RESULTS = "results.json"
+SHAPES = {"static": "engines for one shape each", "recipe": "engines for the recipe's shapes"}
+
+
+def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
+    """Read every results file that is named, or that lies below a named folder.
+
+    Raises:
+        UserError: nothing found, an unreadable file, or two files with the same measurement.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        names = (RESULTS, BENCH, STUDY, SEARCH)
+        below = [file for name in names for file in path.rglob(name)] if path.is_dir() else [path]
+        if not below:
+            raise UserError(f"{path} holds no {RESULTS} and no {BENCH}; name the folders of finished runs")
+        found.update(dict.fromkeys(file for file in below if file.name not in (STUDY, SEARCH)))
+    runs: dict[tuple[Any, ...], tuple[Path, Results]] = {}
+    benches: dict[tuple[Any, ...], tuple[Path, Bench]] = {}
+    for path in found:
+        value = files.read_json(path)
+        if isinstance(value, dict) and "cells" in value:
+            bench = read_bench(path)
+            _add(benches, _bench_key(bench), path, Bench.model_validate(clean(bench.model_dump(mode="json"))))
+        else:
+            run = _read_run(path)
+            _add(runs, run_key(run), path, Results.model_validate(clean(run.model_dump(mode="json"))))
+    return [runs[key][1] for key in sorted(runs)], [benches[key][1] for key in sorted(benches)]
+
+
+def find_studies(paths: Sequence[Path]) -> list[Study]:
+    """Read every `study.json` that is named, or that lies below a named folder.
+
+    Raises:
+        UserError: unreadable, or of another version.
+    """
+    read = [read_study(file).model_dump(mode="json") for file in _named(STUDY, paths)]
+    studies = [Study.model_validate(clean(value)) for value in read]
+    return sorted(studies, key=lambda study: (str(study.task["name"]), sorted(study.recipes), study.created))
+
+
+def find_searches(paths: Sequence[Path]) -> list[Search]:
+    """Read every `search.json` that is named, or that lies below a named folder.
+
+    Raises:
+        UserError: unreadable, or of another version.
+    """
+    read = [read_search(file).model_dump(mode="json") for file in _named(SEARCH, paths)]
+    searches = [Search.model_validate(clean(value)) for value in read]
+    return sorted(searches, key=lambda found: (found.task, found.source.mode, found.created))
+
+
+def _named(name: str, paths: Sequence[Path]) -> list[Path]:
+    """Files of this name, each once."""
+    below = [file for path in paths for file in (path.rglob(name) if path.is_dir() else [path])]
+    return list(dict.fromkeys(file for file in below if file.name == name))
+
+
+def insert(before: str, tables: str, name: str) -> str:
+    """Put the tables between the markers of a Markdown text.
+
+    Raises:
+        UserError: not exactly one pair of markers, in order.
+    """
+    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
+        raise UserError(f"{name} must hold the line {BEGIN} once and after it {END} once; add them")
+    head, _, rest = before.partition(BEGIN)
+    return f"{head}{BEGIN}\n{tables.strip()}\n{END}{rest.partition(END)[2]}"
+
+
+def tables_markdown(
+    runs: Sequence[Results],
+    benches: Sequence[Bench],
+    studies: Sequence[Study] = (),
+    searches: Sequence[Search] = (),
+) -> str:
+    """All tables: accuracy by task, means over tasks, QAT over seeds, searches, latency, and where."""
+    places, changed = Places(), Changed()
+    parts = [
+        "Written by `qdqbench tables` from results files; do not edit by hand.",
+        *accuracy_tables(runs, places, changed),
+        *mean_tables(runs, places, changed),
+        *study_tables(studies, changed),
+        *search_tables(searches, changed),
+        *(part for bench in benches for part in _latency(bench, changed)),
+    ]
+    return "\n\n".join(part for part in [*parts, changed.text(), places.text()] if part)
+
+
+def _latency(bench: Bench, changed: Changed) -> list[str]:
+    """Latency, speed-ups and throughput of one bench."""
+    about = bench.target
+    shape, random = about.shape, " (random weights)" if about.random_weights else ""
+    title = (
+        f"### Latency: {text(about.name)}{random}, {changed.label(bench.recipe)}, "
+        f"{SHAPES[bench.settings.profile]}\n\n"
+        f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
+        f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
+        f"Median milliseconds. {text(method(bench))}"
+    )
+    names = [about.name for about in bench.contestants]
+    over = [name for name in ("fp16", "compile-fp16") if _compared(bench, name)]
+    labels = {about.name: about.label for about in bench.contestants}
+    header = [
+        "shape",
+        *(text(labels[name]) for name in names),
+        *(f"INT8 over {text(labels[n])}" for n in over),
+    ]
+    rows = []
+    for cell in bench.cells:
+        ratios = [ratio_mark(speedup_of(cell, "int8", name)) for name in over]
+        shown = [f"**{mark.text}**" if mark.bad else mark.text for mark in ratios]
+        rows.append([text(cell_text(bench, cell)), *(_median(cell, name) for name in names), *shown])
+    said = [
+        *bench.notes,
+        *_built_as(bench),
+        *_proofs(bench),
+        clocks(bench),
+        *slow_lines(bench),
+        *bench.errors,
+        *bench.warnings,
+    ]
+    notes = [f"- {text(line)}" for line in said]
+    if not bench.complete:
+        notes.insert(0, "- interrupted: not every shape was measured")
+    return [title, table(header, rows), *_throughput(bench, labels), "\n".join(notes)]
+
+
+def _built_as(bench: Bench) -> list[str]:
+    """Shapes and form of engines that were built as the recipe says."""
+    if bench.settings.profile != "recipe" or bench.device == "cpu":
+        return []
+    shapes = bench.recipe["engine"]["shapes"]
+    profiles = [shapes] if isinstance(shapes, dict) else shapes
+    said = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
+    return [f"optimization profiles [min, opt, max]: {said}"]
+
+
+def _proofs(bench: Bench) -> list[str]:
+    """INT8 GEMMs of the engines that were timed, from their layer tables."""
+    rows = [row for cell in bench.cells for row in cell.rows if row.expected_int8_gemms is not None]
+    counts = sorted({(row.int8_gemms, row.expected_int8_gemms) for row in rows})
+    return [f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in counts]
+
+
+def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:
+    """Sequences per second of each contestant by shape and streams; nothing where it was not measured."""
+    rows = []
+    for cell in bench.cells:
+        for streams in bench.settings.streams:
+            rates = []
+            for name in labels:
+                row = row_of(cell, name)
+                found = [rate for rate in row.throughput if rate.streams == streams] if row else []
+                rates.append(f"{found[0].sequences_per_s:,.0f}" if found else "")
+            if any(rates):
+                rows.append([text(cell_text(bench, cell)), str(streams), *rates])
+    if not rows:
+        return []
+    return ["Sequences per second:", table(["shape", "streams", *map(text, labels.values())], rows)]
+
+
+def _median(cell: BenchCell, name: str) -> str:
+    row = row_of(cell, name)
+    if row is not None:
+        return milliseconds(row.median_ms)
+    failed = any(row.contestant == name and row.status == "error" for row in cell.rows)
+    return "✗ error" if failed else "not measured"
+
+
+def _compared(bench: Bench, name: str) -> bool:
+    return any(speedup_of(cell, "int8", name) for cell in bench.cells)
+
+
+def _bench_key(bench: Bench) -> tuple[Any, ...]:
+    return (
+        bench.device,
+        bench.target.name,
+        str(bench.recipe.get("name")),
+        hardware(bench),
+        bench.settings.profile,
+    )
+
+
+def _add(
+    known: dict[tuple[Any, ...], tuple[Path, Any]], key: tuple[Any, ...], path: Path, value: Any
+) -> None:
+    if key in known:
+        raise UserError(f"{known[key][0]} and {path} measured the same thing; name only one of them")
+    known[key] = (path, value)
+
+
+def _read_run(path: Path) -> Results:
+    try:
+        return Results.model_validate(files.read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is neither results.json nor bench.json of this version ({where}: {first['msg']}); make "
+            "it again"
+        ) from error

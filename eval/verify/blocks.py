@@ -1,0 +1,290 @@
+"""Cut an exported encoder at its block borders, so that each block runs on the reference's own input.
+
+A block is the embeddings, one encoder layer, or the pooler with the classifier. End to end, rounding flips
+grow from layer to layer, and a correct engine cannot be told from a wrong one; block by block it can. All
+blocks stay in one "stitched" graph, so one engine judges them, and what is inside a block (Q/DQ, what fuses
+with what) is as in the deployed graph.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.graph.index import module_of, prune
+from qdqbench.quantize.runtime.runner import Engine
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from qdqbench.quantize.core.results import EngineResult
+    from qdqbench.quantize.engine.build import Sidecar
+    from qdqbench.quantize.runtime.runner import Engine
+
+EMBEDDINGS, HEAD = "embeddings", "head"
+FLOATS: dict[int, Any] = {
+    TensorProto.FLOAT: np.dtype(np.float32),
+    TensorProto.FLOAT16: np.dtype(np.float16),
+}
+_BORDER = re.compile(r"(?:^|\.)(?:(embeddings)|(layer\.\d+)\.output)\.LayerNorm$")
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a stitched graph."""
+
+    name: str  # "embeddings", "layer.0", ..., "head"
+    input: str | None  # graph input that takes the reference's hidden state; None: the tokens
+    output: str  # graph output: hidden state [batch, length, hidden], of the head the logits [batch, labels]
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """A graph whose blocks do not depend on each other."""
+
+    model: onnx.ModelProto
+    blocks: tuple[Block, ...]  # in graph order
+    types: dict[str, np.dtype[Any]]  # of the new graph inputs
+
+    def feeds(self, inputs: Mapping[str, Floats]) -> dict[str, npt.NDArray[Any]]:
+        """Hidden states by block name as feeds of the graph, in its types."""
+        return {
+            block.input: inputs[block.name].astype(self.types[block.input])
+            for block in self.blocks
+            if block.input is not None
+        }
+
+
+@dataclass
+class BlockTensors:
+    """What the reference did in one block."""
+
+    input: Floats | None  # [batch, length, hidden]; None for the embeddings
+    output: Floats  # hidden state, or the logits
+    unquantized: Floats  # output of the FP32 model's block for the same input
+
+
+def stitch(model: onnx.ModelProto) -> Stitched:
+    """Make the input of every block a graph input and its output a graph output; `model` is not changed.
+
+    Raises:
+        UserError: the graph has no encoder layers as the exporter names them.
+    """
+    stitched = onnx.ModelProto()
+    stitched.CopyFrom(model)
+    graph = stitched.graph
+    borders = _borders(graph)
+    names = list(borders)
+    values = tensor_values(stitched)
+    blocks, types, replaced, source = [], {}, {}, None
+    for name, tensor in borders.items():
+        blocks.append(Block(name, source, tensor))
+        source = replaced[tensor] = f"{tensor}/reference"
+        types[source] = FLOATS[values[tensor].elem_type]
+    blocks.append(Block(HEAD, source, graph.output[0].name))
+    for node in graph.node:
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
+    for tensor in (borders[name] for name in names):
+        shape = [*free, values[tensor].shape.dim[-1].dim_value]
+        for place, title in ((graph.input, replaced[tensor]), (graph.output, tensor)):
+            place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
+    return Stitched(stitched, tuple(blocks), types)
+
+
+def _borders(graph: onnx.GraphProto) -> dict[str, str]:
+    """Output tensor of the embeddings and of each encoder layer, by block name."""
+    found: dict[str, str] = {}
+    for node in graph.node:
+        match = _BORDER.search(module_of(node.name))
+        if match and node.op_type != "Cast":
+            found[match[1] or match[2]] = node.output[0]  # the last node of a LayerNorm in several nodes
+    if EMBEDDINGS not in found or len(found) < 2:
+        raise UserError(
+            "the graph does not name its embeddings and encoder layers, so it cannot be cut into blocks; "
+            "export it with qdqbench"
+        )
+    return found
+
+
+def block_of(stitched: Stitched, name: str) -> Block:
+    """A block by its name."""
+    return next(block for block in stitched.blocks if block.name == name)
+
+
+def extract(stitched: Stitched, name: str, marked: Iterable[str] = ()) -> onnx.ModelProto:
+    """The graph of one block alone, with tensors inside of it marked as graph outputs too."""
+    block, values = block_of(stitched, name), tensor_values(stitched.model)
+    alone = onnx.ModelProto()
+    alone.CopyFrom(stitched.model)
+    graph = alone.graph
+    wanted = dict.fromkeys([*marked, block.output])
+    del graph.output[:]
+    graph.output.extend(helper.make_tensor_value_info(t, values[t].elem_type, None) for t in wanted)
+    prune(alone)
+    read = {tensor for node in graph.node for tensor in node.input}
+    inputs = [value for value in graph.input if value.name in read]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    return alone
+
+
+def computed_floats(model: onnx.ModelProto) -> list[str]:
+    """Float tensors that depend on a graph input, in topological order.
+
+    Without the copies (casts, reshapes, transposes) and the outputs of Q and DQ: an engine has no tensor of
+    its own for them, and marking them would break the pattern that makes its INT8 kernels.
+    """
+    copies = {"Cast", "Reshape", "Transpose", "Unsqueeze", "QuantizeLinear", "DequantizeLinear"}
+    values = tensor_values(model)
+    live, found = {value.name for value in model.graph.input}, []
+    for node in model.graph.node:
+        if live.isdisjoint(node.input):
+            continue
+        live.update(node.output)
+        if node.op_type not in copies:
+            found += [name for name in node.output if name and values[name].elem_type in FLOATS]
+    return found
+
+
+def tensor_values(model: onnx.ModelProto) -> "dict[str, onnx.TypeProto.Tensor]":
+    """Type and shape of every tensor of a graph, by shape inference."""
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    values = [*inferred.value_info, *inferred.input, *inferred.output]
+    return {value.name: value.type.tensor_type for value in values}
+
+
+def reference_blocks(
+    model: "PreTrainedModel",
+    unquantized: "PreTrainedModel | None",
+    batch: dict[str, npt.NDArray[np.int64]],
+    *,
+    half: bool,
+) -> dict[str, BlockTensors]:
+    """Run the reference on one batch and record the input and the output of each block.
+
+    Args:
+        model: the fake-quant model (or the FP32 model where nothing is quantized), on any device.
+        unquantized: the FP32 model, whose blocks get the same inputs; None where `model` is that model.
+        batch: int64 [B, L] arrays.
+        half: round each block's input to FP16, as a graph with FP16 borders gets it, so that both sides
+            start from the same numbers.
+
+    Returns:
+        By block name: "embeddings", "layer.0", ..., "head".
+    """
+
+    found: dict[str, BlockTensors] = {}
+    twins = dict(unquantized.named_modules()) if unquantized is not None else {}
+    hooks = []
+    for name, path in _torch_blocks(model).items():
+        module = model.get_submodule(path)
+        hooks.append(module.register_forward_pre_hook(_rounded(half), with_kwargs=True))
+        hooks.append(module.register_forward_hook(_recorder(found, name, twins.get(path)), with_kwargs=True))
+    try:
+        logits = forward(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pooled = found[HEAD]
+    pooled.output = _array(logits)
+    pooled.unquantized = pooled.output if unquantized is None else _head(unquantized, pooled)
+    return found
+
+
+def _torch_blocks(model: "PreTrainedModel") -> dict[str, str]:
+    """Module of each block by block name; the head's is the pooler, where it starts."""
+    prefix, layers = model.base_model_prefix, re.compile(r"\.encoder\.(layer\.\d+)$")
+    found = {EMBEDDINGS: f"{prefix}.embeddings"}
+    found |= {m[1]: name for name, _ in model.named_modules() if (m := layers.search(name))}
+    return found | {HEAD: f"{prefix}.pooler"}
+
+
+def _rounded(half: bool) -> Any:
+    """Pre-hook that rounds a hidden state through FP16; tokens pass."""
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not half:
+            return args, kwargs
+        if args and args[0].is_floating_point():
+            return (args[0].half().float(), *args[1:]), kwargs
+        if "hidden_states" in kwargs:
+            kwargs = kwargs | {"hidden_states": kwargs["hidden_states"].half().float()}
+        return args, kwargs
+
+    return hook
+
+
+def _recorder(found: dict[str, BlockTensors], name: str, twin: Any) -> Any:
+    """Hook that keeps a block's input and output, and the output of the FP32 twin of the block."""
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        taken = None if name == EMBEDDINGS or hidden is None else _array(hidden)
+        made = _array(output)
+        found[name] = BlockTensors(taken, made, made if twin is None else _array(twin(*args, **kwargs)))
+
+    return hook
+
+
+def _head(model: "PreTrainedModel", tensors: BlockTensors) -> Floats:
+    """Logits of the FP32 model's classifier on what its pooler made."""
+    import torch
+
+    classifier: Any = model.get_submodule("classifier")
+    with torch.inference_mode():
+        device = next(model.parameters()).device
+        return _array(classifier(torch.from_numpy(tensors.unquantized).to(device)))
+
+
+def _array(value: "torch.Tensor | tuple[torch.Tensor, ...]") -> Floats:
+    tensor = value[0] if isinstance(value, tuple) else value
+    array: Floats = tensor.detach().float().cpu().numpy()
+    return array
+
+
+@contextmanager
+def engine_of(
+    model: onnx.ModelProto, sidecar: "Sidecar", expected_gemms: Iterable[str] = ()
+) -> "Iterator[tuple[Engine, EngineResult]]":
+    """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
+
+    Args:
+        model: the graph.
+        sidecar: of the deployed engine: its backend and shapes.
+        expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
+
+    Raises:
+        UserError: the builder refuses the graph.
+        MissingDevice: no GPU or library to run it with.
+    """
+
+    names = {node.name for node in model.graph.node}
+    with tempfile.TemporaryDirectory(prefix="qdqbench-blocks-") as name:
+        path, engine = Path(name) / "blocks.onnx", Path(name) / "blocks.engine"
+        path.write_bytes(model.SerializeToString())
+        result = build(
+            path,
+            engine,
+            backend=sidecar.backend,  # type: ignore[arg-type]
+            profiles=sidecar.profiles,
+            expected_gemms=[gemm for gemm in expected_gemms if gemm in names],
+            expected_attention=0,
+            strict=False,
+        )
+        with Engine(engine, path) as loaded:
+            yield loaded, result

@@ -1,0 +1,252 @@
+"""Run an engine on real samples in every shape that it is for, and its blocks on the reference's own inputs.
+
+`verify.py` judges what comes out. Only `verify_engine` needs a GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.eval.accuracy.logits import read_logits
+from qdqbench.eval.verify.blocks import engine_of, reference_blocks, stitch
+from qdqbench.eval.verify.checks import (
+    BlockSums,
+    Cost,
+    Floats,
+    check_answers,
+    check_padding,
+    check_shape,
+    failures,
+)
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.results import BlockCheck, EngineResult, ShapeCheck, Verification
+from qdqbench.quantize.engine.build import check_sidecar
+from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
+from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.rows import pad
+
+if TYPE_CHECKING:
+    from qdqbench.eval.accuracy.runners import Predict
+    from qdqbench.quantize.engine.backend import Profile
+    from qdqbench.quantize.engine.build import Sidecar
+    from qdqbench.quantize.rundir.session import Session
+    from qdqbench.quantize.tasks.rows import Encoded
+
+SAMPLES, PADDING_SAMPLES, BLOCK_SAMPLES = 256, 16, 32
+
+
+@dataclass
+class Case:
+    """One batch to run: samples, and the length that they are padded to."""
+
+    what: str
+    rows: list[int]  # samples; repeated where the data has fewer than the batch
+    length: int
+
+
+def widest(profiles: "Sequence[Profile]") -> "Profile":
+    """The profile that takes the longest samples, and of those the largest batch."""
+    return max(profiles, key=lambda profile: (profile.max[1], profile.max[0]))
+
+
+def shape_cases(lengths: npt.NDArray[np.int64], profiles: "Sequence[Profile]", seed: int) -> list[Case]:
+    """Batches at every corner of the profiles, padded and of equal lengths, and the shortest and the longest.
+
+    Args:
+        lengths: tokens of each sample.
+        profiles: of the engine.
+        seed: of the draw.
+    """
+    random = np.random.default_rng(seed)
+    cases: dict[tuple[str, int, int], Case] = {}
+
+    def add(what: str, rows: npt.NDArray[Any], batch: int, length: int) -> None:
+        chosen = np.resize(random.permutation(rows), batch).tolist()
+        cases.setdefault((what, batch, length), Case(what, chosen, length))
+
+    for profile in profiles:
+        low, high = profile.min[1], profile.max[1]
+        fitting = np.flatnonzero(lengths <= high)
+        if not len(fitting):
+            continue
+        batches = dict.fromkeys((profile.min[0], profile.opt[0], profile.max[0]))
+        within = lengths[fitting]
+        common = np.bincount(within[within >= low], minlength=1)
+        for batch in batches:
+            for length in dict.fromkeys((low, profile.opt[1], high)):
+                if len(rows := np.flatnonzero(lengths <= length)):
+                    add("padded", rows, batch, length)
+            if common.any():
+                length = int(common.argmax())
+                add("equal lengths", np.flatnonzero(lengths == length), batch, length)
+        for what, length in (("shortest", int(within.min())), ("longest", int(within.max()))):
+            add(what, np.flatnonzero(lengths == length)[:1], profile.min[0], max(low, length))
+    return list(cases.values())
+
+
+def block_cases(lengths: npt.NDArray[np.int64], profile: "Profile", seed: int) -> list[Case]:
+    """Batches for the blocks: mixed lengths with the extremes, equal lengths, and the shortest sample."""
+    random, (low, high) = np.random.default_rng(seed), (profile.min[1], profile.max[1])
+    fitting = np.flatnonzero(lengths <= high)
+    order = fitting[np.argsort(lengths[fitting], kind="stable")]
+    batch = int(np.clip(BLOCK_SAMPLES, profile.min[0], profile.max[0]))
+    mixed = np.resize(np.unique([order[0], order[-1], *random.permutation(fitting)[: batch - 2]]), batch)
+    again = np.resize(random.permutation(fitting), batch)
+    counts = np.bincount(lengths[fitting])
+    equal = np.resize(np.flatnonzero(lengths == counts.argmax()), batch)
+    alone = np.resize(order[:1], profile.min[0])
+    drawn = (("padded", mixed), ("padded", again), ("equal lengths", equal), ("shortest", alone))
+    return [Case(what, rows.tolist(), max(low, int(lengths[rows].max()))) for what, rows in drawn]
+
+
+def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, npt.NDArray[np.int64]]:
+    """int64 [B, L] arrays of a case."""
+
+    samples = [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in case.rows]
+    _, batch = pad(samples, pad_id)
+    missing = case.length - batch["input_ids"].shape[1]
+    filler = {"input_ids": pad_id}
+    return {
+        name: np.pad(array, ((0, 0), (0, missing)), constant_values=filler.get(name, 0))
+        for name, array in batch.items()
+    }
+
+
+def padding_answers(
+    run: "Predict", encoded: "Encoded", rows: list[int], profiles: "Sequence[Profile]", pad_id: int
+) -> Floats:
+    """Logits [3, samples, labels] of samples alone, alone at the longest length, and in one large batch."""
+    profile = widest(profiles)
+    (small, low), (large, high) = profile.min, profile.max
+
+    def alone(row: int, length: int) -> Floats:
+        logits: Floats = run(batch_of(encoded, Case("alone", [row] * small, length), pad_id))[0]
+        return logits
+
+    lengths = encoded.lengths
+    together = np.resize(np.array(rows), max(large, len(rows))).tolist()[:large]
+    batch = run(batch_of(encoded, Case("together", together, max(low, int(lengths[together].max()))), pad_id))
+    rows = rows[:large]
+    short = [alone(row, max(low, int(lengths[row]))) for row in rows]
+    return np.stack([short, [alone(row, high) for row in rows], batch[: len(rows)]])
+
+
+@dataclass
+class _Data:
+    """What a verification compares with, of the first evaluation split."""
+
+    encoded: "Encoded"
+    reference: Floats
+    fp32: Floats
+    labels: metrics.Labels
+    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # drawn samples
+
+
+def verify_engine(session: "Session") -> Verification:
+    """Run the deployed engine and its blocks on the GPU, and judge what they compute.
+
+    Raises:
+        MissingDevice: no GPU or library to run it with.
+        UserError: the engine is not for this machine, or not of this run's ONNX file.
+    """
+
+    built = EngineResult.model_validate(files.read_json(session.folder / "build.json"))
+    path, graph = session.folder / "engine" / built.file, graph_path(session)
+    sidecar = check_sidecar(path, graph)
+    data = _data(session, widest(sidecar.profiles).max[1])
+    cost, task, seed = Cost.of(data.reference, data.fp32), session.config.task, session.config.seed
+    with EngineRunner(path, graph) as runner:
+        shapes = _run_shapes(runner, data, sidecar, session)
+        chosen = data.rows[:PADDING_SAMPLES].tolist()
+        padding = check_padding(
+            padding_answers(runner, data.encoded, chosen, sidecar.profiles, session.pad_id), cost
+        )
+        got = _run_rows(runner, data, sidecar, session)
+    drawn = (values[data.rows] for values in (data.reference, data.fp32, data.labels))
+    max_drop = session.recipe.gate.max_drop
+    blocks, gemms = _run_blocks(session, sidecar, data)
+    warnings = hazards(sidecar.backend, sidecar.version, sidecar.compute_capability[0])
+    if gemms != built.int8_gemms:
+        warnings.append(
+            f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "
+            f"{built.int8_gemms}: cutting it changed what the builder fuses"
+        )
+    found = Verification(
+        reference="fake_quant" if session.recipe.quantizes else "fp32",
+        seed=seed,
+        blocks=blocks,
+        stitched_int8_gemms=gemms,
+        shapes=shapes,
+        padding=padding,
+        answers=check_answers(task, got, *drawn, cost=cost, max_drop=max_drop, seed=seed),
+        warnings=warnings,
+        failures=[],
+        passed=True,
+    )
+    lines = failures(found, str(session.folder))
+    return found.model_copy(update={"failures": lines, "passed": not lines})
+
+
+def _data(session: "Session", longest: int) -> _Data:
+    """Logits that earlier stages left, and a seeded draw of the samples that fit the engine."""
+
+    split, (_, encoded) = next(iter(session.eval_splits.items()))
+    name = "fake_quant" if session.recipe.quantizes else "fp32"
+    reference, labels = read_logits(session.folder / "logits" / f"{name}.npz")
+    fp32, _ = read_logits(session.folder / "logits" / "fp32.npz")
+    fitting = np.flatnonzero(encoded.lengths <= longest)
+    drawn = np.random.default_rng(session.config.seed).permutation(fitting)[:SAMPLES]
+    return _Data(encoded, reference[split], fp32[split], labels[split], drawn)
+
+
+def _run_shapes(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session") -> list[ShapeCheck]:
+    cases = shape_cases(data.encoded.lengths, sidecar.profiles, session.config.seed)
+    found = []
+    for number, case in enumerate(cases):
+        session.progress(number, 2 * len(cases))
+        got = run(batch_of(data.encoded, case, session.pad_id))
+        shape = (len(case.rows), case.length)
+        found.append(check_shape(got, data.reference[case.rows], shape, case.what))
+    return found
+
+
+def _run_rows(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session") -> Floats:
+    """Logits of the drawn samples, in batches of the first profile's opt, in random order and so padded."""
+    profile, parts = widest(sidecar.profiles), []
+    for start in range(0, len(data.rows), profile.opt[0]):
+        rows = data.rows[start : start + profile.opt[0]]
+        filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
+        length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
+        parts.append(run(batch_of(data.encoded, Case("drawn", filled, length), session.pad_id))[: len(rows)])
+    return np.concatenate(parts)
+
+
+def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[list[BlockCheck], int]:
+    """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
+
+    stitched = stitch(read_model(graph_path(session)))
+    half = np.dtype(np.float16) in stitched.types.values()
+    quantized = session.recipe.quantizes
+    model = session.fake_quant_model if quantized else session.fp32_model
+    sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
+    profile = widest(sidecar.profiles)
+    cases = block_cases(data.encoded.lengths, profile, session.config.seed)
+    with engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built):
+        for number, case in enumerate(cases):
+            session.progress(len(cases) + number, 2 * len(cases))
+            batch = batch_of(data.encoded, case, session.pad_id)
+            tensors = reference_blocks(model, session.fp32_model if quantized else None, batch, half=half)
+            inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
+            got = engine.run(batch | stitched.feeds(inputs))
+            for block in stitched.blocks:
+                made = tensors[block.name]
+                sums[block.name].add(
+                    got[block.output], made.output, made.unquantized, batch["attention_mask"]
+                )
+    return [each.check() for each in sums.values()], built.int8_gemms

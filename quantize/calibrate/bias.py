@@ -1,0 +1,203 @@
+"""Bias correction: give each INT8 linear the mean output that it had in FP32.
+
+Nagel et al. 2019, arXiv 1906.04721, section 4.2. Rounding and clipping shift the mean of the outputs; what is
+the same for every token can go into the bias, at no cost when the model runs. Done in the order of execution,
+so that each linear is corrected for what the layers before it, already corrected, really give it.
+
+A few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
+the output of its layer nearer to FP32 is taken back.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.encoders.family import linear_kind
+from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from qdqbench.quantize.fakequant.quantizers import Batch
+
+TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
+_LAYER = re.compile(r"\.layer\.\d+$")
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one layer for one batch
+
+
+def correct_biases(
+    model: "PreTrainedModel", linears: Iterable[str], batches: "Iterable[Batch]"
+) -> dict[str, list[float]]:
+    """Correct the biases of the encoder's quantized linears, in place.
+
+    Args:
+        model: calibrated fake-quant model; quantizers that are disabled stay so.
+        linears: full names of the INT8 linears; those outside of encoder layers or without bias are left.
+        batches: int64 [B, L] arrays without padding; as many as make `TOKENS` tokens are used and held.
+
+    Returns:
+        What was added to each bias, float32 values, by linear.
+    """
+    import torch
+
+    layers = {name: m for name, m in model.named_modules() if _LAYER.search(name)}
+    linears = list(linears)
+    added: dict[str, list[float]] = {}
+    with torch.inference_mode():
+        with quantizers_off(model):
+            exact = _calls(model, next(iter(layers.values())), _some(batches))
+        calls = exact
+        for name, layer in layers.items():
+            groups = _steps(name, linears, model)
+            with (
+                quantizers_off(model),
+                _means(model, [name for group in groups for name in group]) as targets,
+            ):
+                exact = _run(layer, exact)
+            with _rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
+                added |= _correct_layer(model, layer, groups, targets, calls, exact)
+                calls = _run(layer, calls)
+    return added
+
+
+def _correct_layer(  # noqa: PLR0913, PLR0917
+    model: "PreTrainedModel",
+    layer: Any,
+    groups: list[list[str]],
+    targets: "dict[str, torch.Tensor]",
+    calls: list[Call],
+    exact: list[Call],
+) -> dict[str, list[float]]:
+    """Correct the groups of one layer, each for what it gets after the one before was corrected."""
+    added: dict[str, list[float]] = {}
+    with _means(model, groups[0] if groups else []) as means:
+        error = _error(_run(layer, calls), exact)
+    for number, group in enumerate(groups):
+        step = {name: (targets[name] - means[name]).float().cpu().tolist() for name in group}
+        linears: dict[str, Any] = {name: model.get_submodule(name) for name in group}
+        before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
+        apply_biases(model, step)
+        following = groups[number + 1] if number + 1 < len(groups) else []
+        with _means(model, following) as next_means:
+            now = _error(_run(layer, calls), exact)
+        if now < error:
+            added, error = added | step, now
+        else:
+            for name, bias in before.items():
+                linears[name].bias.copy_(bias)
+            with _means(model, following) as next_means:
+                _run(layer, calls)
+        means = next_means
+    return added
+
+
+def _error(calls: list[Call], exact: list[Call]) -> float:
+    """Squared error of a layer's output over every batch."""
+    pairs = zip(calls, exact, strict=True)
+    return sum(float((_hidden(ours) - _hidden(theirs)).double().square().sum()) for ours, theirs in pairs)
+
+
+def _hidden(call: Call) -> "torch.Tensor":
+    args, kwargs = call
+    value: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return value
+
+
+def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> None:
+    """Add corrections to the biases of a model, in place."""
+    import torch
+
+    for name, values in added.items():
+        bias: Any = model.get_submodule(name).bias
+        with torch.no_grad():
+            bias += torch.tensor(values, dtype=bias.dtype, device=bias.device)
+
+
+def _steps(layer: str, linears: Iterable[str], model: "PreTrainedModel") -> list[list[str]]:
+    """Linears of a layer in the order in which they run; q, k and v run side by side."""
+    groups: dict[str, list[str]] = {}
+    for name in linears:
+        if name.startswith(f"{layer}.") and model.get_submodule(name).bias is not None:
+            groups.setdefault(linear_kind(name) or name, []).append(name)
+    return list(groups.values())
+
+
+def _some(batches: "Iterable[Batch]") -> "Iterator[Batch]":
+    tokens = 0
+    for batch in batches:
+        yield batch
+        tokens += batch["input_ids"].size
+        if tokens >= TOKENS:
+            return
+
+
+def _calls(model: "PreTrainedModel", first: Any, batches: "Iterable[Batch]") -> list[Call]:
+    """Arguments of the first layer for every batch."""
+
+    calls: list[Call] = []
+    hook = first.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    try:
+        for batch in batches:
+            forward(model, batch)
+    finally:
+        hook.remove()
+    return calls
+
+
+def _run(layer: Any, calls: list[Call]) -> list[Call]:
+    """One layer over every batch; the arguments of the next layer."""
+    following = []
+    for args, kwargs in calls:
+        output = layer(*args, **kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if args:
+            following.append(((hidden, *args[1:]), kwargs))
+        else:
+            following.append((args, kwargs | {"hidden_states": hidden}))
+    return following
+
+
+@contextmanager
+def _rounded_weights(model: "PreTrainedModel", linears: Iterable[str]) -> Iterator[None]:
+    """Round each weight once and not at every batch."""
+    found: list[Any] = [model.get_submodule(name) for name in linears]
+    found = [linear for linear in found if linear.weight_quantizer.is_enabled]
+    plain = [linear.weight.data for linear in found]
+    for linear in found:
+        linear.weight.data = linear.weight_quantizer(linear.weight.detach()).clone()
+        linear.weight_quantizer.disable()
+    try:
+        yield
+    finally:
+        for linear, weight in zip(found, plain, strict=True):
+            linear.weight.data = weight
+            linear.weight_quantizer.enable()
+
+
+@contextmanager
+def _means(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str, torch.Tensor]]":
+    """Mean output of linears over all tokens, float64 [N]; filled when the block ends."""
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    result: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Callable[[Any, Any, "torch.Tensor"], None]:
+        def hook(_: Any, __: Any, output: "torch.Tensor") -> None:
+            flat = output.detach().flatten(0, -2)
+            total = flat.double().sum(dim=0)
+            sums[name] = sums[name] + total if name in sums else total
+            counts[name] = counts.get(name, 0) + len(flat)
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(watch(name)) for name in names]
+    try:
+        yield result
+    finally:
+        for hook in hooks:
+            hook.remove()
+        result.update({name: total / counts[name] for name, total in sums.items()})

@@ -1,0 +1,128 @@
+"""Amax of activations by percentile, entropy and MSE, over histograms of bounded size.
+
+Percentile and entropy are ModelOpt's algorithms. Its MSE over a histogram is not usable: version 0.47 hands
+the number of bits to `fake_tensor_quant` in the place of the bias, so it judges every amax with 0 bits.
+"""
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qdqbench.quantize.fakequant.quantizers import kind_of
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import percentile_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of versions of transformers that ModelOpt did not test
+    from modelopt.torch.quantization.calib import HistogramCalibrator
+    from modelopt.torch.quantization.calib.mse import MseCalibrator
+
+BINS = 4096  # the range is at most twice the largest value, so 2,048 bins or more are in use
+CODES = 128  # magnitudes of INT8: an amax below that many bins is not tried
+CANDIDATES = 128  # values of the amax that MSE and entropy try
+MAX_COUNT = 2**30  # ModelOpt takes counts as int32
+WEIGHT_CLIPS = (0.4, 1.0, 0.02)  # smallest and largest part of a weight's max that MSE tries, and the step
+
+
+def install(quantizers: dict[str, Any], plan: Plan) -> None:
+    """Give every activation quantizer the calibrator of its method; `max` keeps ModelOpt's own."""
+    for name, quantizer in quantizers.items():
+        module = name.rpartition(".")[0]
+        method = plan.scaling_of(module).method
+        if kind_of(name) not in ("weight", "softmax") and method != "max":
+            quantizer._calibrator = ActivationCalibrator(method)
+
+
+class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelOpt is untyped
+    """One pass over the data, memory of one histogram of |x|, and an amax by the method at the end.
+
+    ModelOpt's own collection adds bins while larger values come, without bound. Here the bins stay and their
+    width doubles: pairs are merged, so a count is never wrong, only coarser.
+    """
+
+    def __init__(self, method: str) -> None:
+        super().__init__(num_bits=8, axis=None, num_bins=BINS)
+        self.method = method
+        self.counts = np.zeros(BINS, dtype=np.int64)
+        self.limit = 0.0  # upper edge of the last bin
+        self.largest = 0.0
+        self._amax: torch.Tensor | None = None
+
+    def collect(self, x: torch.Tensor) -> None:
+        """Add |x| of one batch, any shape."""
+        magnitudes = x.detach().float().abs().flatten()
+        largest = float(magnitudes.max())
+        self._amax = None
+        if largest == 0:
+            self.counts[0] += magnitudes.numel()
+            return
+        while self.limit and largest > self.limit:
+            self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2, int)])
+            self.limit *= 2
+        self.limit = self.limit or largest
+        self.largest = max(self.largest, largest)
+        self.counts += torch.histc(magnitudes, bins=BINS, min=0, max=self.limit).cpu().numpy().astype(int)
+
+    def reset(self) -> None:
+        """Forget all values."""
+        self.counts[:], self.limit, self.largest, self._amax = 0, 0.0, 0.0, None
+
+    def compute_amax(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """Amax, float32 scalar; None when nothing but zeros was seen. It is never above the largest value."""
+        if not self.limit:
+            return None
+        if self._amax is None:
+            self._amax = self._search()
+        return self._amax
+
+    def _search(self) -> torch.Tensor:
+        used = int(np.flatnonzero(self.counts)[-1]) + 1
+        counts = self.counts[:used]
+        # rounded up, so that no outlier is lost
+        self._calib_hist = torch.from_numpy(-(-counts // (1 + int(counts.sum()) // MAX_COUNT)))
+        self._calib_bin_edges = torch.linspace(0, self.limit, BINS + 1)[: used + 1]
+        if self.method == "mse":
+            found = _least_error(counts, self.limit / BINS)
+        elif self.method == "entropy":
+            found = super().compute_amax("entropy", start_bin=CODES, stride=max(1, used // CANDIDATES))
+        else:
+            found = super().compute_amax("percentile", percentile=percentile_of(self.method))
+        # one bin at least: a percentile can fall into the first one, which begins at 0
+        return torch.clamp(found.float().cpu(), min=self.limit / BINS, max=self.largest)
+
+
+def _least_error(counts: npt.NDArray[np.int64], width: float) -> torch.Tensor:
+    """Amax with the least squared error of rounding and clipping, over a histogram with bins of `width`."""
+    centers = (np.arange(len(counts)) + 0.5) * width
+    candidates = np.linspace(min(CODES, len(counts)), len(counts), CANDIDATES) * width
+    scales = candidates[:, None] / (CODES - 1)
+    rounded = np.clip(np.rint(centers / scales), 0, CODES - 1) * scales
+    errors = np.square(rounded - centers) @ counts.astype(np.float64)
+    return torch.tensor(candidates[int(errors.argmin())], dtype=torch.float32)
+
+
+def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
+    """Lower a weight quantizer's max amax to where the squared error of the weight is least, by ModelOpt.
+
+    Args:
+        quantizer: TensorQuantizer of the weight with its max amax, per channel or per tensor; changed.
+        weight: float32 [N, K].
+    """
+    from modelopt.torch.quantization.model_calib import _mse_quant_func
+
+    start, stop, step = WEIGHT_CLIPS
+    judge = copy.deepcopy(quantizer).cpu()  # for a GPU, ModelOpt would first compile its arithmetic
+    calibrator = MseCalibrator(
+        judge.amax.clone(),
+        axis=judge.axis,
+        step_size=step,
+        start_multiplier=start,
+        stop_multiplier=stop,
+        quant_func=lambda x, amax: _mse_quant_func(x, amax, judge),
+    )
+    calibrator.collect(weight.cpu())
+    quantizer.amax = calibrator.compute_amax().to(weight.device)

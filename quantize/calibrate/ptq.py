@@ -1,0 +1,268 @@
+"""Post-training quantization: ModelOpt's quantizers where the plan asks for INT8, and their calibration."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibrate import record as record_module
+from qdqbench.quantize.calibrate import smoothing, splitting
+from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
+from qdqbench.quantize.calibrate.record import (
+    CalibrationRecord,
+    QuantizerState,
+    Smoothing,
+    Split,
+    require_plausible,
+)
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.encoders.family import splittable
+from qdqbench.quantize.fakequant import residual
+from qdqbench.quantize.fakequant.quantizers import (
+    Batch,
+    _silent,
+    enabled_quantizers,
+    forward,
+    import_modelopt,
+    kind_of,
+    round_weight_scales,
+    seen_by,
+)
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Calibration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+SOFTMAX_AMAX = 1.0  # probabilities; scale 1/127
+
+
+def modelopt_config(plan: Plan) -> dict[str, Any]:
+    """ModelOpt configuration for a plan: everything denied, then exact quantizer names.
+
+    `INT8_DEFAULT_CFG` would also quantize the input of every LayerNorm, and patterns that match nothing
+    are silent in ModelOpt, so neither is used.
+    """
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    per_tensor = {"num_bits": 8, "axis": None}
+    for name, scales in plan.int8.items():
+        weight = {"num_bits": 8, "axis": 0 if scales == "channel" else None}
+        entries.append({"quantizer_name": f"{name}.weight_quantizer", "cfg": weight})
+        entries.append({"quantizer_name": f"{name}.input_quantizer", "cfg": per_tensor})
+    for name in plan.attention:
+        entries += [{"quantizer_name": f"{name}.{x}_bmm_quantizer", "cfg": per_tensor} for x in "qkv"]
+        softmax = {**per_tensor, "constant_amax": SOFTMAX_AMAX}
+        entries.append({"quantizer_name": f"{name}.p_bmm_quantizer", "cfg": softmax})
+    entries += [{"quantizer_name": f"{n}.{residual.QUANTIZER}", "cfg": per_tensor} for n in plan.residual]
+    return {"quant_cfg": entries, "algorithm": None}
+
+
+def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
+    """Insert ModelOpt's fake quantizers into `model`, in place, without calibrating them.
+
+    Returns:
+        The enabled quantizers by full name.
+
+    Raises:
+        CheckFailed: ModelOpt enabled other quantizers than the plan names.
+    """
+    mtq = import_modelopt()
+    with _silent(), residual.registered(plan.residual):
+        mtq.quantize(model, modelopt_config(plan), None)
+    found = enabled_quantizers(model)
+    wanted = {f"{name}.{kind}" for name in plan.int8 for kind in ("weight_quantizer", "input_quantizer")}
+    wanted |= {f"{name}.{x}_bmm_quantizer" for name in plan.attention for x in "qkvp"}
+    wanted |= {f"{name}.{residual.QUANTIZER}" for name in plan.residual}
+    if wanted != set(found):
+        raise CheckFailed(
+            f"ModelOpt enabled other quantizers than the recipe asks for: missing "
+            f"{name_list(sorted(wanted - set(found))) or 'none'}; surplus "
+            f"{name_list(sorted(set(found) - wanted)) or 'none'}"
+        )
+    return found
+
+
+def calibrate(
+    model: "PreTrainedModel",
+    plan: Plan,
+    batches: Iterable[Batch],
+    settings: Calibration,
+    progress: Callable[[int], None] = lambda _: None,
+) -> CalibrationRecord:
+    """Insert quantizers and calibrate them; memory does not grow with the samples.
+
+    Args:
+        model: FP32 model, changed in place.
+        plan: what becomes INT8, and how its scales are found.
+        batches: int64 [B, L] arrays input_ids, attention_mask and token_type_ids. Batches of equal length
+            hold no padding, so no quantizer sees a padded position (Model-Optimizer issue 1261). They are
+            gone through once, once more before that where the plan smooths or outliers are split, and in part
+            after it where biases are corrected.
+        settings: the recipe's calibration section.
+        progress: called with the number of samples of each batch.
+
+    Raises:
+        UserError: no batches.
+        CheckFailed: weights or an amax that are not finite, positive and plausible, or that an INT8 residual
+            and the linears that read the same tensor do not share; names every layer.
+    """
+    from qdqbench.quantize.calibrate import histograms
+
+    mtq = import_modelopt()
+    _require_finite_weights(model)
+    lengths: list[int] = []
+
+    def forward_loop(inner: "PreTrainedModel") -> None:
+        lengths.clear()
+        for batch in batches:
+            forward(inner, batch)
+            lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
+            progress(len(batch["input_ids"]))
+        if not lengths:
+            raise UserError(
+                f"calibration saw no samples of split {settings.split!r}; give a split that has rows"
+            )
+
+    quantizers = insert_quantizers(model, plan)
+    moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
+    histograms.install(quantizers, plan)
+    with _silent(), _moments(quantizers) as moments:
+        mtq.calibrate(model, "max", forward_loop=forward_loop)
+    notes = _revive_dead_channels(model, quantizers)
+    for name in plan.int8:
+        if plan.scaling_of(name).weights == "mse":
+            linear: Any = model.get_submodule(name)
+            histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
+    round_weight_scales(quantizers)
+    states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
+    require_plausible(states)
+    record_module.require_shared(states, plan)
+    biases: dict[str, list[float]] = {}
+    if settings.bias_correction:
+        from qdqbench.quantize.fakequant.native import native
+
+        with native(model) if model.device.type == "cuda" else contextlib.nullcontext():
+            biases = correct_biases(model, plan.int8, batches)
+    return CalibrationRecord(
+        method=settings.method,
+        methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
+        splits=splits,
+        smoothing=moved,
+        biases=biases,
+        seed=settings.seed,
+        data={"samples": len(lengths), **_lengths(lengths)},
+        notes=notes,
+        quantizers=states,
+    )
+
+
+def _prepare(
+    model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
+) -> tuple[Smoothing, dict[str, Split]]:
+    """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
+    seconds = splittable(plan.int8) if extra else []
+    ranges = smoothing.measure(model, plan, forward_loop, seconds)
+    moved = smoothing.smooth(model, plan, ranges)
+    return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
+
+
+def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> None:
+    """Rebuild the calibrated fake-quant model from `calibration.json`, scales bit for bit.
+
+    Copies of outlier channels are part of it, so `model` may come out wider than it was.
+
+    Raises:
+        UserError: the record is of another recipe or model.
+        CheckFailed: an INT8 residual has another amax than the linears that read the same tensor.
+    """
+    import torch
+
+    quantizers = insert_quantizers(model, plan)
+    if set(quantizers) != set(record.quantizers):
+        raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
+    record_module.require_shared(record.quantizers, plan)
+    smoothing.apply(model, record.smoothing)
+    splitting.apply(model, record.splits)
+    apply_biases(model, record.biases)
+    device = next(model.parameters()).device
+    for name, quantizer in quantizers.items():
+        state = record.quantizers[name]
+        amax = torch.tensor(state.amax, dtype=torch.float32, device=device)
+        quantizer.amax = amax.reshape(-1, 1) if state.axis is not None else amax
+
+
+def _require_finite_weights(model: "PreTrainedModel") -> None:
+    import torch
+
+    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    if bad:
+        raise CheckFailed(
+            f"the model's weights hold NaN or infinity in {name_list(bad)}; train or save it again"
+        )
+
+
+@contextlib.contextmanager
+def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
+    """Root mean square of everything that each activation quantizer sees; filled when the block ends."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    result: dict[str, float] = {}
+
+    def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        def hook(_: Any, inputs: tuple[Any, ...]) -> None:
+            power = float(seen_by(quantizers[name], inputs[0]).double().square().sum())
+            if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
+                raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
+            sums[name] = sums.get(name, 0.0) + power
+            counts[name] = counts.get(name, 0) + inputs[0].numel()
+
+        return hook
+
+    hooks = [q.register_forward_pre_hook(watch(n)) for n, q in quantizers.items() if kind_of(n) != "weight"]
+    try:
+        yield result
+    finally:
+        for hook in hooks:
+            hook.remove()
+        result.update({name: math.sqrt(sums[name] / counts[name]) for name in sums})
+
+
+def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) -> list[str]:
+    """Give all-zero weight channels (pruned heads) their layer's scale: their codes are 0 anyway."""
+    import torch
+
+    notes = []
+    for name, quantizer in quantizers.items():
+        amax = quantizer.amax
+        if kind_of(name) != "weight" or amax is None or amax.numel() == 1 or not torch.isfinite(amax).all():
+            continue
+        dead = amax == 0
+        if dead.any() and not dead.all():
+            quantizer.amax = torch.where(dead, amax.max(), amax)
+            notes.append(f"{name}: {int(dead.sum())} output channels are all zero")
+    return notes
+
+
+def _state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+    amax = quantizer.amax
+    values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
+    scalar = amax is not None and quantizer.axis is None
+    return QuantizerState(
+        kind=kind_of(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+    )
+
+
+def _lengths(lengths: list[int]) -> dict[str, Any]:
+    values = np.array(lengths)
+    quantiles = {f"p{q}": int(np.percentile(values, q, method="lower")) for q in (50, 90, 99)}
+    return {
+        "tokens": int(values.sum()),
+        "lengths": {
+            "min": int(values.min()),
+            **quantiles,
+            "max": int(values.max()),
+            "mean": float(values.mean()),
+        },
+    }

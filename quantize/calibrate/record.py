@@ -1,0 +1,161 @@
+"""The record of a calibration, `calibration.json`: every amax and scale, and whether they are plausible."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.results import QuantizerRow
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.encoders.family import residual_readers
+from qdqbench.quantize.fakequant.quantizers import Kind
+from qdqbench.quantize.fakequant.residual import QUANTIZER
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.recipe.plan import Plan
+
+
+# An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
+# Activations are FP16 tensors in the engine, so they end at 65504, and below 1e-6 FP16 holds no seven bits.
+AMAX_BOUNDS = {"weight": (1e-8, 65504.0), "activation": (1e-6, 65504.0)}
+
+MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves the other codes at zero
+
+
+class QuantizerState(Strict):
+    """One quantizer: enough to rebuild it with a bit-identical scale."""
+
+    kind: Kind
+    axis: int | None
+    amax: float | list[float]  # a list when per-channel; float32 values, exact in JSON
+    rms: float | None = None  # of an activation while calibrating
+
+
+class Smoothing(Strict):
+    """Factors that move the range of activations into weights; together they change no output.
+
+    Powers of two, so that every product with them is exact, in FP16 too.
+    """
+
+    inputs: dict[str, list[float]] = {}  # linear -> factor of each input channel, applied before its Q
+    columns: dict[str, list[float]] = {}  # linear -> factor of each weight column
+    rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
+
+
+class Split(Strict):
+    """Copies of outlier channels in one feed-forward; the columns that they leave are filled with zeros."""
+
+    extra: int  # channels more than the model has
+    # channel -> what divides its activation and its weight, powers of two; the product is its copies
+    outliers: dict[int, tuple[int, int]]
+
+
+class CalibrationRecord(Strict):
+    """`calibration.json`: every amax, and the data that it came from."""
+
+    schema_version: Literal[2] = 2
+    method: str  # of the calibration section; rules may refine it
+    methods: dict[str, str] = {}  # linear or attention -> method, where it differs
+    splits: dict[str, Split] = {}  # second linear of a feed-forward -> its copies, made after smoothing
+    smoothing: Smoothing = Smoothing()
+    biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
+    seed: int
+    data: dict[str, Any]  # source, split, fingerprint, samples, tokens, lengths
+    notes: list[str]
+    quantizers: dict[str, QuantizerState]
+
+    def rows(self) -> list[QuantizerRow]:
+        """The quantizers as rows of results.json."""
+        return [quantizer_row(name, state) for name, state in self.quantizers.items()]
+
+
+def read_record(path: Path) -> CalibrationRecord:
+    """Read `calibration.json`.
+
+    Raises:
+        UserError: missing or not of this schema.
+    """
+    try:
+        return CalibrationRecord.model_validate(files.read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path} is not a calibration record of this version; quantize again") from error
+
+
+def write_record(path: Path, record: CalibrationRecord) -> None:
+    """Write `calibration.json` atomically."""
+    files.write_text(path, record.model_dump_json() + "\n")
+
+
+def require_plausible(states: dict[str, QuantizerState]) -> None:
+    """Hold every amax to be finite, positive and plausible.
+
+    Raises:
+        CheckFailed: names every offender with its value.
+    """
+    problems = [f"{name}: {why}" for name, state in states.items() if (why := _implausible(state))]
+    if problems:
+        raise CheckFailed(
+            f"calibration gave {len(problems)} unusable amax values ({'; '.join(problems)}); check the "
+            f"weights for NaN and the calibration data, or keep these layers in FP16 with a rule"
+        )
+
+
+def _implausible(state: QuantizerState) -> str | None:
+    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
+    low, high = AMAX_BOUNDS["weight" if state.kind == "weight" else "activation"]
+    if not values.size or not np.isfinite(values).all():
+        return "not finite"
+    if (values <= 0).any():
+        return f"not positive ({values.min():g})"
+    if values.min() < low or values.max() > high:
+        return f"{values.min():g} to {values.max():g}, outside {low:g} to {high:g}"
+    if state.rms and state.kind != "softmax" and values.max() / state.rms > MAX_AMAX_OVER_RMS:
+        return f"{values.max() / state.rms:.0f} times its root mean square"
+    return None
+
+
+def quantizer_row(name: str, state: QuantizerState) -> QuantizerRow:
+    """A quantizer as a row of results.json."""
+    values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
+    return QuantizerRow(
+        name=name,
+        module=name.rpartition(".")[0],
+        kind=state.kind,
+        axis=state.axis,
+        amax=float(values.max()),
+        amax_min=float(values.min()),
+        amax_over_rms=float(values.max() / state.rms) if state.rms else None,
+    )
+
+
+def shared_quantizers(plan: "Plan") -> list[tuple[str, ...]]:
+    """Full names of the quantizers that round one tensor, and so have one amax, for each INT8 residual.
+
+    The residual's comes first, then the input quantizers of its readers.
+    """
+    return [
+        (f"{name}.{QUANTIZER}", *(f"{reader}.input_quantizer" for reader in residual_readers(name)))
+        for name in plan.residual
+    ]
+
+
+def require_shared(states: "Mapping[str, QuantizerState]", plan: "Plan") -> None:
+    """Hold residuals to the amax of the linears that read the same tensor.
+
+    Raises:
+        CheckFailed: names every residual that differs.
+    """
+    lost = [
+        f"{group[0]} ({', '.join(f'{states[name].amax:g}' for name in group)})"
+        for group in shared_quantizers(plan)
+        if len({states[name].amax for name in group}) > 1
+    ]
+    if lost:
+        raise CheckFailed(
+            f"an INT8 residual and the linears that read the same tensor need one amax, and these differ: "
+            f"{'; '.join(lost)}; calibrate again, or train them as one number"
+        )

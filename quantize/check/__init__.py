@@ -1,0 +1,1 @@
+"""Findings in any ONNX file."""

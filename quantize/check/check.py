@@ -1,0 +1,225 @@
+"""Check an ONNX file without a GPU: what will run in INT8, and what an engine would refuse or get wrong.
+
+Rules come from what was measured with TensorRT and TensorRT-RTX: some mistakes make the parser refuse the
+file, others are accepted and the layer then runs in FP16, or gives wrong numbers, without a word.
+"""
+
+import difflib
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from qdqbench.quantize.check.codes import CODES, finding, label
+from qdqbench.quantize.check.residuals import check_residuals, missing_residuals
+from qdqbench.quantize.check.rules import (
+    HALVES,
+    check_attentions,
+    check_matmuls,
+    check_operators,
+    check_pairs,
+    check_protected,
+    is_whole,
+)
+from qdqbench.quantize.check.types import check_constants, walk_types
+from qdqbench.quantize.check.view import CheckGraph, is_dequantize, is_quantize
+from qdqbench.quantize.check.weights import check_weights
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import FindingRow
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
+from qdqbench.quantize.graph.residuals import Residual, residuals
+
+
+class CheckReport(Strict):
+    """What `check` found; node names are those of the file."""
+
+    ir_version: int
+    opset: int
+    findings: list[FindingRow] = []  # errors first, each in the order of the graph
+    quantized: list[str] = []  # MatMul and Gemm nodes with INT8 behind both inputs
+    not_quantized: list[str] = []
+    attention_quantized: list[str] = []  # Softmax nodes of attentions that are wholly in INT8
+    attention_not_quantized: list[str] = []
+    residual_quantized: list[str] = []  # LayerNormalization nodes that add a dequantized tensor
+
+    @property
+    def errors(self) -> list[FindingRow]:
+        """Findings that break or silently change the engine."""
+        return [row for row in self.findings if row.severity == "error"]
+
+
+def to_json(report: CheckReport) -> dict[str, Any]:
+    """The report as JSON values."""
+    return report.model_dump(mode="json")
+
+
+def check_file(
+    path: Path, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
+) -> CheckReport:
+    """Check an ONNX file of any origin; arguments and result are those of `check_model`.
+
+    Raises:
+        UserError: the file or its external data is missing, empty, truncated, corrupted or not ONNX.
+    """
+    _check_allow(allow)
+    try:
+        return check_model(read_model(path), expected_quantized=expected_quantized, allow=allow)
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
+
+
+def check_model(
+    model: onnx.ModelProto, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
+) -> CheckReport:
+    """Check a model whose external data, if any, were loaded.
+
+    Args:
+        model: not changed.
+        expected_quantized: module paths such as `bert.encoder.layer.0.output.dense`, as `graph.module_of`
+            reads them from node names: every MatMul and Gemm of these modules must be in INT8 and no
+            other. The two matmuls of an attention belong to its module, such as
+            `bert.encoder.layer.0.attention.self`; what a LayerNorm adds belongs to the module that adds it,
+            such as `bert.encoder.layer.0.attention.output`. Empty: nothing may be in INT8. None: not
+            compared.
+        allow: codes of findings to leave out, such as `quantized-residual`.
+
+    Raises:
+        UserError: the model holds no graph, its names or tensors are corrupted, or `allow` names no code.
+    """
+    _check_allow(allow)
+    report = _check(model, expected_quantized)
+    report.findings = [row for row in report.findings if row.code not in allow]
+    report.findings.sort(key=lambda row: row.severity)  # stable, and "error" sorts before "warning"
+    return report
+
+
+def _check_allow(allow: Collection[str]) -> None:
+    unknown = sorted(set(allow) - set(CODES))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], CODES, n=3, cutoff=0.3) or list(CODES)
+        raise UserError(f"no finding is called {', '.join(unknown)}; did you mean {', '.join(near)}?")
+
+
+def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckReport:
+    validate_names(model)
+    validate_tensors(model)
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    if not opset or not model.graph.node:
+        raise UserError("the model holds no graph with ONNX operators; export the model again")
+    report = CheckReport(ir_version=model.ir_version, opset=opset)
+    report.findings = list(_unreadable(model, opset))
+    if report.findings:
+        return report
+    types, mixes = walk_types(model, opset)
+    graph = CheckGraph(model, types)
+    added = residuals(graph.index)
+    report.residual_quantized = [label(found.norm) for found in added if found.dq is not None]
+    report.findings = [
+        *mixes,
+        *_check_opset(graph, opset),
+        *check_operators(graph),
+        *check_pairs(graph),
+        *check_matmuls(graph),
+        *check_weights(graph),
+        *check_attentions(graph),
+        *check_protected(graph),
+        *check_residuals(graph, added, expected),
+        *check_constants(graph),
+    ]
+    for node in graph.matmuls:
+        both = all(graph.is_int8(operand) for operand in graph.operands[node.output[0]])
+        (report.quantized if both else report.not_quantized).append(label(node))
+    for attention in graph.attentions:
+        whole = is_whole(attention) and all(map(graph.is_int8, attention.operands.values()))
+        (report.attention_quantized if whole else report.attention_not_quantized).append(
+            label(attention.softmax)
+        )
+    if expected is not None:
+        report.findings += _compare(report, graph, added, set(expected))
+    return report
+
+
+def _unreadable(model: onnx.ModelProto, opset: int) -> Iterator[FindingRow]:
+    """What keeps the other rules from being applied."""
+    name = model.graph.name or "graph"
+    if not 10 <= opset <= 1000:
+        yield finding("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")
+    elif invalid := _invalid(model):
+        per_channel = [n for n in model.graph.node if opset < 13 and _has_axis(n)]
+        if per_channel:
+            why = f"{len(per_channel)} nodes have per-channel Q/DQ, which opset {opset} does not have"
+            yield finding("opset-too-low", label(per_channel[0]), why)
+        else:
+            yield invalid
+
+
+def _has_axis(node: onnx.NodeProto) -> bool:
+    return (is_quantize(node) or is_dequantize(node)) and any(item.name == "axis" for item in node.attribute)
+
+
+def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
+    qdq = (n for n in graph.nodes if (is_quantize(n) or is_dequantize(n)) and not n.domain)
+    halves = [node for node in qdq if graph.types.get(node.input[1]) in HALVES]
+    if opset < 19 and halves:
+        why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
+        yield finding("opset-too-low", label(halves[0]), why)
+
+
+def _invalid(model: onnx.ModelProto) -> FindingRow | None:
+    """What onnx.checker says about the structure, with weights left out so that none is copied."""
+    bare = onnx.ModelProto(ir_version=model.ir_version)
+    bare.opset_import.extend(model.opset_import)
+    bare.functions.extend(model.functions)
+    bare.graph.name = model.graph.name or "graph"
+    bare.graph.node.extend(model.graph.node)
+    bare.graph.output.extend(model.graph.output)
+    bare.graph.input.extend(model.graph.input)
+    known = {value.name for value in model.graph.input}
+    stored = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    stored += [(sparse.values.name, sparse.values) for sparse in model.graph.sparse_initializer]
+    for name, tensor in stored:
+        if name not in known:
+            value = onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+            bare.graph.input.append(value)
+    try:
+        onnx.checker.check_model(bare)
+    except onnx.checker.ValidationError as error:
+        reason, _, context = str(error).partition("==> Context:")
+        name = context.partition("Name: ")[2].partition(" OpType:")[0]
+        return finding("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
+    return None
+
+
+def _compare(
+    report: CheckReport, graph: CheckGraph, added: list[Residual], expected: set[str]
+) -> Iterator[FindingRow]:
+    """The quantized set against the modules that a recipe wants in INT8."""
+    if expected and not any(is_dequantize(node) for node in graph.nodes):
+        why = f"the recipe asks for INT8 in {len(expected)} modules, and the file has no Q/DQ at all"
+        yield finding("no-qdq", graph.index.graph.name or "graph", why)
+        return
+    modules: dict[str, list[str]] = defaultdict(list)
+    for node in graph.matmuls:
+        modules[module_of(node.name)].append(label(node))
+    quantized = set(report.quantized)
+    added = [found for found in added if found.module not in modules]
+    yield from missing_residuals(added, expected)
+    for module in sorted(expected - {found.module for found in added}):
+        if module not in modules:
+            near = difflib.get_close_matches(module, modules, n=3)
+            why = (
+                f"the file has no MatMul or Gemm of this module; the nearest are {', '.join(near) or 'none'}"
+            )
+            yield finding("recipe-missing", module, why)
+        for name in modules.get(module, ()):
+            if name not in quantized:
+                yield finding("recipe-missing", name, f"the recipe asks for INT8 in {module}")
+    for module, names in modules.items():
+        for name in names:
+            if module not in expected and name in quantized:
+                why = f"it is in INT8, but the recipe keeps {module or 'it'} in floating point"
+                yield finding("recipe-surplus", name, why)

@@ -1,0 +1,208 @@
+"""Rules of `check` on Q/DQ: pairs and scales, matmuls, attention, LayerNorm and softmax."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from qdqbench.quantize.check.codes import finding, label, type_name
+from qdqbench.quantize.check.view import MOVES, Attention, CheckGraph, is_dequantize, is_quantize, operator
+from qdqbench.quantize.core.results import FindingRow
+from qdqbench.quantize.graph.index import Array, attribute
+
+HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT
+_NORMS = (
+    "LayerNormalization",
+    "RMSNormalization",
+    "com.microsoft.SkipLayerNormalization",
+    "GroupNormalization",
+)
+_INTEGER_OPS = (
+    "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
+    "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
+)  # fmt: skip
+
+
+def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Operators that TensorRT does not parse, and nodes that `check` cannot look into."""
+    functions = {(function.domain, function.name) for function in graph.index.model.functions}
+    for node in graph.nodes:
+        if _is_integer(node):
+            why = f"TensorRT does not parse {node.op_type}; it takes INT8 from explicit Q/DQ only"
+            yield finding("unsupported-op", label(node), why)
+        elif any(item.HasField("g") or item.graphs for item in node.attribute):
+            yield finding("not-checked", label(node), f"the subgraphs of {node.op_type} were not looked into")
+        elif (node.domain, node.op_type) in functions:
+            why = f"the local function {node.op_type} was not looked into"
+            yield finding("not-checked", label(node), why)
+        elif node.domain not in ("", "ai.onnx") and not is_quantize(node) and not is_dequantize(node):
+            why = f"{node.op_type} of domain {node.domain!r} needs a plugin, and was not looked into"
+            yield finding("not-checked", label(node), why)
+
+
+def _is_integer(node: onnx.NodeProto) -> bool:
+    """Does the node compute on INT8 codes itself? It has its own finding, as nothing around it is wrong."""
+    return node.op_type in _INTEGER_OPS or node.op_type.startswith("QLinear")
+
+
+def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Every QuantizeLinear and every DequantizeLinear that no QuantizeLinear with the same scale feeds."""
+    outputs = {value.name for value in graph.index.graph.output}
+    for node in graph.nodes:
+        if is_quantize(node):
+            readers = list(graph.reach(node.output[0], MOVES))
+            if node.output[0] not in outputs and not any(
+                is_dequantize(reader) or _is_integer(reader) for reader in readers
+            ):
+                yield finding("q-without-dq", label(node), "no DequantizeLinear reads its output")
+            yield from _check_scale(graph, node)
+        elif is_dequantize(node):
+            source, name = graph.origin(node.input[0])
+            if source is not None and is_quantize(source):
+                if not _same_parameters(graph, source, node):
+                    why = f"its scale, zero point or axis differs from that of {label(source)!r}"
+                    yield finding("scale-mismatch", label(node), why)
+                    yield from _check_scale(graph, node)
+                continue
+            if source is None or graph.constant_tensor(name) is not None:  # a weight, or INT8 given as input
+                yield from _check_scale(graph, node)
+            elif not _is_integer(source):
+                made = f"{source.op_type} {label(source)!r}"
+                yield finding("dq-without-q", label(node), f"it reads {made} instead of a QuantizeLinear")
+
+
+def _same_parameters(graph: CheckGraph, q: onnx.NodeProto, dq: onnx.NodeProto) -> bool:
+    if list(q.input[1:3]) == list(dq.input[1:3]) and attribute(q, "axis", 1) == attribute(dq, "axis", 1):
+        return True
+    first, second = graph.value(q.input[1]), graph.value(dq.input[1])
+    if first is None or second is None:
+        return True  # computed: named as dynamic-scale
+    same_axis = attribute(q, "axis", 1) == attribute(dq, "axis", 1) or first.size == 1
+    points = [_zero_point(graph, node) for node in (q, dq)]
+    shifted = [point is not None and bool(np.any(point)) for point in points]
+    return same_axis and shifted[0] == shifted[1] and np.array_equal(first, second)
+
+
+def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
+    return graph.value(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+
+
+def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
+    """Scale, zero point and type of one Q, or of a DQ that reads a constant."""
+    name = label(node)
+    scale = graph.value(node.input[1])
+    if scale is None:
+        yield finding("dynamic-scale", name, "its scale is computed at run time and cannot be checked")
+        return
+    number = scale.astype(np.float64).reshape(-1)
+    bad = np.flatnonzero(~(np.isfinite(number) & (number > 0)))
+    if bad.size:
+        why = f"its scale is {number[bad[0]]:g}"
+        if number.size > 1:
+            why = f"{bad.size} of its {number.size} scales are bad: {number[bad[0]]:g} at channel {bad[0]}"
+        yield finding("bad-scale", name, f"{why}; the engine would not build, or give NaN")
+    if scale.ndim > 1 or attribute(node, "block_size"):
+        yield finding("blocked-scale", name, f"its scale has shape {list(scale.shape)}: not for INT8")
+    yield from _check_type(graph, node, number.size)
+    if is_quantize(node) and number.size > 1 and not graph.is_constant(node.input[0]):
+        why = f"an activation with {number.size} scales is accepted, but its matmul does not run in INT8"
+        yield finding("per-channel-activation", name, why)
+
+
+def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterator[FindingRow]:
+    name = label(node)
+    quantized = graph.types.get(node.output[0] if is_quantize(node) else node.input[0], 0)
+    point = _zero_point(graph, node)
+    if quantized == TensorProto.UINT8:
+        missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
+        yield finding("uint8", name, f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}")
+        return
+    if quantized not in (0, TensorProto.INT8):
+        yield finding("not-int8", name, f"its quantized type is {type_name(quantized)}")
+        return
+    if point is None:
+        return
+    if np.any(point):
+        value = point.reshape(-1)[np.flatnonzero(point.reshape(-1))[0]]
+        yield finding("non-zero-zero-point", name, f"its zero point is {value}; TensorRT refuses all but 0")
+    if point.size != scales:
+        why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
+        yield finding("zero-point-shape", name, why)
+
+
+def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Q/DQ on both inputs or on neither."""
+    attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
+    for node in graph.matmuls:
+        pair = graph.operands[node.output[0]]
+        first, second = pair
+        if node.output[0] not in attention and (first.dq is None) != (second.dq is None):
+            with_dq, without = ("first", second) if first.dq is not None else ("second", first)
+            why = (
+                f"only its {with_dq} input has Q/DQ, the other comes from {without.stop}; "
+                "the engine runs it in floating point without a word"
+            )
+            yield finding("half-quantized", label(node), why)
+
+
+def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
+    """INT8 attention is all or nothing."""
+    for attention in graph.attentions:
+        with_dq = [part for part, operand in attention.operands.items() if operand.dq is not None]
+        if not with_dq:
+            continue
+        if is_whole(attention):
+            size = graph.head_size(attention)
+            if size is not None and size not in INT8_HEAD_SIZES:
+                why = f"its head size is {size}, and there is no fused INT8 attention for it"
+                yield finding("attention-head-size", label(attention.scores), why)
+            continue
+        missing = [part for part in attention.operands if part not in with_dq]
+        missing += [] if attention.output_quantized else ["the output"]
+        early = attention.operands["q"].dq is None or attention.operands["k"].dq is None
+        why = (
+            f"Q/DQ is on {', '.join(with_dq)} but not on {', '.join(missing)}: the fused attention is lost, "
+            "the engine is slower than FP16 and its logits can be wrong"
+        )
+        yield finding("partial-attention", label(attention.scores if early else attention.context), why)
+
+
+def is_whole(attention: Attention) -> bool:
+    """Do q, k, v, the softmax output and the output all have Q/DQ?"""
+    return attention.output_quantized and all(part.dq is not None for part in attention.operands.values())
+
+
+def check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
+    """Q/DQ on LayerNorm (also written out in primitive operators) and on softmax."""
+    attentions = {attention.softmax.output[0] for attention in graph.attentions}
+    for node in graph.nodes:
+        if operator(node) in _NORMS:
+            yield from _check_norm(graph, node)
+        elif operator(node) == "ReduceMean" and _activation_dq(graph, node.input[0]):
+            readers = graph.index.consumers.get(node.output[0], [])
+            if any(operator(n) == "Sub" and node.input[0] in n.input for n in readers):
+                yield finding("quantized-layernorm", label(node), "its LayerNorm reads a dequantized tensor")
+        elif operator(node) in ("Softmax", "LogSoftmax"):
+            if graph.behind_softmax(node)[1]:
+                yield finding("quantized-softmax", label(node), "its input was quantized to INT8")
+            readers = [] if node.output[0] in attentions else list(graph.reach(node.output[0], MOVES))
+            if any(is_quantize(reader) for reader in readers):
+                yield finding(
+                    "quantized-softmax", label(node), "its output is quantized outside of attention"
+                )
+
+
+def _check_norm(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
+    for name in node.input[:3]:
+        operand = graph.operand(name) if name else None
+        if operand is not None and operand.dq is not None:
+            why = f"its input {name!r} comes from {label(operand.dq)!r}"
+            yield finding("quantized-layernorm", label(node), why)
+            return
+
+
+def _activation_dq(graph: CheckGraph, name: str) -> onnx.NodeProto | None:
+    operand = graph.operand(name)
+    return None if operand.constant else operand.dq

@@ -1,0 +1,111 @@
+"""The command line. Everything heavy is imported inside the commands, so that help is instant."""
+
+import os
+import sys
+from typing import Any
+
+import typer
+
+from qdqbench.quantize.cli import bench, inspect, qat, run, search, sensitivity, train
+from qdqbench.quantize.core import interrupt
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report.",
+)
+STAGES = {
+    "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
+    "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
+    "build": "Build the engine, prove its INT8 layers, verify its outputs on a GPU.",
+    "evaluate": "Measure accuracy of every stage.",
+    "report": "Write results.json, report.md and report.html.",
+}
+
+app.add_typer(run.recipes_app, name="recipes")
+app.command()(run.run)
+for stage, text in STAGES.items():
+    app.command(stage)(run.stage_command(stage, text))
+app.command()(inspect.check)
+app.command()(run.profile)
+app.command()(inspect.inspect)
+app.command()(bench.bench)
+app.command()(bench.tables)
+app.command()(search.search)
+app.add_typer(search.cost_app, name="cost")
+app.command()(sensitivity.sensitivity)
+app.command()(sensitivity.methods)
+app.command()(train.finetune)
+app.command()(qat.qat)
+app.command()(train.study)
+
+
+def _invoke() -> None:
+    """Run the command; typer's own main exits with 2 and a box for a wrong option, with 130 for Ctrl-C."""
+    from qdqbench.quantize.core.errors import UserError
+
+    usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along
+    try:
+        command = typer.main.get_command(app)
+        with command.make_context("qdqbench", sys.argv[1:]) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except usage_error as error:
+        message = " ".join(error.format_message().split())
+        if not message:  # no command was given, and the help that then is shown has been printed
+            sys.exit(1)
+        where = error.ctx.command_path if error.ctx else "qdqbench"
+        raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
+
+
+FROM_THE_START = ("methods", "bench")  # commands that do not go on with what an interrupted call left
+
+
+class _Interrupted(SystemExit):
+    """Ctrl-C, after its message."""
+
+
+def program() -> None:
+    """The installed command: `main`, and after Ctrl-C an end that waits for no thread of a library."""
+    interrupt.watch()
+    try:
+        main()
+    except _Interrupted as stop:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(str(stop.code)))
+
+
+def main() -> None:
+    """Command line in this process: errors become one sentence on stderr and an exit status."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    from qdqbench.quantize.core.errors import QdqError
+
+    anew = any(name in sys.argv[1:2] for name in FROM_THE_START)
+    try:
+        _invoke()
+    except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except QdqError as error:
+        if debug:
+            raise
+        if os.environ.get("RANK", "0") == "0":  # every process of a training raises the same
+            sys.stderr.write(f"qdqbench: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        kept = "" if anew else "finished stages are kept, "
+        sys.stderr.write(
+            f"qdqbench: interrupted; {kept}run the same command to {'start anew' if anew else 'go on'}\n"
+        )
+        raise _Interrupted(1) from None
+    except Exception as error:
+        if debug:
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        sys.stderr.write(f"qdqbench: unexpected failure, {what}; run again with --debug for the traceback\n")
+        sys.exit(1)

@@ -1,0 +1,354 @@
+"""The command `inspect`: what an engine runs, kernel by kernel. Everything heavy is imported inside."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.core.results import LayerRow
+    from qdqbench.quantize.engine.inspection import Inspection, Time
+    from qdqbench.quantize.rundir.inspected import Target
+
+MAX_TEXT = 400  # of a name; TensorRT's are shorter
+
+
+def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
+    target: Annotated[Path, typer.Argument(help="Run directory, .engine file or saved inspector JSON.")],
+    onnx: Annotated[Path | None, typer.Option(help="ONNX file that the engine was built from.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Hold the engine to this recipe.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|gpu", help="Kernel times: saved JSON (name, ms), or gpu to measure here."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --profile gpu; none: the optimum.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens, with --profile gpu.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="List every kernel, not one row for equal ones.")
+    ] = False,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Find the first tensor that goes wrong (GPU).")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
+    from qdqbench.quantize.core.errors import CheckFailed, UserError
+    from qdqbench.quantize.engine.facts import graph_of
+    from qdqbench.quantize.engine.inspection import inspect_layers
+    from qdqbench.quantize.rundir.inspected import GPU, expectations, measure_times, open_target, read_times
+
+    if (batch or length) and profile != GPU:
+        raise UserError("--batch and --length are shapes to measure at; give them with --profile gpu")
+    found = open_target(target, onnx, recipe)
+    if bisect:
+        _bisect(found, json)
+        return
+    expected, attentions = expectations(found)
+    times, shape = None, ""
+    if profile == GPU:
+        times, shape = measure_times(found, batch, length)
+    elif profile:
+        times = read_times(Path(profile))
+    judged = inspect_layers(
+        found.layers,
+        graph_of(found.onnx) if found.onnx else None,
+        expected=expected,
+        expected_attention=attentions,
+        times=times,
+    )
+    if json:
+        print_json(to_json(found, judged))
+    else:
+        _print(found, judged, every, shape)
+    if judged.failures:
+        raise CheckFailed(f"{found.name}: {' and '.join(judged.failures)} as the recipe asks")
+
+
+def _bisect(target: "Target", json: bool) -> None:
+    from qdqbench.quantize.core.errors import CheckFailed, UserError
+
+    if target.folder is None:
+        raise UserError(
+            f"--bisect needs a run directory, whose model is the reference; {target.name} is not in one"
+        )
+    from qdqbench.eval.verify.bisect import bisect_lines, bisect_run
+
+    result = bisect_run(target.folder)
+    if json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        for line in bisect_lines(result):
+            console().print(plain(line), highlight=False, soft_wrap=True)
+    if result.block is not None:
+        raise CheckFailed(f"{target.name}: block {result.block} is wrong on its own")
+
+
+def to_json(target: "Target", judged: "Inspection") -> dict[str, Any]:
+    """Every figure; datatypes are TensorRT's names."""
+    from dataclasses import asdict
+
+    from qdqbench.quantize.engine.inspection import findings
+    from qdqbench.quantize.engine.kernels import block_of, kind_of
+
+    facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
+    times = judged.time.by_kernel if judged.time else {}
+    return {
+        "target": target.name,
+        "engine": sidecar
+        and sidecar.model_dump(include={"backend", "version", "compute_capability", "ahead_of_time"}),
+        "gemms": judged.gemms,
+        "int8_gemms": len(proof.int8_gemms),
+        "expected_int8_gemms": None if judged.expected is None else len(judged.expected),
+        "not_int8": proof.not_int8,
+        "why_not_int8": judged.reasons,
+        "unknown": proof.unknown,
+        "attentions": facts.attentions,
+        "attention_fused": proof.attention_fused,
+        "attention_int8": proof.attention_int8,
+        "expected_attention_int8": judged.expected_attention,
+        "attention_kernels": [
+            {"name": row.name, "block": block_of(row), "inputs": row.inputs, "outputs": row.outputs}
+            for row in facts.fused
+        ],
+        "layernorm": {name: len(rows) for name, rows in facts.norms.items()},
+        "int8_residuals": len(facts.residuals) - len(facts.float_residuals),
+        "expected_int8_residuals": len(facts.residuals),
+        "not_int8_residuals": facts.float_residuals,
+        "softmax_kernels": facts.softmax,
+        "softmax_in_graph": judged.graph.softmax_types,
+        "qkv": {"attentions": facts.qkv, "merged": facts.qkv_merged},
+        "gelu": {"fused": facts.gelu_fused, "separate": facts.gelu_separate},
+        "separate_epilogues": facts.separate,
+        "fp32_outputs": facts.fp32_outputs,
+        "raw_fp16_outputs": facts.raw_outputs,
+        "dequantized": facts.dequantized,
+        "layout_kernels": facts.kernels["layout"],
+        "layout_kernels_int8": facts.layout_quantized,
+        "quantize_kernels": facts.kernels["quantize"],
+        "kernel_counts": dict(facts.kernels),
+        "findings": findings(facts),
+        "failures": judged.failures,
+        "time": judged.time and asdict(judged.time),
+        "kernels": [
+            row.model_dump() | {"what": kind_of(row), "block": block_of(row), "ms": times.get(row.name)}
+            for row in target.layers
+        ],
+    }
+
+
+def _print(target: "Target", judged: "Inspection", every: bool, shape: str) -> None:
+    from rich.table import Table
+
+    from qdqbench.quantize.engine.hazards import hazards
+    from qdqbench.quantize.engine.inspection import findings
+
+    out = console()
+    out.print(f"[bold]{plain(target.name)}[/] {_made(target)}", highlight=False, soft_wrap=True)
+    grid = Table.grid(padding=(0, 2))
+    for name, text in _summary(judged):
+        grid.add_row(name, text)
+    out.print(grid, highlight=False)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for node in judged.proof.not_int8:
+        groups[judged.reasons[node]].append(node)
+    _print_not_int8(judged, groups)
+    known: list[str] = []
+    if side := target.sidecar:
+        known = [text for cc in side.compute_capability for text in hazards(side.backend, side.version, cc)]
+    for text in (*findings(judged.facts), *known):
+        out.print(f"[yellow]note[/] {plain(text)}", highlight=False)
+    out.print()
+    out.print(_kernel_table(judged, every), highlight=False)
+    if judged.time:
+        out.print()
+        _print_time(judged.time, shape)
+
+
+def _print_not_int8(judged: "Inspection", groups: dict[str, list[str]]) -> None:
+    from qdqbench.quantize.engine.inspection import named
+    from qdqbench.quantize.engine.kernels import block_of_node, block_order
+
+    title = "[red]not INT8[/]" if judged.expected is not None else "not INT8"
+    for why, nodes in groups.items():
+        ordered = sorted(nodes, key=lambda node: block_order(block_of_node(node)))
+        console().print(f"{title} {plain(named(ordered))}: {plain(why)}", highlight=False)
+
+
+def _made(target: "Target") -> str:
+    if (sidecar := target.sidecar) is None:
+        return "(saved table)"
+    ahead = ", built ahead of time" if sidecar.ahead_of_time else ""
+    made_for = ", ".join(sidecar.compute_capability)
+    return plain(f"({sidecar.backend} {sidecar.version}, compute capability {made_for}{ahead})")
+
+
+def _summary(judged: "Inspection") -> list[tuple[str, str]]:
+    """One line a question: its name, and the answer as markup."""
+    from qdqbench.quantize.engine.kernels import block_of_node, types_text
+
+    facts, proof, expected = judged.facts, judged.proof, judged.expected
+    lines = []
+    total = f"{len(proof.int8_gemms)} of {judged.gemms}"
+    encoder = [node for node in facts.linears if block_of_node(node).startswith("layer.")]
+    inside = f"{len({*encoder}.intersection(facts.int8))} of {len(encoder)} in the encoder"
+    if expected is None:
+        lines.append(("INT8 GEMMs", f"{total}, {inside} (no recipe to hold them to)"))
+    elif not expected:
+        lines.append(("INT8 GEMMs", f"{total} (the recipe wants none)"))
+    else:
+        colour = "red" if proof.not_int8 else "green"
+        met = len(expected) - len(proof.not_int8)
+        lines.append(
+            ("INT8 GEMMs", f"[{colour}]{met} of {len(expected)} the recipe wants[/], {total} of all")
+        )
+    kinds = ", ".join(dict.fromkeys(types_text(row) for row in facts.fused))
+    wanted = f", the recipe wants {judged.expected_attention}" if judged.expected_attention else ""
+    colour = "red" if proof.attention_int8 < judged.expected_attention else "default"
+    text = f"{proof.attention_fused} of {facts.attentions} fused, "
+    text += f"[{colour}]{proof.attention_int8} in INT8{wanted}[/]"
+    lines.append(("attention", f"{text} ({kinds})" if kinds else text))
+    if facts.qkv:
+        lines.append(("q, k, v", f"merged into one GEMM in {facts.qkv_merged} of {facts.qkv} attentions"))
+    lines.append(("softmax", _softmax_text(judged)))
+    norms = ", ".join(f"{len(rows)} in {name}" for name, rows in facts.norms.items())
+    lines.append(("LayerNorm", norms or "none found"))
+    if asked := len(facts.residuals):
+        colour = "red" if facts.float_residuals else "green"
+        read = f"[{colour}]{asked - len(facts.float_residuals)} of {asked}[/]"
+        lines.append(("residuals", f"{read} with Q/DQ in the graph are read as INT8"))
+    gelus = facts.gelu_fused + facts.gelu_separate
+    if gelus:
+        lines.append(("GELU", f"{facts.gelu_fused} of {gelus} fused into the GEMM"))
+    fused = len(facts.linears) - len(facts.separate)
+    lines.append(("epilogues", f"bias or scale fused into {fused} of {len(facts.linears)} linears"))
+    writers = ", ".join(f"{kind} {count}" for kind, count in facts.int8_writers.most_common())
+    alone = facts.kernels["quantize"]
+    if writers or alone:
+        lines.append(("quantize", f"{alone} kernels of their own; INT8 is written by {writers or 'none'}"))
+    layout = f"{facts.kernels['layout']} kernels move, cast or transpose"
+    lines.append(("layout", f"{layout}, {facts.layout_quantized} of them INT8" if writers else layout))
+    counts = ", ".join(f"{kind} {count}" for kind, count in facts.kernels.most_common())
+    lines.append(("kernels", f"{sum(facts.kernels.values())}: {counts}"))
+    return lines
+
+
+def _softmax_text(judged: "Inspection") -> str:
+    facts = judged.facts
+    parts = [f"{len(facts.fused)} inside a fused attention"] if facts.fused else []
+    parts += [f"{count} kernels in {name}" for name, count in facts.softmax.items()]
+    asked = ", ".join(dict.fromkeys(judged.graph.softmax_types.values()))
+    return ", ".join(parts) + (f"; the graph computes it in {asked}" if asked else "") or "none found"
+
+
+def _kernel_table(judged: "Inspection", every: bool) -> Any:
+    """ONNX layer, kernel, datatypes, and the time where there is a profile."""
+    from rich.table import Table
+
+    from qdqbench.quantize.engine.kernels import types_text
+    from qdqbench.quantize.engine.layers import base_name, is_int8
+
+    times = judged.time.by_kernel if judged.time else {}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("ONNX layer", overflow="fold", ratio=5)
+    table.add_column("", justify="right")
+    table.add_column("kernel", overflow="fold", ratio=6)
+    table.add_column("datatypes", overflow="fold", min_width=12)
+    if judged.time:
+        table.add_column("ms", justify="right")
+        table.add_column("share", justify="right")
+    groups = _groups(judged, every)
+    if judged.time:
+        groups.sort(key=lambda group: -sum(times.get(row.name, 0.0) for row in group[1]))
+    for name, rows in groups:
+        row, cells = rows[0], []
+        if judged.time:
+            spent = sum(times.get(each.name, 0.0) for each in rows)
+            cells = [f"{spent:.4f}", f"{spent / judged.time.total:.1%}" if judged.time.total else ""]
+        named = judged.facts.computed.get(row.name)
+        whole = row.name if every else base_name(row)
+        kernel = "gemm" if named and row.kind == "gemm" else plain(whole[:MAX_TEXT])
+        style = "green" if is_int8(row) else None
+        count = f"{len(rows)}x" if not every else ""
+        table.add_row(plain(name[:MAX_TEXT]), count, kernel, types_text(row), *cells, style=style)
+    return table
+
+
+def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
+    """Kernels under their labels; equal ones of several layers are one group, unless every one is wanted."""
+    from qdqbench.quantize.engine.inspection import ranges
+    from qdqbench.quantize.engine.kernels import kind_of, label, types_text
+    from qdqbench.quantize.engine.layers import base_name
+
+    facts = judged.facts
+    labels = [(label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]
+    if every:
+        return [(name, [row]) for name, row in labels]
+    groups: dict[tuple[str, ...], list[tuple[int | None, LayerRow]]] = defaultdict(list)
+    for name, row in labels:
+        block, _, rest = name.partition(" ")
+        number = block.removeprefix("layer.")
+        layer = int(number[:9]) if block.startswith("layer.") and number.isdecimal() else None
+        kernel = "gemm" if row.kind == "gemm" else base_name(row)
+        what = (rest, "layer") if layer is not None else (name, "")
+        groups[(*what, kind_of(row), kernel, types_text(row))].append((layer, row))
+    found = []
+    for key, members in groups.items():
+        layers = [layer for layer, _ in members if layer is not None]
+        name = f"layer.{ranges(layers)} {key[0]}".strip() if layers else key[0]
+        found.append((name, [row for _, row in members]))
+    return found
+
+
+def _print_time(time: "Time", shape: str) -> None:
+    from rich.table import Table
+
+    out = console()
+    out.print(f"{time.total:.3f} ms in all{f' at {shape}' if shape else ''}, kernels one after the other")
+    for title, parts in (("block", time.by_block), ("kind", time.by_kind)):
+        table = Table(title, "ms", "share", box=None)
+        for name, ms in parts.items():
+            table.add_row(name, f"{ms:.4f}", f"{ms / time.total:.1%}" if time.total else "")
+        out.print(table, highlight=False)
+    if time.unmatched:
+        names = ", ".join(list(time.unmatched)[:3])
+        lost = f"{len(time.unmatched)} names of the profile ({sum(time.unmatched.values()):.3f} ms)"
+        out.print(f"[yellow]note[/] {lost} are not in the table, such as {plain(names)}", highlight=False)
+    if time.missing:
+        out.print(
+            f"[yellow]note[/] {time.missing} kernels of the table are not in the profile", highlight=False
+        )
+
+
+def check(
+    onnx_file: Path,
+    recipe: Annotated[str | None, typer.Option(help="Hold the quantized set to this recipe.")] = None,
+    json: Json = False,
+) -> None:
+    """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
+    from qdqbench.quantize.check.check import check_file, to_json
+    from qdqbench.quantize.graph.modules import recipe_modules
+
+    expected = recipe_modules(onnx_file, recipe) if recipe else None
+    report = check_file(onnx_file, expected_quantized=expected)
+    if json:
+        print_json(to_json(report))
+    else:
+        _print_check(report)
+    if report.errors:
+        raise typer.Exit(2)
+
+
+def _print_check(report: Any) -> None:
+    out = console()
+    for row in report.findings:
+        colour = "red" if row.severity == "error" else "yellow"
+        out.print(f"[{colour}]{row.severity}[/] {row.code} at [bold]{plain(row.node)}[/]")
+        out.print(f"  why: {plain(row.why)}\n  fix: {plain(row.fix)}", highlight=False)
+    out.print(
+        f"{len(report.quantized)} of {len(report.quantized) + len(report.not_quantized)} MatMul/Gemm nodes "
+        f"in INT8, {len(report.findings)} findings",
+        highlight=False,
+    )

@@ -1,0 +1,219 @@
+"""What a command shows while it works: bars on a terminal; in a log file a line every half minute.
+
+All of it goes to stderr. Heavy libraries are imported inside.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.cli.terminal import plain
+from qdqbench.quantize.core.training_results import training_line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from qdqbench.quantize.core.training_results import LogRow
+    from qdqbench.quantize.rundir.session import Session
+
+EVERY_S = 30.0
+Show = Callable[[int, "LogRow", int], None]
+
+
+class Log:
+    """Lines with the time, one in half a minute at most: what quick commands do stays silent."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet, self.last = quiet, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """What is being done."""
+        if not self.quiet and time.monotonic() - self.last >= EVERY_S:
+            self.last = time.monotonic()
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            sys.stderr.flush()
+
+
+def hidden(quiet: bool) -> bool:
+    """Whether no bar is shown: unwanted, or not a terminal."""
+    return quiet or not sys.stderr.isatty()
+
+
+@contextmanager
+def status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """One changing line."""
+    if hidden(quiet):
+        yield Log(quiet=quiet)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as shown:
+        yield lambda text: shown.update(plain(text))
+
+
+@contextmanager
+def time_left(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
+    """A bar with the time that is left: called with what is done, all, and what is done now."""
+    if hidden(quiet):
+        log = Log(quiet=quiet)
+        yield lambda done, total, text: log(f"{done / total if total else 0:.0%} {text}")
+        return
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with _bars(*columns) as bars:
+        bar = bars.add_task("", total=None)
+        yield lambda done, total, text: bars.update(bar, completed=done, total=total, description=text)
+
+
+@contextmanager
+def stages(session: "Session", *, quiet: bool) -> Iterator[Callable[[str, bool], None]]:
+    """One bar per stage: called with its name as it starts, and whether what is there is used again."""
+    if hidden(quiet):
+        yield _logged_stages(session, Log(quiet=quiet))
+        return
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with _bars(*columns) as bars:
+        current: list[Any] = []
+
+        def finish() -> None:
+            if current:
+                bars.update(current[-1], total=1, completed=1)
+
+        def announce(name: str, reused: bool) -> None:
+            finish()
+            label = f"{name} (unchanged)" if reused else name
+            current.append(bars.add_task(label, total=1 if reused else None))
+
+        def report(row: "LogRow", steps: int) -> None:
+            loss = f" loss {row.loss:.4g}" if row.loss is not None else ""
+            description = f"qat {row.step}/{steps}{loss}" if loss else None
+            bars.update(current[-1], completed=row.step, total=steps, description=description)
+
+        session.progress = lambda done, total: bars.update(current[-1], completed=done, total=total)
+        session.report = report
+        yield announce
+        finish()
+
+
+def _logged_stages(session: "Session", log: Log) -> Callable[[str, bool], None]:
+    stage = [""]
+
+    def announce(name: str, reused: bool) -> None:
+        stage[0] = name
+        log(name)
+
+    def report(row: "LogRow", steps: int) -> None:
+        log(f"{stage[0]}: {training_line(row, steps)}")
+
+    session.progress = lambda done, total: log(f"{stage[0]}: {done} of {total}")
+    session.report = report
+    return announce
+
+
+@contextmanager
+def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
+    """One bar per seed of a fine-tuning: called with the seed, the row of its log, and its steps."""
+    if hidden(quiet):
+        log = Log(quiet=quiet)
+        yield lambda seed, row, steps: log(f"seed {seed}: {training_line(row, steps)}")
+        return
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}  {task.fields[judged]}"),
+    )
+    with _bars(*columns) as bars:
+        tasks: dict[int, Any] = {}
+
+        def show(seed: int, row: "LogRow", steps: int) -> None:
+            if seed not in tasks:
+                name = f"seed {seed}" if count > 1 else "training"
+                tasks[seed] = bars.add_task(name, total=steps, loss="", judged="")
+            fields: dict[str, Any] = {"completed": row.step}
+            if row.loss is not None:
+                fields["loss"] = f"loss {row.loss:.4f}"
+            if row.score is not None:
+                values = ", ".join(f"{name} {value:.4f}" for name, value in row.values.items())
+                fields["judged"] = plain(f"held out: {values}")
+            bars.update(tasks[seed], **fields)
+
+        yield show
+
+
+class Trials:
+    """Progress of a search, in a log."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def say(self, text: str) -> None:
+        """What is being done."""
+        self.log(text)
+
+    def trial(self, done: int, total: int, best: str) -> None:
+        """Trials so far."""
+        self.log(f"{done} of {total} trials; {best}")
+
+
+class TrialsBar(Trials):
+    """One bar over the trials."""
+
+    def __init__(self, bars: "Progress", total: int) -> None:
+        self.bars, self.task = bars, bars.add_task("preparing", total=total, best="")
+
+    def say(self, text: str) -> None:
+        """What is being done."""
+        self.bars.update(self.task, description=plain(text))
+
+    def trial(self, done: int, total: int, best: str) -> None:
+        """Trials so far."""
+        name = f"trial {min(done + 1, total)} of {total}"
+        self.bars.update(self.task, completed=done, description=name, best=plain(best))
+
+
+@contextmanager
+def trials(total: int, *, quiet: bool) -> Iterator[Trials]:
+    """One bar over the trials of a search."""
+    if hidden(quiet):
+        yield Trials(Log(quiet=quiet))
+        return
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<28}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[best]}"),
+    )
+    with _bars(*columns) as bars:
+        yield TrialsBar(bars, total)
+
+
+def _bars(*columns: Any) -> "Progress":
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True))

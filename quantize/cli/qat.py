@@ -1,0 +1,86 @@
+"""The command `qat`; registered in cli.py. Everything heavy is imported inside."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qdqbench.quantize.cli import options as given
+from qdqbench.quantize.cli import progress
+from qdqbench.quantize.cli.run import go
+from qdqbench.quantize.cli.terminal import Json, console
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.rundir.session import Session
+
+DEFAULT_QAT = "bert-int8-attention-qat"
+
+
+def qat(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: given.RecipeName = DEFAULT_QAT,
+    model: given.ModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
+    ] = None,
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    batch_size: given.BatchSize = 32,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
+    ] = 0,
+    json: Json = False,
+) -> None:
+    """Quantization-aware training, then on to engine and report; on one GPU or many."""
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.qat.stage import settings_of, train_on_all
+    from qdqbench.quantize.recipe.schema import load_recipe
+    from qdqbench.quantize.rundir.pipeline import open_run
+    from qdqbench.quantize.rundir.session import Session
+    from qdqbench.quantize.train.processes import leads
+
+    config = given.run_config(
+        load_recipe(recipe),
+        model=model,
+        task=task,
+        data=data,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+        batch_size=batch_size,
+        seed=seed,
+        limit=limit,
+    )
+    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
+    session = Session(config, folder)
+    settings_of(session)  # before anything is written
+    if leads():
+        session = open_run(config, folder)
+    if plan:
+        _plan(session, json)
+        return
+    with progress.stages(session, quiet=json) as show:
+        train_on_all(session, lambda stage: run_until(session, stage, show))
+    if leads():
+        go(session, None, json)
+
+
+def _plan(session: "Session", json: bool) -> None:
+    from qdqbench.eval.runs.qat_plan import make_plan, plan_lines
+
+    found = make_plan(session)
+    if found is None:  # not the main process
+        return
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        console().print(plan_lines(found))

@@ -1,0 +1,204 @@
+"""The commands `run`, `recipes`, `profile`, and one for each stage of a run."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qdqbench.quantize.cli import options, progress, terminal
+from qdqbench.quantize.cli.terminal import Json, Run, console, print_json
+
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show and validate recipes.")
+
+
+@recipes_app.command("list")
+def recipes_list(json: Json = False) -> None:
+    """List the shipped recipes."""
+    from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+
+    names = list(shipped_recipes())
+    if json:
+        print_json(names)
+        return
+    from rich.table import Table
+
+    table = Table("recipe", "what it does", box=None)
+    for name in names:
+        table.add_row(name, load_recipe(name).description)
+    console().print(table)
+
+
+@recipes_app.command("show")
+def recipes_show(
+    recipe: str, resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False
+) -> None:
+    """Print a recipe as YAML."""
+    from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
+
+    loaded = load_recipe(recipe)
+    if resolved:
+        sys.stdout.write(dump_recipe(loaded))
+        return
+    shipped = shipped_recipes()
+    source = shipped[recipe] if recipe in shipped else Path(recipe)
+    sys.stdout.write(source.read_text(encoding="utf-8"))
+
+
+@recipes_app.command("validate")
+def recipes_validate(recipe: list[str]) -> None:
+    """Check recipe files without loading a model."""
+    from qdqbench.quantize.recipe.schema import load_recipe
+
+    for name in recipe:
+        load_recipe(name)
+        console().print(f"{name}: valid", highlight=False)
+
+
+def run(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    model: options.ModelName = None,
+    task: options.TaskName = None,
+    data: options.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
+    ] = None,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    num_labels: options.NumLabels = None,
+    metric: options.Metrics = None,
+    batch_size: options.BatchSize = 32,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
+    ] = 0,
+    until: Annotated[
+        str | None, typer.Option(help="Stop after this stage; the others can follow later.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """The main job: recipe and model in, engine and report out."""
+    from qdqbench.quantize.recipe.schema import load_recipe
+    from qdqbench.quantize.rundir.pipeline import open_run
+
+    config = options.run_config(
+        load_recipe(recipe),
+        model=model,
+        task=task,
+        data=data,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+        batch_size=batch_size,
+        seed=seed,
+        limit=limit,
+    )
+    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
+    go(open_run(config, folder), until, json)
+
+
+def stage_command(target: str, text: str) -> Callable[..., None]:
+    """A sub-command that takes a run directory up to one stage."""
+
+    def command(folder: Run, json: Json = False) -> None:
+        from qdqbench.quantize.core.gpu import find_gpu
+        from qdqbench.quantize.rundir.session import Session, read_config
+
+        stage = "verify" if target == "build" and find_gpu() else target
+        go(Session(read_config(folder), folder), stage, json)
+
+    command.__doc__ = text
+    return command
+
+
+def go(session: Any, until: str | None, json: bool) -> None:
+    """Run the stages up to a target; after the last one, write and judge the report."""
+    from qdqbench.eval.runs.run import run_until
+    from qdqbench.quantize.core.errors import CheckFailed
+
+    with progress.stages(session, quiet=json) as show:
+        results = run_until(session, until, show)
+    if results is None:
+        if until in ("build", "verify"):
+            _judge_build(session, json)
+        return
+    if json:
+        sys.stdout.write(results.model_dump_json(indent=2) + "\n")
+    else:
+        from qdqbench.eval.runs.report import summary_lines
+
+        console().print(summary_lines(results))
+        console().print(f"report: {session.folder / 'report.html'}", highlight=False, soft_wrap=True)
+    if not results.gate.passed:
+        raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
+
+
+def _judge_build(session: Any, json: bool) -> None:
+    """Exit status of an engine on its own: 3 when it could not be built, 2 when it is not proven right."""
+    from qdqbench.quantize.core import files
+    from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
+    from qdqbench.quantize.core.results import EngineResult
+    from qdqbench.quantize.engine.build import require_int8
+
+    built = files.read_json(session.folder / "build.json")
+    if "skipped" in built:
+        raise MissingDevice(built["skipped"])
+    result = EngineResult.model_validate(built)
+    path = session.folder / "verify.json"
+    verified = files.read_json(path) if path.is_file() else {"skipped": "not asked for"}
+    if json:
+        print_json(
+            {"engine": result.model_dump(mode="json"), "verification": verified, "notes": session.notes}
+        )
+    else:
+        for note in session.notes:
+            console().print(f"[yellow]note[/] {terminal.plain(note)}", highlight=False)
+        console().print(
+            f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
+            f"{result.backend} {result.version}; outputs "
+            + (f"not verified: {verified['skipped']}" if "skipped" in verified else "verified"),
+            highlight=False,
+        )
+    require_int8(result)
+    if verified.get("failures"):
+        raise CheckFailed(
+            f"{result.file} gives wrong outputs: {'; '.join(verified['failures'])}; find the tensor with "
+            f"`qdqbench inspect {session.folder} --bisect`"
+        )
+
+
+def profile(folder: Run, json: Json = False) -> None:
+    """Wall time and peak memory of each stage of a finished run."""
+    from pydantic import ValidationError
+
+    from qdqbench.quantize.core import files
+    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.core.results import Results
+
+    path = folder / "results.json"
+    try:
+        timings = Results.model_validate(files.read_json(path)).model_dump()["timings"]
+    except ValidationError as error:
+        raise UserError(f"{path} is no report of this version; run `qdqbench report {folder}`") from error
+    if json:
+        print_json(timings)
+        return
+    from rich.table import Table
+
+    table = Table("stage", "wall s", "peak MB", "", box=None)
+    for name, row in timings.items():
+        table.add_row(
+            name,
+            f"{row['wall_s']:.1f}",
+            f"{row['peak_rss_bytes'] / 1e6:.0f}",
+            "reused" if row["reused"] else "",
+        )
+    table.add_row(
+        "total",
+        f"{sum(row['wall_s'] for row in timings.values()):.1f}",
+        f"{max(row['peak_rss_bytes'] for row in timings.values()) / 1e6:.0f}",
+        "",
+    )
+    console().print(table)

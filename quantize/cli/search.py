@@ -1,0 +1,259 @@
+"""The command `search`; registered in cli.py. Everything heavy is imported inside."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.quantize.cli import options as given
+from qdqbench.quantize.cli import progress
+from qdqbench.quantize.cli.terminal import Json, console
+
+if TYPE_CHECKING:
+    from qdqbench.eval.search.results import Search
+    from qdqbench.eval.search.worker import Options
+    from qdqbench.quantize.rundir.session import Session
+
+WORK = "work"
+
+
+def search(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: given.RecipeName = given.DEFAULT_RECIPE,
+    model: given.ModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which no further trial is started.")
+    ] = None,
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="File of `qdqbench sensitivity`: which layers to keep in FP16 first.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL shared by all workers; none: OUT/study.db.")
+    ] = None,
+    study_name: Annotated[str | None, typer.Option(help="None: RECIPE-TASK.")] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Train rows that judge a trial; none of them calibrates.")
+    ] = 1024,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of the latency.")] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence of the latency.")] = 128,
+    latency: Annotated[
+        str, typer.Option(help="engine: measured on this GPU; model: modelled; auto: engine where a GPU is.")
+    ] = "auto",
+    cost_model: Annotated[
+        Path | None, typer.Option(help="File of `qdqbench cost fit`; none: the shipped one.")
+    ] = None,
+    accuracy: Annotated[
+        str, typer.Option(help="First objective: divergence from FP32's logits, or drop of the metric.")
+    ] = "divergence",
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    batch_size: given.BatchSize = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampler, bootstrap and inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Find the recipe for your model, data and GPU: accuracy against latency, confirmed on validation."""
+    from qdqbench.eval.search.worker import Options
+    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.recipe.schema import load_recipe
+    from qdqbench.quantize.rundir.session import Session
+
+    if latency not in ("auto", "engine", "model"):
+        raise UserError(f"--latency {latency!r} is unknown; use auto, engine or model")
+    if accuracy not in ("divergence", "drop"):
+        raise UserError(f"--accuracy {accuracy!r} is unknown; use divergence or drop")
+    config = given.run_config(
+        load_recipe(recipe).ptq,
+        model=model,
+        task=task,
+        data=data,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
+    _require_inputs(sensitivity, cost_model)
+    _require_own(folder, study_name or f"{config.recipe.name}-{config.task.name}")
+    session = Session(config, _work_folder(folder))
+    options = Options(
+        trials=trials,
+        budget_s=budget,
+        samples=samples,
+        batch=batch,
+        length=length,
+        latency=latency,  # type: ignore[arg-type]
+        objective=accuracy,  # type: ignore[arg-type]
+        storage=storage,
+        study=study_name,
+        sensitivity=sensitivity,
+        cost_model=cost_model,
+    )
+    found = _search(session, options, folder, quiet=json)
+    if found is not None:
+        _finish(found, folder, json)
+
+
+def _require_inputs(sensitivity: Path | None, cost_model: Path | None) -> None:
+    """Files that are named can be read; told before anything is trained or loaded."""
+    from qdqbench.eval.placement.cost_model import load_cost_model
+    from qdqbench.eval.sensitivity.results import read_sensitivity
+
+    if sensitivity is not None:
+        read_sensitivity(sensitivity)
+    if cost_model is not None:
+        load_cost_model(cost_model)
+
+
+def _require_own(out: Path, study: str) -> None:
+    """The folder holds no finished search of another study, which this one would replace.
+
+    Raises:
+        UserError: it does.
+    """
+    from qdqbench.eval.search.results import FILE, read_search
+    from qdqbench.quantize.core.errors import UserError
+
+    if (out / FILE).is_file() and (known := read_search(out / FILE).study) != study:
+        raise UserError(
+            f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out"
+        )
+
+
+def _work_folder(out: Path) -> Path:
+    """Folder for what the search needs again, inside of its output folder.
+
+    Raises:
+        UserError: the output folder holds something else.
+    """
+    from qdqbench.quantize.core import files
+    from qdqbench.quantize.core.errors import UserError
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give --out a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / WORK).is_dir():
+        raise UserError(f"{out} holds other files than a search; give --out an empty or new folder")
+    files.require_writable(out)
+    (out / WORK).mkdir(parents=True, exist_ok=True)
+    return out / WORK
+
+
+def _search(session: "Session", options: "Options", folder: Path, *, quiet: bool) -> "Search | None":
+    from qdqbench.eval.search.finish import finish
+    from qdqbench.eval.search.trials import open_worker, run_trials
+
+    with ExitStack() as stack:
+        show = stack.enter_context(progress.trials(options.trials, quiet=quiet))
+        if session.config.model is None:
+            _embedded(session, show)
+        worker = open_worker(session, options, stack, show.say)
+        if not run_trials(worker, show.trial):
+            if not quiet:
+                console().print(
+                    "other workers run the last trials, and the last of them writes the report; "
+                    "if none does, run this command again"
+                )
+            return None
+        return finish(worker, folder, show.say)
+
+
+def _embedded(session: "Session", show: Any) -> None:
+    """The generated task and its model, made once."""
+    from qdqbench.eval.stages import stages
+
+    if not (session.folder / "embedded" / "model" / "config.json").is_file():
+        show.say("training the embedded default")
+        stages.embedded(session)
+
+
+def _finish(found: "Search", folder: Path, json: bool) -> None:
+    """Terminal and exit status."""
+    from qdqbench.eval.search.report import summary
+    from qdqbench.quantize.core.errors import CheckFailed
+
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        console().print(summary(found))
+        console().print(f"report: {folder / 'search.html'}", highlight=False, soft_wrap=True)
+    if not found.outcome.passed:
+        raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
+
+
+cost_app = typer.Typer(no_args_is_help=True, help="Make the cost model that `search` uses without a GPU.")
+
+
+@cost_app.command("measure")
+def measure(  # noqa: PLR0913, PLR0917  (a command's options)
+    out: Annotated[Path, typer.Option(help="File of rows, one JSON object a line; rows are added to it.")],
+    model: Annotated[
+        str, typer.Option(help="minilm, bert-base or bert-large with random weights, or a model folder.")
+    ] = "bert-base",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Batch size; repeatable. None: 1, 8, 32, 128.")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens per sequence; repeatable. None: 32, 128.")
+    ] = None,
+    placements: Annotated[int, typer.Option(min=1, help="Engines: fixed placements, then random ones.")] = 24,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds after which no further engine is started.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and placements.")] = 0,
+) -> None:
+    """Build engines with INT8 in different places and time them against their FP16 twin, on a GPU."""
+    from qdqbench.eval.placement.measure import measure_costs
+    from qdqbench.quantize.core.errors import UserError
+
+    if budget is not None and not budget > 0:
+        raise UserError(f"--budget is {budget}; give a positive number of seconds")
+    shapes = [
+        (b, n) for n in dict.fromkeys(length or (32, 128)) for b in dict.fromkeys(batch or (1, 8, 32, 128))
+    ]
+    done = measure_costs(
+        model,
+        shapes,
+        out,
+        placements=placements,
+        seed=seed,
+        budget_s=budget,
+        say=lambda text: console().print(text, highlight=False, soft_wrap=True),
+    )
+    console().print(f"{out}: {done.rows} new rows of {done.engines} engines; {done.ended}", highlight=False)
+
+
+@cost_app.command("fit")
+def fit(
+    rows: Annotated[list[Path], typer.Argument(help="Files of `cost measure`, or fitted cost models.")],
+    out: Annotated[Path, typer.Option(help="Cost model to write.")],
+) -> None:
+    """Fit the cost model and print its error on engines that were left out."""
+    from rich.table import Table
+
+    from qdqbench.eval.placement.cost_fit import fit as fit_rows
+    from qdqbench.eval.placement.cost_fit import read_rows
+    from qdqbench.eval.placement.cost_model import TERMS
+    from qdqbench.quantize.core import files
+
+    found = {row.model_dump_json(): row for path in rows for row in read_rows(path)}  # a row counts once
+    model = fit_rows([*found.values()])
+    files.write_text(out, model.model_dump_json() + "\n")
+    table = Table("term", "coefficient, ns", "one unit of it", box=None)
+    for name, what in TERMS.items():
+        table.add_row(name, f"{1e6 * model.coefficients[name]:.4g}", what)
+    console().print(table)
+    error = model.leave_one_out
+    made = f"{model.n} rows, {model.engines} engines, {model.gpu}, {model.backend} {model.version}"
+    console().print(
+        f"{out}: {made}. Error on engines left out: latency {error.ms_median:.1%} (median), "
+        f"{error.ms_p90:.1%} (90th percentile); speed-up {error.speedup_median:.1%}, {error.speedup_p90:.1%}",
+        highlight=False,
+    )

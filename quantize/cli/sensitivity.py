@@ -1,0 +1,167 @@
+"""The command `sensitivity`; registered in cli.py. Everything heavy is imported inside."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qdqbench.quantize.cli import options
+from qdqbench.quantize.cli.progress import time_left
+from qdqbench.quantize.cli.terminal import Json, console
+
+if TYPE_CHECKING:
+    from qdqbench.eval.methods.results import Methods
+    from qdqbench.eval.sensitivity.results import Sensitivity
+    from qdqbench.quantize.rundir.session import RunConfig
+
+
+def sensitivity(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    model: options.ModelName = None,
+    task: options.TaskName = None,
+    data: options.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
+    samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    num_labels: options.NumLabels = None,
+    metric: options.Metrics = None,
+    batch_size: options.BatchSize = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")] = 0,
+    json: Json = False,
+) -> None:
+    """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
+    from qdqbench.eval.sensitivity.ledger import FILE
+    from qdqbench.quantize.recipe.schema import load_recipe
+
+    config = options.run_config(
+        load_recipe(recipe).ptq,
+        model=model,
+        task=task,
+        data=data,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
+    options.check_out(folder, FILE, "a sensitivity run", without_marker=("embedded",))
+    _finish(_measure(config, folder, samples, quiet=json), folder, json=json)
+
+
+def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) -> "Sensitivity":
+    from qdqbench.eval.sensitivity.measure import Measurement
+    from qdqbench.eval.sensitivity.report import write_sensitivity
+    from qdqbench.eval.stages import stages
+    from qdqbench.quantize.rundir.session import Session
+
+    with time_left(quiet=quiet) as show:
+        session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
+        if config.model is None:
+            stages.embedded(session)
+        measurement = Measurement(session, samples, show)
+        ledger = measurement.ledger
+        if ledger.anew:
+            sys.stderr.write(f"{ledger.path}: of other settings, data or code; measuring anew\n")
+        elif ledger.resumed:
+            sys.stderr.write(f"{ledger.path}: going on after {ledger.resumed} finished measurements\n")
+        found = measurement.run()
+    write_sensitivity(found, folder)
+    return found
+
+
+def _finish(found: "Sensitivity", folder: Path, *, json: bool) -> None:
+    from qdqbench.eval.sensitivity.report import summary
+    from qdqbench.quantize.core.errors import CheckFailed
+
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        console().print(summary(found))
+        console().print(f"recipe: {folder / found.choice.file}", highlight=False, soft_wrap=True)
+        console().print(f"report: {folder / 'sensitivity.html'}", highlight=False, soft_wrap=True)
+    if not found.choice.reached:
+        raise CheckFailed(found.choice.reason)
+
+
+Method = Annotated[
+    list[str] | None, typer.Option(help="max, percentile/P, mse or entropy; several. None: all of them.")
+]
+
+Smooth = Annotated[
+    list[str] | None, typer.Option(help="none, gain or an alpha; several. None: none and 0.65.")
+]
+
+
+def methods(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    model: options.ModelName = None,
+    task: options.TaskName = None,
+    data: options.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-RECIPE-TASK.")] = None,
+    method: Method = None,
+    smooth: Smooth = None,
+    samples: Annotated[int, typer.Option(min=2, help="Training samples to compare on.")] = 1024,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
+    ] = None,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    num_labels: options.NumLabels = None,
+    metric: options.Metrics = None,
+    batch_size: options.BatchSize = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")] = 0,
+    json: Json = False,
+) -> None:
+    """Compare calibration methods in one table; writes the recipe with the best one."""
+    from qdqbench.eval.methods.results import FILE, RECIPE
+    from qdqbench.quantize.recipe.schema import load_recipe
+
+    config = options.run_config(
+        load_recipe(recipe).ptq,
+        model=model,
+        task=task,
+        data=data,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+        batch_size=batch_size,
+        seed=seed,
+        limit=limit,
+    )
+    folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
+    options.check_out(folder, FILE, "a table of methods", without_marker=("embedded", RECIPE))
+    found = _compare(config, folder, samples, method or [], smooth or [], quiet=json)
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        return
+    from qdqbench.eval.methods.report import summary
+    from qdqbench.eval.methods.results import RECIPE
+
+    console().print(summary(found))
+    console().print(f"recipe: {folder / RECIPE}", highlight=False, soft_wrap=True)
+    console().print(f"report: {folder / 'methods.html'}", highlight=False, soft_wrap=True)
+
+
+def _compare(  # noqa: PLR0913
+    config: "RunConfig", folder: Path, samples: int, methods: list[str], smooths: list[str], *, quiet: bool
+) -> "Methods":
+    from qdqbench.eval.methods.measure import Comparing, require_int8
+    from qdqbench.eval.methods.report import write_methods
+    from qdqbench.eval.methods.sections import sections
+    from qdqbench.eval.stages import stages
+    from qdqbench.quantize.rundir.session import Session
+
+    sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
+    require_int8(config.recipe)
+    with time_left(quiet=quiet) as show:
+        session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
+        if config.model is None:
+            stages.embedded(session)
+        found = Comparing(session, samples, methods, smooths, show).run()
+    write_methods(found, folder)
+    return found

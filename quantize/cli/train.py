@@ -1,0 +1,252 @@
+"""The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdqbench.quantize.cli import options as given
+from qdqbench.quantize.cli import progress
+from qdqbench.quantize.cli.terminal import Json, command_line, console
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from qdqbench.eval.runs.study_results import Study
+    from qdqbench.quantize.recipe.training import Training
+
+BaseModelName = Annotated[
+    str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
+]
+
+
+def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
+    model: BaseModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/finetune-TASK.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs, with seeds from --seed on.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of head, held-out rows, order and dropout.")] = 0,
+    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 4,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Ends the epochs early.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="After warm-up, of AdamW.")] = 5e-5,
+    batch_size: Annotated[int, typer.Option(help="Samples of a step, over all GPUs and parts.")] = 32,
+    accumulate: Annotated[int, typer.Option(help="Parts that a GPU's share is split into.")] = 1,
+    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.1,
+    schedule: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = "linear",
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01,
+    dropout: Annotated[float | None, typer.Option(help="None: the model's own.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="bf16, tf32, fp32 or auto: bf16 where the GPU has it.")
+    ] = "auto",
+    evaluations: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10,
+    patience: Annotated[int, typer.Option(min=0, help="Evaluations without gain that end it; 0: none.")] = 5,
+    holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens of a sample.")] = 128,
+    limit: Annotated[int | None, typer.Option(min=4, help="Train rows; the report warns.")] = None,
+    keep_head: Annotated[
+        bool, typer.Option("--keep-head", help="Go on with the model's own classifier.")
+    ] = False,
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    json: Json = False,
+) -> None:
+    """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
+    from qdqbench.eval.runs.training_report import write_finetuning
+    from qdqbench.quantize.train.finetune import RESULT, Request, finetune
+    from qdqbench.quantize.train.record import require_all
+
+    settings = _settings(
+        epochs=epochs,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        warmup=warmup,
+        schedule=schedule,
+        weight_decay=weight_decay,
+        dropout=dropout,
+        precision=precision,
+        evaluations=evaluations,
+        patience=patience or None,
+        holdout=holdout,
+        seed=seed,
+    )
+    chosen = given.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    folder = _own_folder(out or Path("runs") / f"finetune-{chosen.name}")
+    with _processes(settings.precision) as accelerator:
+        base, source = _base(model, data, folder, accelerator)
+        with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as show:
+            request = Request(
+                base=base,
+                task=chosen,
+                data=source,
+                folder=folder,
+                settings=settings,
+                seeds=seeds,
+                max_length=max_length,
+                keep_head=keep_head,
+                limit=limit,
+                command=command_line(),
+                report=show,
+            )
+            result = finetune(request, accelerator)
+    if accelerator.is_main_process:
+        write_finetuning(result, folder)
+        _say_finetuned(result, folder, json)
+    failed = [f"seed {run.seed}" for run in result.runs if run.status == "failed"]
+    require_all(failed, folder / RESULT)
+
+
+def study(  # noqa: PLR0913, PLR0917  (a command's options)
+    recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; several.")],
+    model: BaseModelName = None,
+    task: given.TaskName = None,
+    data: given.Data = "hub",
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-TASK.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Fine-tunings, each with PTQ and QAT.")] = 3,
+    epochs: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 4,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Of the fine-tuning.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 5e-5,
+    batch_size: Annotated[int, typer.Option(help="Of the fine-tuning.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=4, help="Train rows of the fine-tuning.")] = None,
+    text_column: given.TextColumn = None,
+    label_column: given.LabelColumn = None,
+    num_labels: given.NumLabels = None,
+    metric: given.Metrics = None,
+    json: Json = False,
+) -> None:
+    """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
+    from qdqbench.eval.runs.study import Plan, study
+    from qdqbench.eval.runs.study_results import FILE
+    from qdqbench.quantize.recipe.schema import load_recipe
+    from qdqbench.quantize.train.finetune import Request
+    from qdqbench.quantize.train.record import require_all
+
+    recipes = [load_recipe(name) for name in recipe]
+    settings = _settings(
+        epochs=epochs, max_steps=max_steps, learning_rate=learning_rate, batch_size=batch_size, patience=5
+    )
+    chosen = given.find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    folder = _own_folder(out or Path("runs") / f"study-{chosen.name}")
+    with _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
+        base, source = _base(model, data, folder, accelerator)
+        request = Request(
+            base=base,
+            task=chosen,
+            data=source,
+            folder=folder,
+            settings=settings,
+            seeds=seeds,
+            max_length=max(each.export.max_length for each in recipes),
+            keep_head=False,
+            limit=limit,
+            command=command_line(),
+        )
+        found = study(Plan(request, recipes, folder, say), accelerator)
+    _say_studied(found, folder / FILE, json)
+    failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
+    require_all(failed, folder / FILE)
+
+
+def _say_studied(found: "Study", path: Path, json: bool) -> None:
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        return
+    from rich.markdown import Markdown
+
+    from qdqbench.eval.tables.changed import Changed
+    from qdqbench.eval.tables.study import study_tables
+
+    changed = Changed()
+    console().print(Markdown("\n\n".join([*study_tables([found], changed), changed.text()])))
+    console().print(f"results: {path}", highlight=False, soft_wrap=True)
+
+
+def _settings(**values: Any) -> "Training":
+    """Checked settings.
+
+    Raises:
+        UserError: a value out of range.
+    """
+    from pydantic import ValidationError
+
+    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.recipe.training import Training
+
+    try:
+        return Training(**values)
+    except ValidationError as error:
+        found = [f"--{str(e['loc'][0]).replace('_', '-')}: {e['msg'].lower()}" for e in error.errors()]
+        raise UserError("; ".join(found)) from error
+
+
+def _own_folder(out: Path) -> Path:
+    """The folder, if it is free or an earlier call's.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    from qdqbench.quantize.core import files
+    from qdqbench.quantize.core.errors import UserError
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; give --out a folder")
+    files.require_writable(out)
+    ours = ("seed-", "embedded", "finetune.", "study.", ".")
+    if out.is_dir() and any(not path.name.startswith(ours) for path in out.iterdir()):
+        raise UserError(f"{out} holds other files than a fine-tuning; give --out an empty or new folder")
+    return out
+
+
+def _base(model: str | None, data: str, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
+    """Model and data; those of the embedded default are made by the main process."""
+    if model is not None:
+        return model, data
+    from qdqbench.quantize.tasks.embedded import write_embedded
+
+    with accelerator.main_process_first():
+        run = write_embedded(folder / "embedded")
+    return str(run.model_dir), str(run.data_dir)
+
+
+@contextmanager
+def _processes(precision: str) -> "Iterator[Accelerator]":
+    """Accelerate on the processes that are here; the group ends with the block."""
+    from qdqbench.quantize.train.processes import group, new_accelerator
+
+    with group():
+        yield new_accelerator(precision)
+
+
+def _say_finetuned(result: Any, folder: Path, json: bool) -> None:
+    if json:
+        sys.stdout.write(result.model_dump_json(indent=2) + "\n")
+        return
+    from qdqbench.eval.runs.training_report import finetune_lines
+
+    console().print(finetune_lines(result))
+    console().print(f"report: {folder / 'finetune.html'}", highlight=False, soft_wrap=True)
+    if result.best_seed is not None:
+        console().print(
+            f"model: {folder / f'seed-{result.best_seed}' / 'model'}", highlight=False, soft_wrap=True
+        )

@@ -1,0 +1,64 @@
+"""Where and with what a result was made: hardware, versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.core.gpu import find_gpu
+
+PACKAGES = (
+    "qdqbench",
+    "torch",
+    "transformers",
+    "nvidia-modelopt",
+    "onnx",
+    "onnxruntime",
+    "datasets",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "numpy",
+    "scipy",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and the code's git hash: what a number is worth nothing without."""
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    gpu = find_gpu()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": gpu.name if gpu else "none",
+        "driver": gpu.driver if gpu else None,
+        "git": _git_hash(),
+        "versions": versions,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git_hash() -> str | None:
+    """Commit of the checkout that runs, None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

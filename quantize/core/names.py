@@ -1,0 +1,12 @@
+"""Lists of names in messages."""
+
+from collections.abc import Iterable
+
+MAX_NAMED = 12  # offenders named in one sentence before "and N more"
+
+
+def name_list(names: Iterable[str]) -> str:
+    """Names for one sentence: the first few, then how many more."""
+    names = list(names)
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

@@ -1,0 +1,283 @@
+"""Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.training_results import TrainingRun
+
+SCHEMA_VERSION = 1
+MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
+STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
+QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
+
+
+class Comparison(Strict):
+    """A stage against FP32 on the same samples (paired)."""
+
+    delta: dict[str, float]  # stage minus FP32, by metric
+    delta_stderr: dict[str, float]  # paired bootstrap
+    n: int  # paired samples
+    disagreements: int | None  # samples whose predicted class differs; None for regression
+    mcnemar_p: float | None  # exact McNemar test on the discordant pairs; None for regression
+    within_noise: bool  # |delta| of the primary metric is at most 2 paired standard errors
+    mean_abs_logit_diff: float
+    sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
+
+
+class StageResult(Strict):
+    """One stage of evaluation."""
+
+    status: Literal["done", "skipped"]
+    reason: str | None = None  # why it was skipped
+    metrics: dict[str, float] = Field(default_factory=dict)  # the primary metric comes first
+    stderr: dict[str, float] = Field(default_factory=dict)
+    n: int = 0
+    vs_fp32: Comparison | None = None
+    detail: str | None = None  # what ran: versions, provider, precision
+
+
+class LayerRow(Strict):
+    """One kernel of the engine."""
+
+    name: str
+    kind: str  # LayerType of the builder: gemm, kgen, runtime_fusion, ...
+    onnx: list[str]  # ONNX nodes it covers
+    inputs: list[str]  # datatypes of the non-constant inputs
+    constants: list[str]  # datatypes of the constants
+    outputs: list[str]
+
+
+class EngineResult(Strict):
+    """What was built and what it runs in INT8 (counts are ONNX MatMul/Gemm nodes, not kernels)."""
+
+    backend: str  # tensorrt or tensorrt_rtx
+    version: str
+    compute_capability: list[str]
+    ahead_of_time: bool  # built without running on a GPU
+    file: str
+    bytes: int
+    int8_gemms: int
+    expected_int8_gemms: int
+    not_int8: list[str]  # ONNX nodes that the recipe asks for and the engine runs in something else
+    attention_fused: int  # fused attention kernels
+    attention_int8: int  # ... whose q, k and v are INT8
+    expected_attention_int8: int
+    int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
+    expected_int8_residuals: int = 0
+    not_int8_residuals: list[str] = Field(default_factory=list)  # ... that should and do not, by ONNX name
+    layers: list[LayerRow]
+
+
+class QuantizerRow(Strict):
+    """One calibrated quantizer."""
+
+    name: str
+    module: str
+    kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
+    axis: int | None
+    amax: float  # the largest, when per-channel
+    amax_min: float
+    amax_over_rms: float | None  # outlier measure of an activation: amax / root mean square
+
+
+class ParityRow(Strict):
+    """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
+
+    name: str  # module path of the quantizer's layer
+    codes: int  # INT8 codes compared
+    differing: int
+    max_step: int
+    output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
+    limit: float = 0.005  # largest fraction of differing codes that this tensor may have
+    step_limit: int = 1  # largest step that this tensor may have
+
+    @property
+    def holds(self) -> bool:
+        """Within its limits: codes, steps, and the linear's own output."""
+        codes = self.max_step <= self.step_limit and self.differing <= self.limit * self.codes
+        return codes and (self.output_rel_error is None or self.output_rel_error <= MAX_OUTPUT_ERROR)
+
+
+class Parity(Strict):
+    """ONNX Runtime against the fake-quant model, layer by layer."""
+
+    n: int  # samples
+    padded: bool  # the batches hold padding
+    rows: list[ParityRow]
+    logits_max_abs_diff: float  # with teacher forcing
+    limit_fraction: float
+    limit_step: int
+    passed: bool
+    end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
+
+
+class BlockCheck(Strict):
+    """One block of the engine that got the reference's own input (teacher forcing); errors are relative.
+
+    None stands for an error that is not a number: the block made NaN or infinity.
+    """
+
+    name: str  # "embeddings", "layer.0", ..., "head"
+    n: int  # positions compared, padding left out
+    error: float | None  # ||engine - reference|| / ||reference||
+    quantization_error: float  # what quantization itself costs in this block: fake-quant against FP32
+    limit: float  # of `error`
+    position_error: float | None  # the same at the worst single position
+    position_limit: float
+    systematic_error: float | None  # part of `error` that one offset and factor per channel explain
+    systematic_limit: float
+    nonfinite: int  # NaN or infinite numbers
+    nonfinite_shapes: list[list[int]]  # [batch, length] of the batches that had them
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and within each limit."""
+        pairs = (
+            (self.error, self.limit),
+            (self.position_error, self.position_limit),
+            (self.systematic_error, self.systematic_limit),
+        )
+        return not self.nonfinite and all(error is not None and error <= limit for error, limit in pairs)
+
+
+class ShapeCheck(Strict):
+    """The deployed engine on one batch of real samples, against the reference."""
+
+    batch: int
+    length: int
+    what: str  # "padded", "equal lengths", "shortest", "longest"
+    nonfinite: int  # samples with a NaN or infinite logit
+    max_abs_logit_diff: float | None  # over the finite samples
+
+
+class PaddingCheck(Strict):
+    """The same samples alone, padded to the longest length, and inside of the largest batch."""
+
+    n: int  # samples
+    nonfinite: int
+    mean_abs_logit_diff: float | None  # of a sample's answers among themselves
+    mean_limit: float
+    max_abs_logit_diff: float | None
+    max_limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and within both limits."""
+        pairs = ((self.mean_abs_logit_diff, self.mean_limit), (self.max_abs_logit_diff, self.max_limit))
+        return not self.nonfinite and all(value is not None and value <= limit for value, limit in pairs)
+
+
+class AnswersCheck(Strict):
+    """The deployed engine's answers to a draw of real samples, against the reference."""
+
+    n: int
+    nonfinite: int  # samples; where there are any, nothing else is known
+    metric: str
+    drop: float | None  # reference minus engine
+    drop_limit: float | None  # the gate's max_drop and two paired standard errors
+    disagreements: int | None  # None for regression
+    disagreement_limit: float | None  # samples
+    mean_abs_logit_diff: float | None
+    quantization_mean_abs_logit_diff: float  # fake-quant against FP32: what quantization itself costs
+    mean_limit: float
+    ks_statistic: float | None  # two-sample Kolmogorov-Smirnov of the logits, worst label
+    ks_p: float | None
+    ks_p_limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Finite, and within each limit."""
+        pairs = [(self.drop, self.drop_limit), (self.mean_abs_logit_diff, self.mean_limit)]
+        if self.disagreements is not None:
+            pairs.append((self.disagreements, self.disagreement_limit))
+        within = all(a is not None and b is not None and a <= b for a, b in pairs)
+        return not self.nonfinite and within and self.ks_p is not None and self.ks_p >= self.ks_p_limit
+
+
+class Verification(Strict):
+    """What the engine computes on the GPU, against the model that it was made from."""
+
+    reference: Literal["fake_quant", "fp32"]  # FP32 where nothing is quantized
+    seed: int
+    blocks: list[BlockCheck]
+    stitched_int8_gemms: int  # of the engine whose blocks were judged; the deployed one has engine.int8_gemms
+    shapes: list[ShapeCheck]
+    padding: PaddingCheck
+    answers: AnswersCheck
+    warnings: list[str]  # known hazards of this version, and limits of this verification
+    failures: list[str]
+    passed: bool
+
+
+class FileRow(Strict):
+    """One exported file."""
+
+    name: str
+    bytes: int
+    fp32_ratio: float | None  # size divided by the size of the FP32 twin
+
+
+class FindingRow(Strict):
+    """One finding of `check`."""
+
+    severity: Literal["error", "warning"]
+    code: str
+    node: str
+    why: str
+    fix: str
+
+
+class Timing(Strict):
+    """Cost of one stage of the run."""
+
+    wall_s: float
+    peak_rss_bytes: int  # of the whole process while the stage ran
+    reused: bool  # nothing had changed, the files of an earlier run were kept
+
+
+class Gate(Strict):
+    """The recipe's gate."""
+
+    passed: bool
+    max_drop: float
+    failures: list[str]
+
+
+class Results(Strict):
+    """Every number of one run."""
+
+    schema_version: int = SCHEMA_VERSION
+    created: str  # ISO 8601, UTC
+    command: str
+    recipe: dict[str, Any]  # resolved
+    model: dict[str, Any]  # name, sha256, parameters, architecture
+    task: dict[str, Any]  # name, metrics, label names
+    data: dict[str, Any]  # source, calibration and evaluation splits with n
+    seed: int
+    quantized_layers: list[str]
+    high_precision_layers: list[str]  # linears that stay in FP16 or FP32
+    quantizers: list[QuantizerRow]
+    files: list[FileRow]
+    findings: list[FindingRow]
+    parity: Parity | None
+    stages: dict[str, StageResult]  # keys: `expected_stages`
+    training: TrainingRun | None = None  # None: the recipe has no QAT
+    qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
+    engine: EngineResult | None
+    verification: Verification | None = None  # None: the engine was not run, or not verified
+    gate: Gate
+    timings: dict[str, Timing]
+    warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know
+    environment: dict[str, Any]  # versions, hardware, git hash
+
+    @property
+    def trained(self) -> bool:
+        """Whether QAT came between PTQ and the export."""
+        return self.training is not None
+
+    @property
+    def expected_stages(self) -> tuple[str, ...]:
+        """The stages of such a run, in their order."""
+        return QAT_STAGES if self.trained else STAGES

@@ -1,0 +1,49 @@
+"""Eager attention with a finite mask, registered with transformers."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+ATTENTION = "qdq_eager"
+MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
+
+
+def _register_attention() -> None:
+    """Eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
+
+    ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
+    softmax Q/DQ into the fake-quant model and the traced graph alike.
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attention(  # noqa: PLR0913, PLR0917  (the interface of transformers)
+        module: "torch.nn.Module",
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        attention_mask: "torch.Tensor | None",
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = torch.nn.functional.softmax(scores, dim=-1)
+        quantizer = getattr(module, "p_bmm_quantizer", None)
+        if quantizer is not None:
+            weights = quantizer(weights)
+        weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    def mask(
+        attention_mask: "torch.Tensor | None" = None, dtype: "torch.dtype" = torch.float32, **_: Any
+    ) -> "torch.Tensor | None":
+        if attention_mask is None:
+            return None
+        return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, mask)

@@ -1,0 +1,226 @@
+"""Load a BERT-class classifier and its tokenizer, with an attention whose every tensor can be quantized."""
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import sha256
+from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ARCHITECTURES = ("bert",)  # model types whose whole path is tested
+TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded model's identity."""
+
+    name: str
+    sha256: str  # of config and weights, so that a changed model is never mistaken for the old one
+    architecture: str
+    num_labels: int
+    problem_type: str | None
+    label_names: list[str]
+
+
+def load_model(name: str) -> "PreTrainedModel":
+    """FP32 classifier in eval mode from a folder or a hub id; never runs code from the repository.
+
+    Raises:
+        UserError: not found, no classifier head in the weights, or an unsupported architecture.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    _register_attention()
+    with quiet_transformers(), _explained(name):
+        config = _supported_config(name)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            config=config,
+            attn_implementation=ATTENTION,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    lost = sorted(loading["missing_keys"])
+    if lost:
+        raise UserError(
+            f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it "
+            f"is not fine-tuned for classification; fine-tune it first"
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_encoder(
+    name: str, *, num_labels: int, regression: bool, dropout: float | None = None, keep_head: bool = False
+) -> "PreTrainedModel":
+    """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
+
+    Args:
+        name: folder or hub id, of an encoder or of a classifier.
+        num_labels: of the classifier; 1 for regression.
+        regression: one score per sample.
+        dropout: of hidden states and attention; None: as the model says.
+        keep_head: go on with the model's own classifier instead of a new one.
+
+    Raises:
+        UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    with quiet_transformers(), _explained(name):
+        config = _supported_config(name)
+        known = config.num_labels
+        config.num_labels = num_labels
+        config.problem_type = "regression" if regression else "single_label_classification"
+        if dropout is not None:
+            config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            config=config,
+            attn_implementation="sdpa",
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    prefix = f"{model.base_model_prefix}."
+    if lost := sorted(key for key in made if key.startswith(prefix) and ".pooler." not in key):
+        raise UserError(
+            f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
+        )
+    head = [module for key, module in model.named_children() if key != model.base_model_prefix]
+    if keep_head and any(not key.startswith(prefix) for key in made):
+        raise UserError(
+            f"model {name} has no classifier for {num_labels} labels (it says {known}) that could be kept; "
+            "drop --keep-head"
+        )
+    if not keep_head:
+        for module in head:
+            model._init_weights(module)
+    return model  # type: ignore[no-any-return]
+
+
+def _supported_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"model {name} is a {config.model_type!r}; supported here: {', '.join(ARCHITECTURES)} "
+            f"(config.json, key model_type)"
+        )
+    return config
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Fast tokenizer of the model.
+
+    Raises:
+        UserError: no tokenizer files, or only a slow tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    with quiet_transformers(), _explained(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+    if not tokenizer.is_fast:
+        raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
+    if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
+        # transformers makes one up when there are no files, and then every word is unknown
+        raise UserError(f"model {name} has no tokenizer files; save its tokenizer beside the weights")
+    return tokenizer
+
+
+def describe_model(name: str, model: "PreTrainedModel") -> ModelInfo:
+    """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
+    config = model.config
+    problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
+    return ModelInfo(
+        name=name,
+        sha256=model_fingerprint(name),
+        architecture=type(model).__name__,
+        num_labels=int(config.num_labels or 0),
+        problem_type=problem,
+        label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
+    )
+
+
+def model_fingerprint(name: str) -> str:
+    """SHA-256 over the files that define a model: config, weights, tokenizer; of the id for a hub model."""
+    folder = Path(name)
+    digest = hashlib.sha256()
+    if not folder.is_dir():
+        return hashlib.sha256(name.encode()).hexdigest()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".txt"):
+            digest.update(f"{file.name} {sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
+    """Replace every GELU by its tanh form, in place (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
+
+    The forms differ by 5e-4 at most, a small part of an INT8 step behind a feed-forward layer.
+
+    Raises:
+        UserError: the model's activation is not the exact GELU.
+    """
+    from transformers.activations import ACT2FN, GELUActivation
+
+    if model.config.hidden_act == TANH:
+        return
+    if model.config.hidden_act != "gelu":
+        raise UserError(
+            f"export.gelu is tanh, but model {name} computes {model.config.hidden_act!r} in its feed-forward "
+            "layers; set export.gelu to exact"
+        )
+    for module in model.modules():
+        for child, activation in module.named_children():
+            if isinstance(activation, GELUActivation):
+                setattr(module, child, ACT2FN[TANH])
+    model.config.hidden_act = TANH
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers while a model is loaded."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _explained(name: str, what: str = "model") -> Iterator[None]:
+    """Turn the many ways in which a load fails into one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
+        raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error

@@ -1,0 +1,41 @@
+"""Which module of a model is what: the table that recipes match."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """What matching needs to know of one module."""
+
+    # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention), Residual (what adds one
+    # before its LayerNorm) or other
+    kind: str
+    head_size: int | None = None  # of an Attention
+
+
+def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
+    """Every module by name with its class, as recipes match it; classes decide, never names."""
+    from torch import nn
+
+    table: dict[str, ModuleInfo] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            kind = "Linear"
+        elif isinstance(module, nn.LayerNorm):
+            kind = "LayerNorm"
+        elif isinstance(module, nn.Embedding):
+            kind = "Embedding"
+        elif type(module).__name__.endswith("SelfAttention"):
+            table[name] = ModuleInfo("Attention", head_size=int(module.attention_head_size))
+            table[f"{name}.softmax"] = ModuleInfo("Softmax")
+            continue
+        elif type(module).__name__.endswith(("BertSelfOutput", "BertOutput")):
+            kind = "Residual"
+        else:
+            kind = "other"
+        table[name] = ModuleInfo(kind)
+    return table

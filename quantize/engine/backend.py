@@ -1,0 +1,255 @@
+"""One code path over TensorRT 10.x, TensorRT 11.x and TensorRT-RTX: ONNX file in, serialized engine out.
+
+The only module that imports tensorrt or tensorrt_rtx. Networks are strongly typed, and enum members are taken
+by name, because their integers moved between TensorRT 10 and 11. `tests/unit/engine/test_backend_bindings.py`
+holds what is used here to all three bindings; it knows a class by the variable (builder, network, ...).
+"""
+
+import importlib
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.gpu import Gpu, find_gpu
+from qdqbench.quantize.engine.caches import TimingCache, origin
+from qdqbench.quantize.engine.log import BuildLog, Progress, capture, hint_for, one_line, progress_monitor
+from qdqbench.quantize.engine.profiles import Profile, add_profiles
+
+__all__ = [
+    "Backend",
+    "BackendChoice",
+    "BackendName",
+    "BuiltEngine",
+    "Profile",
+    "available_backends",
+    "build_engine",
+    "choose_backend",
+    "preferred_backend",
+]
+
+BackendName = Literal["tensorrt", "tensorrt_rtx"]
+BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
+
+DEFAULT_COMPUTE_CAPABILITY = (
+    "8.9"  # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
+)
+_BUILD_LOCK = threading.Lock()  # the logger is process-global while any builder lives
+_INSTALL: dict[BackendName, str] = {
+    "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU",
+    "tensorrt_rtx": "pip install 'qdqbench[rtx]', which builds without a GPU too",
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An engine builder that imports, and the GPU it would use."""
+
+    name: BackendName
+    version: str
+    module: Any = field(repr=False)
+    gpu: Gpu | None
+
+
+@dataclass
+class BuiltEngine:
+    """A serialized engine and what the builder said about it."""
+
+    data: bytes
+    layer_lines: list[str]  # the build log's layer table, one line a kernel
+    inspector_json: str | None  # the inspector's layer table; needs the GPU that the engine is for
+    messages: list[tuple[str, str]]  # (severity, text) of warnings and errors, the last 200
+    backend: BackendName
+    version: str
+    compute_capability: list[str]
+    ahead_of_time: bool
+    seconds: float
+    notes: list[str] = field(default_factory=list)  # what the user must hear about, such as an ignored cache
+
+
+def _import(name: BackendName) -> Any | None:
+    """The module, or None where it is not installed; any other import error becomes MissingDevice."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a broken install raises ImportError, OSError, RuntimeError, ...
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return None
+        why = f"{name} is installed but does not import ({type(error).__name__}: {error})"
+        raise MissingDevice(f"{why}; reinstall it: {_INSTALL[name]}") from error
+
+
+def available_backends() -> dict[str, str]:
+    """Version of each backend that imports, by module name; a broken install draws a RuntimeWarning."""
+    found: dict[str, str] = {}
+    for name in _INSTALL:
+        try:
+            if module := _import(name):
+                found[name] = str(module.__version__)
+        except MissingDevice as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+    return found
+
+
+def preferred_backend(name: BackendChoice) -> BackendName:
+    """Name behind a choice; "auto" is TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
+    if name != "auto":
+        return name
+    return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
+
+
+def choose_backend(name: BackendChoice) -> Backend:
+    """The backend to build with.
+
+    Raises:
+        MissingDevice: not installed, broken, or TensorRT without a GPU; says what to install.
+        UserError: no such backend.
+    """
+    gpu = find_gpu()
+    name = preferred_backend(name)
+    if name not in _INSTALL:
+        raise UserError(f"engine backend {name!r} is unknown; use auto, {' or '.join(_INSTALL)}")
+    module = _import(name)
+    if module is None:
+        raise MissingDevice(f"{name} is not installed; {_INSTALL[name]}")
+    if name == "tensorrt" and gpu is None:
+        raise MissingDevice(
+            "tensorrt builds engines only on the GPU that runs them and CUDA shows none here; "
+            f"use backend tensorrt_rtx ({_INSTALL['tensorrt_rtx']})"
+        )
+    return Backend(name, str(module.__version__), module, gpu)
+
+
+def build_engine(  # noqa: PLR0913  the options are keywords
+    onnx_path: Path,
+    backend: Backend,
+    profiles: Sequence[Profile],
+    *,
+    compute_capability: str | None = None,
+    timing_cache: Path | None = None,
+    progress: Progress | None = None,
+) -> BuiltEngine:
+    """Build a strongly typed engine from an ONNX file whose inputs are [batch, length, ...].
+
+    TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
+    or there is no GPU (then DEFAULT_COMPUTE_CAPABILITY); one target at a time, because the log shows the
+    layers of one target only. TensorRT builds for the GPU at hand, and reads and writes `timing_cache`, a
+    file of kernel timings that makes the next build quicker; TensorRT-RTX has none in effect.
+
+    Raises:
+        UserError: the parser or builder refuses the file, the shapes or the target; lists every message.
+        MissingDevice: the backend needs a GPU that is not there.
+    """
+    if not onnx_path.is_file():
+        raise UserError(f"{onnx_path} does not exist; export the model first")
+    trt, started = backend.module, time.perf_counter()
+    with _BUILD_LOCK, capture(trt) as (logger, log):
+        builder = _start(backend, logger, log)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, logger)
+        _parse(parser, network, onnx_path, backend)
+        config = builder.create_builder_config()
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # datatypes in the layer table
+        targets, ahead_of_time = _set_target(config, backend, compute_capability)
+        add_profiles(builder, network, config, profiles)
+        timings = None
+        if timing_cache and backend.name == "tensorrt":
+            timings = TimingCache(config, timing_cache, origin(backend.name, backend.version, backend.gpu))
+        monitor = progress_monitor(trt, progress) if progress else None
+        config.progress_monitor = monitor
+        serialized = builder.build_serialized_network(network, config)
+        config.progress_monitor = None
+        if monitor is not None and monitor.error is not None:  # Ctrl-C, or an error of the caller's
+            raise monitor.error
+        if serialized is None:
+            raise _refused(f"cannot build an engine from {onnx_path}", log.errors(), backend)
+        data = bytes(serialized)
+        notes = timings.save() if timings else []
+        del serialized, parser, config, network, builder  # children before the builder that made them
+        seconds = time.perf_counter() - started
+        table = None if ahead_of_time else inspect_engine(trt, logger, data)
+    return BuiltEngine(
+        data=data,
+        layer_lines=log.table,
+        inspector_json=table,
+        messages=list(log.messages),
+        backend=backend.name,
+        version=backend.version,
+        compute_capability=targets,
+        ahead_of_time=ahead_of_time,
+        seconds=seconds,
+        notes=notes,
+    )
+
+
+def _start(backend: Backend, logger: Any, log: BuildLog) -> Any:
+    """A builder; without a usable GPU TensorRT's library returns none and its bindings raise TypeError."""
+    trt = backend.module
+    try:
+        return trt.Builder(logger)
+    except TypeError as error:
+        why = f"{backend.name} {backend.version} cannot start a builder here ({log.errors() or error})"
+        raise MissingDevice(f"{why}; it needs a supported GPU and driver") from error
+
+
+def _refused(what: str, text: str, backend: Backend) -> UserError:
+    """The error for a file that the backend does not take."""
+    return UserError(
+        f"{backend.name} {backend.version} {what}: {text or 'it gives no reason'}; {hint_for(text)}"
+    )
+
+
+def _parse(parser: Any, network: Any, path: Path, backend: Backend) -> None:
+    """Fill `network` from the file, or raise every parser message with its node."""
+    parsed = parser.parse_from_file(str(path))
+    errors = [parser.get_error(index) for index in range(parser.num_errors)]
+    if parsed and not errors and network.num_outputs:
+        return
+    lines = []
+    for parser_error in errors:
+        node = parser_error.node_name()
+        where = f"{node} ({parser_error.node_operator()}): " if node else ""
+        lines.append(where + one_line([parser_error.desc()]))
+    raise _refused(f"refuses {path}", " | ".join(lines) or "the file holds no graph outputs", backend)
+
+
+def _set_target(config: Any, backend: Backend, wanted: str | None) -> tuple[list[str], bool]:
+    """Choose the GPU architecture; returns (compute capabilities, ahead of time)."""
+    here = backend.gpu.compute_capability if backend.gpu else None
+    ahead_of_time = here is None or wanted not in (None, here)
+    if backend.name == "tensorrt":
+        if ahead_of_time:
+            raise UserError(
+                f"tensorrt builds only for the GPU at hand ({here}), not for {wanted}; use tensorrt_rtx"
+            )
+        return [str(here)], False
+    trt = backend.module
+    target = trt.ComputeCapability.CURRENT
+    if ahead_of_time:
+        here = wanted or DEFAULT_COMPUTE_CAPABILITY
+        members = trt.ComputeCapability.__members__
+        known = {
+            f"{name[2:-1]}.{name[-1]}": member for name, member in members.items() if name.startswith("SM")
+        }
+        if here not in known:
+            title = f"{backend.name} {backend.version} cannot build for compute capability {here!r}"
+            raise UserError(f"{title}; it builds for {', '.join(known)}")
+        target = known[here]
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(target, 0)
+    return [str(here)], ahead_of_time
+
+
+def inspect_engine(trt: Any, logger: Any, data: bytes) -> str | None:
+    """Layer table of an engine built for this machine's GPU, as JSON; None where it cannot be loaded."""
+    runtime = trt.Runtime(logger)
+    engine = runtime.deserialize_cuda_engine(data)
+    if engine is None:
+        return None  # the build log has the table too
+    inspector = engine.create_engine_inspector()
+    text = str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    del inspector, engine, runtime
+    return text

@@ -1,0 +1,310 @@
+"""Build an engine from files, prove from its layer table what runs in INT8, and write its sidecar."""
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import onnx
+from pydantic import ValidationError
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.gpu import Gpu, find_gpu
+from qdqbench.quantize.core.results import EngineResult, LayerRow
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.engine.backend import (
+    BackendChoice,
+    BuiltEngine,
+    Profile,
+    available_backends,
+    build_engine,
+    choose_backend,
+)
+from qdqbench.quantize.engine.hazards import hazards, is_older
+from qdqbench.quantize.engine.layers import (
+    coverage,
+    float_residuals,
+    parse_inspector_json,
+    parse_log,
+    why_not,
+)
+from qdqbench.quantize.engine.log import Progress
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.graph.residuals import int8_norms
+
+
+class Sidecar(Strict):
+    """What must hold for an engine to load, and what it was made from: `FILE.engine.json`."""
+
+    qdqbench: str
+    backend: str
+    version: str
+    compute_capability: list[str]
+    ahead_of_time: bool
+    gpu: str | None  # the GPU that it was built on
+    driver: str | None
+    profiles: list[Profile]
+    onnx: str
+    onnx_sha256: str
+    engine_bytes: int
+    engine_sha256: str
+    build_seconds: float
+
+
+def build(  # noqa: PLR0913  all but the two files are keywords
+    onnx_path: Path,
+    engine_path: Path,
+    *,
+    backend: BackendChoice,
+    profiles: Sequence[Profile],
+    expected_gemms: Collection[str],
+    expected_attention: int,
+    compute_capability: str | None = None,
+    strict: bool = True,
+    layers_path: Path | None = None,
+    timing_cache: Path | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
+) -> EngineResult:
+    """Build `engine_path` from `onnx_path` and report which GEMMs, attentions and residuals run in INT8.
+
+    Residuals that must be INT8 are those with Q/DQ in the graph.
+
+    Writes the engine, then its layer table (`layers_path`, by default layers.json beside the engine), then
+    the sidecar `engine_path` + ".json". A failing proof is in the result, not raised: see `require_int8`.
+
+    Args:
+        onnx_path: strongly typed ONNX graph with [batch, length] inputs.
+        engine_path: file to write.
+        backend: "auto", "tensorrt" or "tensorrt_rtx".
+        profiles: input shapes, one optimization profile each.
+        expected_gemms: names of the ONNX MatMul/Gemm nodes that must run in INT8.
+        expected_attention: attentions that must run as one INT8 kernel.
+        compute_capability: target such as "8.9"; None for the GPU at hand or the default.
+        strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
+        layers_path: file for the layer table.
+        timing_cache: file of kernel timings to read and write (TensorRT only).
+        note: called with what the user must hear: known faults of the version, an ignored cache.
+        progress: called with the builder's phase and the fraction of it that is done.
+
+    Raises:
+        UserError: the file, the names, the shapes or the target are refused; nothing is written.
+        MissingDevice: the backend or the GPU that it needs is not there.
+    """
+    chosen = choose_backend(backend)
+    model = read_model(onnx_path)
+    gemms, residuals = _gemms(model), int8_norms(model)
+    del model  # the builder reads the file itself
+    _check_names(onnx_path, gemms, expected_gemms)
+    built = build_engine(
+        onnx_path,
+        chosen,
+        profiles,
+        compute_capability=compute_capability,
+        timing_cache=timing_cache,
+        progress=progress,
+    )
+    known = (text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc))
+    for text in (*known, *built.notes):
+        note(text)
+    rows = (
+        parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
+    )
+    if strict and not rows:
+        raise UserError(
+            f"{built.backend} {built.version} shows no layer table for {onnx_path}, so nothing proves what "
+            "runs in INT8; use a version that qdqbench supports"
+        )
+    proof = coverage(rows, expected_gemms, gemms)
+    lost = float_residuals(rows, residuals)
+    result = EngineResult(
+        backend=built.backend,
+        version=built.version,
+        compute_capability=built.compute_capability,
+        ahead_of_time=built.ahead_of_time,
+        file=engine_path.name,
+        bytes=len(built.data),
+        int8_gemms=len(proof.int8_gemms),
+        expected_int8_gemms=len(set(expected_gemms)),
+        not_int8=proof.not_int8,
+        attention_fused=proof.attention_fused,
+        attention_int8=proof.attention_int8,
+        expected_attention_int8=expected_attention,
+        int8_residuals=len(residuals) - len(lost),
+        expected_int8_residuals=len(residuals),
+        not_int8_residuals=lost,
+        layers=rows,
+    )
+    _write(
+        onnx_path,
+        engine_path,
+        layers_path or engine_path.with_name("layers.json"),
+        built,
+        rows,
+        profiles,
+        chosen.gpu,
+    )
+    return result
+
+
+def gemm_names(onnx_path: Path) -> list[str]:
+    """Names of the MatMul and Gemm nodes of an ONNX file, in graph order.
+
+    Raises:
+        UserError: the file is missing, truncated or not ONNX.
+    """
+    return _gemms(read_model(onnx_path))
+
+
+def _gemms(model: onnx.ModelProto) -> list[str]:
+    return [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
+
+
+def require_int8(result: EngineResult) -> None:
+    """Hold an engine to what its recipe asks for.
+
+    Raises:
+        CheckFailed: a GEMM, an attention or a residual is not INT8; lists every one, why and what to do.
+    """
+    problems = []
+    if result.not_int8:
+        reasons: dict[str, list[str]] = {}
+        for node in result.not_int8:
+            reasons.setdefault(why_not(result.layers, node), []).append(node)
+        listed = "; ".join(f"{', '.join(nodes)}: {why}" for why, nodes in reasons.items())
+        problems.append(
+            f"{len(result.not_int8)} of {result.expected_int8_gemms} GEMMs do not run in INT8 ({listed}); "
+            "run `qdqbench check` on the ONNX file for the Q/DQ at fault"
+        )
+    if result.attention_int8 < result.expected_attention_int8:
+        problems.append(
+            f"{result.attention_int8} of {result.expected_attention_int8} attentions run as one INT8 kernel "
+            f"({result.attention_fused} are fused at all); it takes Q/DQ on q, k, v, the softmax and the "
+            "output, head size 16, 32 or 64 and at most 512 tokens, else set attention: fp16 in the recipe"
+        )
+    if result.not_int8_residuals:
+        problems.append(
+            f"{len(result.not_int8_residuals)} of {result.expected_int8_residuals} LayerNorms do not read "
+            f"their INT8 residual as INT8 ({', '.join(result.not_int8_residuals)}); run `qdqbench check` for "
+            "residuals with a scale of their own, or set residual: fp16 in the recipe"
+        )
+    if problems:
+        raise CheckFailed(f"{result.file}: {'; and '.join(problems)}")
+
+
+def sidecar_path(engine_path: Path) -> Path:
+    """`x.engine.json` for `x.engine`."""
+    return engine_path.with_name(engine_path.name + ".json")
+
+
+def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
+    """Hold an engine to its sidecar, its ONNX file and this machine, before it is loaded.
+
+    The backend refuses an engine of another version or GPU with an error that names neither.
+
+    Raises:
+        UserError: a file is missing or they differ; lists every difference and how to rebuild.
+    """
+    again = _how_to_rebuild(engine_path)
+    if not sidecar_path(engine_path).is_file():
+        raise UserError(
+            f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
+        )
+    try:
+        sidecar = Sidecar.model_validate(files.read_json(sidecar_path(engine_path)))
+    except ValidationError as error:
+        raise UserError(f"{sidecar_path(engine_path)} is not an engine sidecar; {again}") from error
+    if not engine_path.is_file():
+        raise UserError(f"{engine_path} does not exist; {again}")
+    gpu = find_gpu()
+    if differences := _differences(sidecar, engine_path, onnx_path, gpu):
+        if sidecar.ahead_of_time and gpu and gpu.compute_capability not in sidecar.compute_capability:
+            again += " (with engine.compute_capability: null in the recipe)"
+        raise UserError(f"{engine_path} cannot be used here: {'; '.join(differences)}; {again}")
+    return sidecar
+
+
+def sidecar_notes(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
+    """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
+    if gpu is None:
+        return []
+    found = []
+    if sidecar.driver and gpu.driver and sidecar.driver != gpu.driver:
+        found.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
+    if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
+        found.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
+    return found
+
+
+def _how_to_rebuild(engine_path: Path) -> str:
+    """The command that builds an engine of a run directory again."""
+    folder = engine_path.parent.parent
+    run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
+    return f"build it again with `qdqbench build {run}`"
+
+
+def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
+    """What differs between an engine's sidecar and the files and machine at hand."""
+    found = []
+    if files.sha256(engine_path) != sidecar.engine_sha256:
+        found.append("the file is not the one that was built")
+    if onnx_path is not None and not onnx_path.is_file():
+        found.append(f"{onnx_path.name}, which it was built from, does not exist")
+    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
+        found.append(f"it was built from another {onnx_path.name}")
+    version = available_backends().get(sidecar.backend)
+    if version != sidecar.version:
+        here = f"has version {version}" if version else "is not installed"
+        found.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
+    if gpu is None:
+        return found
+    if gpu.compute_capability not in sidecar.compute_capability:
+        targets = ", ".join(sidecar.compute_capability)
+        found.append(
+            f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
+        )
+    if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
+        found.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
+    return found
+
+
+def _check_names(path: Path, gemms: list[str], expected: Collection[str]) -> None:
+    """Names must exist and be unique, or the layer table proves nothing."""
+    counts = Counter(gemms)
+    if missing := sorted(set(expected) - set(counts)):
+        raise UserError(f"{path} has no MatMul or Gemm named {', '.join(missing)}; export the model again")
+    if repeated := sorted(name for name in set(expected) if counts[name] > 1 or not name):
+        names = ", ".join(map(repr, repeated))
+        raise UserError(f"{path} has several MatMul or Gemm nodes named {names}; give each node its own name")
+
+
+def _write(  # noqa: PLR0913, PLR0917
+    onnx_path: Path,
+    engine_path: Path,
+    layers_path: Path,
+    built: BuiltEngine,
+    rows: Sequence[LayerRow],
+    profiles: Sequence[Profile],
+    gpu: Gpu | None,
+) -> None:
+    """Write the engine, its layers and last its sidecar, which vouches for the engine."""
+    files.write_bytes(engine_path, built.data)
+    files.write_json(layers_path, {"layers": [row.model_dump() for row in rows]})
+    sidecar = Sidecar(
+        qdqbench=metadata.version("qdqbench"),
+        backend=built.backend,
+        version=built.version,
+        compute_capability=built.compute_capability,
+        ahead_of_time=built.ahead_of_time,
+        gpu=gpu.name if gpu else None,
+        driver=gpu.driver if gpu else None,
+        profiles=list(profiles),
+        onnx=onnx_path.name,
+        onnx_sha256=files.sha256(onnx_path),
+        engine_bytes=len(built.data),
+        engine_sha256=files.sha256(engine_path),
+        build_seconds=round(built.seconds, 3),
+    )
+    files.write_json(sidecar_path(engine_path), sidecar.model_dump())

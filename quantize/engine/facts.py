@@ -1,0 +1,209 @@
+"""Facts about an engine, read from its layer table and, where it is at hand, its ONNX graph.
+
+Counts are of one copy of the network; an engine has one copy a profile.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qdqbench.quantize.check.types import walk_types
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine.kernels import is_gelu, kind_of, label, norm_precision, operations, operator
+from qdqbench.quantize.engine.layers import (
+    computing_rows,
+    copy_of,
+    float_residuals,
+    is_attention,
+    is_int8,
+    name_parts,
+)
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.read import read_model, validate_names
+from qdqbench.quantize.graph.residuals import int8_norms
+
+_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")
+_MERGED = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """ONNX nodes by name."""
+
+    linears: list[str]  # MatMul and Gemm with weights
+    products: list[str]  # ... of two activations
+    softmaxes: list[str]
+    softmax_types: dict[str, str] = field(
+        default_factory=dict
+    )  # datatype of each, where the graph is at hand
+    residuals: list[str] = field(default_factory=list)  # LayerNorms that add an INT8 residual; the same
+
+
+@dataclass
+class Facts:
+    """What one copy of the network does; the lists hold ONNX names in the order of the table."""
+
+    rows: list[LayerRow]
+    kernels: Counter[str]  # by kind, without signals and waits
+    computed: dict[str, list[str]]  # kernel name -> ONNX linears and products that it multiplies
+    linears: list[str]
+    int8: list[str]  # linears in INT8
+    dequantized: list[str]  # linears with INT8 inputs or weights that a kernel dequantizes to multiply in FP
+    fp32_outputs: list[str]  # INT8 linears that write FP32
+    raw_outputs: list[
+        str
+    ]  # INT8 linears that write their INT32 sums as FP16, and scale them in the next kernel
+    separate: list[str]  # linears whose bias or scale another kernel applies
+    qkv: int  # attentions with q, k and v linears
+    qkv_merged: int  # ... in one GEMM
+    attentions: int
+    fused: list[LayerRow]  # kernels of fused attentions
+    gelu_fused: int  # in the kernel of a GEMM
+    gelu_separate: int
+    norms: dict[str, list[str]]  # precision -> kernels, as labels
+    residuals: list[str]  # LayerNorms whose residual has Q/DQ in the graph
+    float_residuals: list[str]  # ... that a kernel reads in floating point all the same
+    softmax: dict[str, int]  # precision -> kernels of their own
+    layout_quantized: int  # layout kernels that read or write INT8, or quantize
+    int8_writers: Counter[str]  # kernels that write INT8, by kind
+
+
+def graph_of(path: Path) -> Graph:
+    """Nodes of an ONNX file.
+
+    Raises:
+        UserError: not a readable ONNX file.
+    """
+    from onnx import TensorProto
+
+    model = read_model(path)
+    validate_names(model)
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    types, _ = walk_types(model, opset)
+    texts: dict[int, str] = {
+        TensorProto.FLOAT: "FP32",
+        TensorProto.FLOAT16: "FP16",
+        TensorProto.BFLOAT16: "BF16",
+    }
+    constant = {tensor.name for tensor in model.graph.initializer} | {""}
+    found = Graph([], [], [])
+    for node in model.graph.node:
+        if constant.issuperset(node.input):
+            constant.update(node.output)
+        elif node.op_type in ("MatMul", "Gemm"):
+            weighted = not constant.isdisjoint(node.input[:2])
+            (found.linears if weighted else found.products).append(node.name)
+        elif node.op_type == "Softmax":
+            found.softmaxes.append(node.name)
+            found.softmax_types[node.name] = texts.get(types.get(node.input[0], 0), "unknown")
+    found.residuals.extend(int8_norms(model))
+    return found
+
+
+def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
+    """Nodes by the names in the table: a MatMul in the module of a softmax has no weights."""
+    listed = dict.fromkeys(
+        name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
+    )
+    softmaxes = [name for name in listed if operator(name) == "Softmax"]
+    gemms = [name for name in listed if operator(name) in ("MatMul", "Gemm") and "+" not in name]
+    attended = {module_of(name) for name in softmaxes}
+    fused = {name for row in layers if is_attention(row) for name in row.onnx}
+    attended |= {module_of(name) for name in fused.intersection(gemms)}
+    return Graph(
+        linears=[name for name in gemms if module_of(name) not in attended],
+        products=[name for name in gemms if module_of(name) in attended],
+        softmaxes=softmaxes,
+        # ModelOpt's AutoCast puts this node behind a softmax that it keeps in FP32
+        softmax_types={name: "FP32" for name in softmaxes if f"{name}_output_0_cast_to_fp16" in listed},
+    )
+
+
+def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
+    """Read one copy of the network: the one with the most kernels."""
+    graph = graph or graph_from_table(layers)
+    copies = Counter(copy_of(row) for row in layers if copy_of(row))
+    main = copies.most_common(1)[0][0] if copies else ""
+    rows = [row for row in layers if copy_of(row) in (main, "") and kind_of(row) != "none"]
+    deciding = {
+        node: found[0] for node, found in computing_rows(rows, [*graph.linears, *graph.products]).items()
+    }
+    computed: dict[str, list[str]] = defaultdict(list)
+    for node, makers in deciding.items():
+        for row in makers:
+            if kind_of(row) == "gemm":
+                computed[row.name].append(node)
+    known = {*graph.linears}
+    linears = [node for nodes in computed.values() for node in nodes if node in known]
+    made = {node: deciding[node][0] for node in linears}
+    int8 = [node for node in linears if all(map(is_int8, deciding[node]))]
+    rest = [node for node in linears if not all(map(is_int8, deciding[node]))]
+    listing: dict[str, list[LayerRow]] = defaultdict(list)
+    for row in rows:
+        for name in row.onnx:
+            listing[name].append(row)
+    merged = _merged_qkv(linears, made)
+    gelus = [row for row in rows if is_gelu(row)]
+    norms: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if "Mean" in operations(row) or row.kind.lower() == "normalization":
+            norms[norm_precision(row)].append(label(row))
+    fused = [row for row in rows if is_attention(row)]
+    layout = [row for row in rows if kind_of(row) == "layout"]
+    return Facts(
+        rows=rows,
+        kernels=Counter(kind_of(row) for row in rows),
+        computed=dict(computed),
+        linears=linears,
+        int8=int8,
+        dequantized=[node for node in rest if "Int8" in _operand_types(deciding[node])],
+        fp32_outputs=[node for node in int8 if "Float" in made[node].outputs],
+        raw_outputs=[
+            node
+            for node in int8
+            if "Half" in made[node].outputs and any(row is not made[node] for row in listing[node])
+        ],
+        separate=[node for node in linears if _is_separate(node, made[node], listing)],
+        qkv=len(merged),
+        qkv_merged=sum(merged),
+        attentions=len(graph.softmaxes) or len(fused),
+        fused=fused,
+        gelu_fused=sum(kind_of(row) == "gemm" for row in gelus),
+        gelu_separate=sum(kind_of(row) != "gemm" for row in gelus),
+        norms=dict(norms),
+        residuals=graph.residuals,
+        float_residuals=float_residuals(rows, graph.residuals),
+        softmax=dict(Counter(norm_precision(row) for row in rows if kind_of(row) == "softmax")),
+        layout_quantized=sum(_touches_int8(row) for row in layout),
+        int8_writers=Counter(kind_of(row) for row in rows if "Int8" in row.outputs),
+    )
+
+
+def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bool]:
+    """For each attention with q, k and v linears: whether one GEMM makes them."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    whole = 0
+    for node in linears:
+        parent, _, leaf = module_of(node).rpartition(".")
+        if _QKV.fullmatch(leaf):
+            groups[parent].append(made[node].name)
+        whole += bool(_MERGED.fullmatch(leaf))
+    return [len({*names}) == 1 for names in groups.values() if len(names) == 3] + [True] * whole
+
+
+def _is_separate(node: str, row: LayerRow, listing: Mapping[str, list[LayerRow]]) -> bool:
+    """Whether another kernel applies the bias, or the scale, of a linear."""
+    module = node.rpartition("/")[0]
+    after = [found for name in (node, f"{module}/Add") for found in listing.get(name, ())]
+    return any(found is not row for found in after)
+
+
+def _operand_types(rows: Iterable[LayerRow]) -> set[str]:
+    return {name for row in rows for name in (*row.inputs, *row.constants)}
+
+
+def _touches_int8(row: LayerRow) -> bool:
+    """Whether a kernel reads or writes INT8 codes."""
+    return "Int8" in row.inputs or "Int8" in row.outputs

@@ -1,0 +1,286 @@
+"""Judge an engine's layers against a recipe, add a profile up, and say why INT8 can be slower than FP16."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
+from qdqbench.quantize.engine.kernels import block_of, block_of_node, block_order, kind_of, short
+from qdqbench.quantize.engine.layers import Coverage, copy_of, coverage, name_parts, why_not
+
+MAX_NAMED = 6
+
+
+@dataclass(frozen=True)
+class Time:
+    """A profile held against the table; milliseconds."""
+
+    total: float
+    by_kernel: dict[str, float]  # kernel name, the slowest first
+    by_block: dict[str, float]  # in the order of the network
+    by_kind: dict[str, float]  # the slowest first
+    unmatched: dict[str, float]  # names that the table does not have
+    missing: int  # kernels of the table that the profile does not have, over all copies
+
+
+@dataclass
+class Inspection:
+    """The whole judgement; see docs of each figure in `Facts`."""
+
+    proof: Coverage
+    facts: Facts
+    graph: Graph
+    gemms: int  # linears, and the products that a recipe wants in INT8
+    expected: list[str] | None  # ONNX names that the recipe wants in INT8; None: no recipe
+    expected_attention: int
+    reasons: dict[str, str]  # ONNX name -> why it is not in INT8
+    time: Time | None
+
+    @property
+    def failures(self) -> list[str]:
+        """What the recipe asks for and the engine does not do."""
+        found = []
+        if self.expected is not None and self.proof.not_int8:
+            found.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
+        if self.proof.attention_int8 < self.expected_attention:
+            found.append(
+                f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"
+            )
+        if self.expected is not None and self.facts.float_residuals:
+            found.append(_float_residuals(self.facts))
+        return found
+
+
+def inspect_layers(
+    layers: Sequence[LayerRow],
+    graph: Graph | None = None,
+    *,
+    expected: Collection[str] | None = None,
+    expected_attention: int = 0,
+    times: Mapping[str, float] | None = None,
+) -> Inspection:
+    """Judge a layer table.
+
+    Args:
+        layers: every row.
+        graph: nodes of the ONNX graph; None takes those that the table names.
+        expected: names of the MatMul and Gemm nodes that the recipe wants in INT8; None: no recipe, so every
+            linear that is not in INT8 is listed and nothing fails.
+        expected_attention: attentions that the recipe wants as one INT8 kernel.
+        times: milliseconds by kernel name.
+
+    Raises:
+        UserError: the table names no node of `graph`.
+    """
+    graph = graph or graph_from_table(layers)
+    wanted = graph.linears if expected is None else list(expected)
+    proof = coverage(layers, wanted, [*graph.linears, *graph.products])
+    if graph.linears and len(proof.unknown) == len({*wanted, *graph.linears, *graph.products}):
+        raise UserError(
+            "no kernel of the table names a MatMul or Gemm of the ONNX file; give the file that the engine "
+            "was built from"
+        )
+    naming: dict[str, list[LayerRow]] = defaultdict(list)
+    for row in layers:
+        for name in dict.fromkeys((*name_parts(row), *row.onnx)):
+            naming[name].append(row)
+    ran = layers if times is None else _copies_that_ran(layers, times)
+    return Inspection(
+        proof=proof,
+        facts=facts_of(ran, graph),
+        graph=graph,
+        gemms=len({*graph.linears, *wanted}),
+        expected=None if expected is None else wanted,
+        expected_attention=expected_attention,
+        reasons={node: why_not(naming[node], node) for node in proof.not_int8},
+        time=None if times is None else split_time(ran, times),
+    )
+
+
+def _copies_that_ran(layers: Sequence[LayerRow], times: Mapping[str, float]) -> list[LayerRow]:
+    """Kernels of the profiles that were measured; each profile has kernels of its own for every layer."""
+    ran = {copy_of(row) for row in layers if row.name in times} | {""}
+    rows = [row for row in layers if copy_of(row) in ran]
+    return rows if len(ran) > 1 else list(layers)
+
+
+def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
+    """Add up a profile by kernel, block and kind; names are those of the table."""
+    rows = {row.name: row for row in layers}
+    known = {name: ms for name, ms in times.items() if name in rows}
+    blocks: dict[str, float] = defaultdict(float)
+    kinds: dict[str, float] = defaultdict(float)
+    for name, ms in known.items():
+        blocks[block_of(rows[name])] += ms
+        kinds[kind_of(rows[name])] += ms
+    kernels = [row for row in layers if kind_of(row) != "none"]
+    return Time(
+        total=sum(times.values()),
+        by_kernel=dict(sorted(known.items(), key=lambda item: -item[1])),
+        by_block=dict(sorted(blocks.items(), key=lambda item: block_order(item[0]))),
+        by_kind=dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        unmatched={name: ms for name, ms in times.items() if name not in rows},
+        missing=sum(row.name not in times for row in kernels),
+    )
+
+
+def findings(facts: Facts) -> list[str]:
+    """What is wrong, or costs time or accuracy, in one engine: a sentence each, with what to change."""
+    found = []
+    if facts.raw_outputs:
+        found.append(
+            f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
+            f"kernel ({named(facts.raw_outputs)}), so that sums over 65504 become infinite and logits NaN: "
+            "set `export.weights: factored`, or `weights: int8/tensor`"
+        )
+    if facts.dequantized:
+        found.append(_dequantized(facts))
+    if facts.fp32_outputs:
+        found.append(_wide_outputs(facts))
+    if facts.float_residuals:
+        found.append(
+            f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`, "
+            "or look with `qdqbench check` for residuals with a scale of their own"
+        )
+    if len(facts.fused) < facts.attentions:
+        found.append(_attention_apart(facts))
+    if facts.qkv_merged < facts.qkv:
+        found.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
+    if low := facts.norms.get("FP16", []):
+        count = sum(map(len, facts.norms.values()))
+        found.append(
+            f"{len(low)} of {count} LayerNorms sum their squares in FP16, which can overflow: "
+            'add the rule `{match: "*", type: LayerNorm, precision: fp32}`'
+        )
+    return found
+
+
+def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
+    """Why an INT8 engine can be slower than its FP16 twin, read from their layers: a sentence each.
+
+    Each has figures of both engines and what to change in the recipe; none where the layers show no reason.
+    """
+    ours, twin = facts_of(layers_int8), facts_of(layers_fp16)
+    found = []
+    encoder = [node for node in ours.linears if block_of_node(node).startswith("layer.")]
+    done = {*ours.int8, *ours.dequantized}
+    rest = [node for node in encoder if node not in done]
+    if rest:
+        found.append(
+            f"{len(rest)} of {len(encoder)} encoder linears are not in INT8 and gain nothing "
+            f"({named(rest)}): give them `weights` and `input` in the recipe's rules"
+        )
+    if ours.dequantized:
+        found.append(_dequantized(ours))
+    if len(ours.fused) < max(ours.attentions, len(twin.fused)):
+        found.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
+    if ours.qkv_merged < ours.qkv:
+        found.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
+    if ours.fp32_outputs:
+        found.append(_wide_outputs(ours))
+    gelus = ours.gelu_separate - twin.gelu_separate
+    if gelus > 0:
+        found.append(
+            f"{ours.gelu_separate} GELU run in a kernel of their own (FP16: {twin.gelu_separate}, and "
+            f"{twin.gelu_fused} inside of the GEMM), which reads and writes the widest activation once "
+            'more: for small batches try `{match: "encoder.layer.*.intermediate.*", precision: fp16}`'
+        )
+    epilogues = len(ours.separate) - len(twin.separate)
+    if epilogues > max(gelus, 0):
+        found.append(
+            f"{len(ours.separate)} of {len(ours.linears)} linears have their bias or scale applied by "
+            f"another kernel (FP16: {len(twin.separate)}): `weights: int8/tensor` needs no scale there"
+        )
+    if ours.kernels["layout"] > twin.kernels["layout"]:
+        found.append(
+            f"{ours.kernels['layout']} kernels only move, cast or transpose (FP16: "
+            f"{twin.kernels['layout']}), {ours.layout_quantized} of them INT8 codes: `attention: int8` lets "
+            "the engine drop those behind the attention"
+        )
+    if alone := ours.kernels["quantize"]:
+        found.append(
+            f"{alone} kernels only quantize or dequantize: quantize the inputs of linears and nothing else, "
+            "which the kernel ahead of them does"
+        )
+    if sum(ours.kernels.values()) > sum(twin.kernels.values()):
+        found.append(_more_kernels(ours, twin))
+    return found
+
+
+_QKV_FIX = "for small batches set `export.qkv: merged` with factored weights, which makes it one"
+
+
+def _dequantized(facts: Facts) -> str:
+    return (
+        f"{len(facts.dequantized)} linears dequantize INT8 codes and then multiply in floating point, "
+        f"slower than plain FP16 ({named(facts.dequantized)}): give both operands Q/DQ that a GEMM takes, "
+        "`qdqbench check` names the fault"
+    )
+
+
+def _qkv_apart(facts: Facts) -> str:
+    return f"q, k and v are three GEMMs in {facts.qkv - facts.qkv_merged} of {facts.qkv} attentions"
+
+
+def _float_residuals(facts: Facts) -> str:
+    return (
+        f"{len(facts.float_residuals)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual "
+        f"as INT8 ({named(facts.float_residuals)})"
+    )
+
+
+def _attention_apart(facts: Facts) -> str:
+    return (
+        f"{facts.attentions - len(facts.fused)} of {facts.attentions} attentions fall apart into single "
+        "kernels: quantize all of q, k, v, the softmax and the output (`attention: int8`; head size 16, 32 "
+        "or 64, at most 512 tokens) or none of them (`attention: fp16`)"
+    )
+
+
+def _wide_outputs(facts: Facts) -> str:
+    return (
+        f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32, twice the bytes of FP16 "
+        f"({named(facts.fp32_outputs)}): set `export.weights: factored`"
+    )
+
+
+def _more_kernels(ours: Facts, twin: Facts) -> str:
+    kinds = [kind for kind in ours.kernels if ours.kernels[kind] > twin.kernels[kind]]
+    kinds.sort(key=lambda kind: twin.kernels[kind] - ours.kernels[kind])
+    listed = ", ".join(f"{kind} {ours.kernels[kind]} against {twin.kernels[kind]}" for kind in kinds)
+    total, other = sum(ours.kernels.values()), sum(twin.kernels.values())
+    return (
+        f"{total} kernels run where FP16 runs {other} ({listed}), and a launch costs the same at any batch "
+        "size: use larger batches, or quantize fewer layers (recipe bert-int8-ffn)"
+    )
+
+
+def named(nodes: Sequence[str]) -> str:
+    """ONNX nodes in few words, those of several layers together: `layer.0-11: attention key, output`."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for node in nodes:
+        block, _, name = short(node).partition(" ")
+        number = block.removeprefix("layer.")
+        if block.startswith("layer.") and number.isdecimal() and name:
+            layers[name].append(int(number[:9]))
+        else:
+            layers[short(node)] = []
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, numbers in layers.items():
+        groups[ranges(numbers)].append(name)
+    texts = [f"layer.{key}: {', '.join(names)}" if key else ", ".join(names) for key, names in groups.items()]
+    more = f"; and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else ""
+    return "; ".join(texts[:MAX_NAMED]) + more
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-2,5` for 0, 1, 2, 5."""
+    spans: list[list[int]] = []
+    for number in sorted({*numbers}):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)

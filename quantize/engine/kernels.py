@@ -1,0 +1,188 @@
+"""What one kernel of an engine does, read from its name, its ONNX nodes and its datatypes.
+
+TensorRT names a generated kernel after its operations, four letters each: CastMeanSubMulMean is a LayerNorm
+that goes to FP32 first. Long names end in Etc, and then the ONNX nodes that the kernel lists decide.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
+
+Kind = Literal[
+    "gemm", "attention", "softmax", "LayerNorm", "GELU", "embeddings", "mask", "layout", "quantize",
+    "elementwise", "none",
+]  # fmt: skip
+EMBEDDINGS, HEAD, OTHER = "embeddings", "head", "other"
+_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
+_HEAD = re.compile(r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE)
+_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
+_QUANTIZER = re.compile(r"(?:Quantize|Dequantize)Linear(?:_\d+)?$|_quantizer(?:/|$)")
+_NO_KERNEL = {"signal", "wait", "shape_call", "shapehosttodevice", "constant", "noop", "shape"}
+_TYPES: dict[str, Kind] = {  # LayerType of engines that are not made by Myelin
+    **dict.fromkeys(("matrixmultiply", "fullyconnected", "convolution"), "gemm"),
+    **dict.fromkeys(("reformat", "shuffle", "cast", "slice", "concatenation", "gather"), "layout"),
+    **dict.fromkeys(("quantize", "dequantize", "scale"), "quantize"),
+    "softmax": "softmax",
+    "normalization": "LayerNorm",
+}
+_MOVES = {"Tran", "Move", "Conc", "Repl", "Slic", "Gath"}
+_ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
+
+
+def operator(node: str) -> str:
+    """Operator that an exporter wrote into a node's name: `MatMul` of `/a/MatMul_1`."""
+    return re.sub(r"_\d+$", "", node.rpartition("/")[2])
+
+
+def operations(row: LayerRow) -> list[str]:
+    """Operations in the name of a generated kernel, such as Cast, Mean, Sub; none for any other kernel."""
+    return re.findall(r"[A-Z][a-z]*", base_name(row)) if row.name.startswith("__myl_") else []
+
+
+def kind_of(row: LayerRow) -> Kind:
+    """What a kernel is there for; one that does several things counts as the first of its kinds."""
+    words, lower = operations(row), row.kind.lower()
+    operators = {operator(node) for node in row.onnx}
+    found: Kind = "elementwise"
+    if lower in _NO_KERNEL:
+        found = "none"
+    elif is_attention(row):
+        found = "attention"
+    elif lower == "gemm" or "Fc" in words:
+        found = "gemm"
+    elif lower in _TYPES:
+        found = _TYPES[lower]
+    elif "Gath" in words and block_of(row) == EMBEDDINGS:
+        found = "embeddings"
+    elif "Mean" in words or "LayerNormalization" in operators:
+        found = "LayerNorm"
+    elif is_gelu(row):
+        found = "GELU"
+    elif {"Maxr", "Exp"} <= {*words} or "Softmax" in operators:
+        found = "softmax"
+    elif row.inputs and {*row.inputs} <= {"Int64", "Int32", "Bool"}:
+        found = "mask"
+    elif _MOVES & {*words}:
+        found = "layout"
+    elif "Roun" in words or ("Int8" in row.inputs and "Cast" in words):
+        found = "quantize"
+    elif words and {*words} <= {"Resh", "Cast"}:
+        found = "layout"
+    return found
+
+
+def is_gelu(row: LayerRow) -> bool:
+    """Whether a kernel computes GELU, alone or behind its GEMM."""
+    return "Erf" in operations(row) or any(
+        operator(node) in ("Gelu", "Erf") or "act_fn" in node for node in row.onnx
+    )
+
+
+def block_of(row: LayerRow) -> str:
+    """Block of the network that a kernel belongs to: "embeddings", "layer.N", "head" or "other".
+
+    A kernel that ends one layer often quantizes for the next; the block is where most of its nodes are.
+    """
+    nodes = row.onnx or name_parts(row)
+    votes = Counter(map(block_of_node, (node for node in nodes if not _QUANTIZER.search(node))))
+    votes = votes or Counter(map(block_of_node, nodes))
+    del votes[OTHER]
+    return votes.most_common(1)[0][0] if votes else OTHER
+
+
+def block_of_node(node: str) -> str:
+    """Block of one ONNX node."""
+    if layer := _LAYER.search(node):
+        return f"layer.{layer[1]}"
+    if _EMBEDDINGS.search(node):
+        return EMBEDDINGS
+    return HEAD if _HEAD.search(node) else OTHER
+
+
+def block_order(block: str) -> tuple[int, int]:
+    """Sort key: embeddings, layer.0, layer.1, ..., head, other."""
+    name, _, number = block.partition(".")
+    places = {EMBEDDINGS: 0, "layer": 1, HEAD: 2}
+    return places.get(name, 3), int(number[:9]) if number.isdecimal() else 0
+
+
+def short(node: str) -> str:
+    """`layer.3 attention value` for `/bert/encoder/layer.3/attention/self/value/MatMul`."""
+    layer = _LAYER.search(node)
+    parts = node[layer.end() if layer else 0 :].strip("/").split("/")
+    if not layer and len(parts) > 2:
+        parts = parts[1:]  # the model's prefix
+    if len(parts) > 1 and re.fullmatch(r"MatMul|Gemm", parts[-1]) and parts[-2] != "self":
+        parts = parts[:-1]
+    names = [part for part in parts if part not in ("self", "dense") and not part.endswith("act_fn")]
+    names = [re.sub("^LayerNormalization$", "", part) for part in names]
+    return " ".join([*([f"layer.{layer[1]}"] if layer else []), *filter(None, names)]) or node
+
+
+def label(row: LayerRow, linears: Iterable[str] = ()) -> str:
+    """What a kernel computes, in as few words as name it: `layer.0 attention value+key+query`.
+
+    Args:
+        row: the kernel.
+        linears: ONNX nodes that it multiplies, if it is a GEMM.
+    """
+    kind = kind_of(row)
+    if found := list(linears):
+        return _together([short(node) for node in found])
+    fixed = {"attention": f"{block_of(row)} attention", "embeddings": EMBEDDINGS, "mask": "attention mask"}
+    own = [node for node in row.onnx if not _QUANTIZER.search(node)] or row.onnx
+    if kind in fixed or not own:
+        return fixed.get(kind, base_name(row))
+    if kind == "GELU":
+        place = next((node for node in own if "act_fn" in node or operator(node) in ("Gelu", "Erf")), own[0])
+        return f"{short(place.rpartition('/')[0])} GELU"
+    biased = [node.rpartition("/")[0] for node in own if operator(node) == "Add"]
+    if kind == "layout" and biased:  # the linears whose bias and result it moves
+        return _together([short(node) for node in dict.fromkeys(biased)])
+    telling = {"LayerNorm": "LayerNormalization", "softmax": "Softmax"}.get(kind, "")
+    order = (telling, "MatMul", "Gemm", "Add", "Transpose")
+    return short(min(own, key=lambda node: order.index(operator(node)) if operator(node) in order else 99))
+
+
+def _together(names: list[str]) -> str:
+    """`a b` and `a c` as `a b+c`."""
+    heads = {name.rpartition(" ")[0] for name in names}
+    if len(names) == 1 or len(heads) > 1:
+        return " + ".join(names)
+    return " ".join(filter(None, [heads.pop(), "+".join(name.rpartition(" ")[2] for name in names)]))
+
+
+def types_text(row: LayerRow) -> str:
+    """`INT8*INT8 -> FP16`: datatypes of the inputs, times that of the weights where the table shows them."""
+    sides = [
+        "/".join(dict.fromkeys(_ALIASES.get(name, name.upper()) for name in side))
+        for side in (row.inputs, row.outputs)
+    ]
+    weights = row.constants if kind_of(row) == "gemm" else []
+    kinds = [name for name in ("Int8", "Half", "Float", "BFloat16") if name in weights]
+    if kinds and len(row.inputs) == 1:
+        sides[0] += f"*{_ALIASES.get(kinds[0], kinds[0].upper())}"
+    return " -> ".join(side for side in sides if side)
+
+
+def norm_precision(row: LayerRow) -> str:
+    """Datatype in which a kernel does the statistics of LayerNorm, or the sum of softmax.
+
+    A Cast ahead of the first of them is the FP32 island; without one it is that of the inputs. "unknown"
+    where the name ends before.
+    """
+    words = operations(row)
+    start = next((i for i, word in enumerate(words) if word in ("Mean", "Maxr")), None)
+    floats = [name for name in row.inputs if name in ("Half", "Float", "BFloat16")]
+    if start is None:
+        return "unknown" if not floats or "Etc" in words else _ALIASES[floats[0]]
+    before = [word for word in words[:start] if word not in ("Resh", "Tran", "Move", "Slic")]
+    # with INT8 residuals a LayerNorm may write INT8 alone: then its weights say what it computes in
+    if "Half" in (*row.inputs, *row.outputs, *row.constants) or "BFloat16" in row.inputs:
+        own = "BF16" if "BFloat16" in row.inputs else "FP16"
+        return "FP32" if before[-1:] == ["Cast"] else own
+    return "FP32"

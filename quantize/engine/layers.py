@@ -1,0 +1,295 @@
+"""What an engine runs in INT8, read from the layer table of a build log or of the engine inspector.
+
+Counts are ONNX MatMul/Gemm nodes, not kernels: one kernel may run q, k and v, and one node may show up in
+several kernels (its dequantization is often fused into the next one). Nothing is assumed: a node that the
+table does not name is unknown.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import LayerRow
+
+MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
+MAX_TABLE_LAYERS = 20_000  # ... and 1,400 kernels
+MAX_MERGED = 64  # GEMMs in one kernel
+_LINE = re.compile(
+    r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"
+    r"(?:, Constants: \[(?P<constants>.*?)\])?, Outputs: \[(?P<rest>.*)$"
+)
+_AFTER_OUTPUTS = re.compile(r"\], (?:Tactic|Parameter|Stream|Event|shapeValues|Metadata)\w*: ")
+_DATATYPE = re.compile(r"(?:Format/)?Datatype: ([^,}\]]*)")
+_GRAPH = re.compile(r"_myl(\d+)_\d+$")  # the copy of the network (one a profile) and the kernel's place in it
+_PROFILE = re.compile(r" \[profile \d+\]$")
+_TYPES = {
+    **{
+        name.lower(): name
+        for name in ("Int8", "UInt8", "Int4", "Int32", "Int64", "Half", "Float", "Bool", "BFloat16")
+    },
+    **{"fp8": "FP8", "fp4": "FP4", "fp16": "Half", "fp32": "Float", "bf16": "BFloat16"},
+}
+
+
+@dataclass
+class Coverage:
+    """Which ONNX MatMul/Gemm nodes an engine runs in INT8."""
+
+    int8_gemms: list[str]  # proven, sorted; products of two activations only where they are expected
+    not_int8: list[str]  # expected and not proven, sorted
+    attention_fused: int  # attentions that run as one kernel
+    attention_int8: int  # ... with INT8 q, k and v
+    unknown: list[str]  # nodes that no row names, sorted
+
+
+def parse_log(lines: Iterable[str]) -> list[LayerRow]:
+    """Rows of the layer table that a DETAILED build prints; any other line is passed over."""
+    rows = []
+    for line in (part for message in lines for part in message.split("\n")):
+        match = _LINE.search(line)
+        if match is None:
+            continue
+        outputs = _AFTER_OUTPUTS.split(match["rest"], maxsplit=1)[0]
+        metadata = match["rest"].partition(", Metadata: ")[2]
+        tensors = (match["inputs"], match["constants"] or "", outputs)
+        inputs, constants, outs = ([_datatype(text) for text in _DATATYPE.findall(part)] for part in tensors)
+        rows.append(
+            LayerRow(
+                name=match["name"],
+                kind=match["kind"],
+                onnx=_onnx_names(metadata),
+                inputs=inputs,
+                constants=constants,
+                outputs=outs,
+            )
+        )
+    return rows
+
+
+def read_table(path: Path) -> list[LayerRow]:
+    """Rows of a saved table: inspector JSON of any version, or a layers.json or build.json of qdqbench.
+
+    Memory is bounded whatever the file holds.
+
+    Raises:
+        UserError: missing, too large, not such a file, or without layers.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_TABLE_BYTES:
+            raise UserError(f"{path} has {size} bytes, and a layer table at most {MAX_TABLE_BYTES}")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"cannot read {path} ({why}); give the engine inspector's JSON") from error
+    try:
+        rows = _own_rows(text) or parse_inspector_json(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if not rows:
+        raise UserError(f"{path} lists no layers; save the inspector's JSON of a whole engine")
+    return rows
+
+
+def _own_rows(text: str) -> list[LayerRow]:
+    """Rows as qdqbench writes them; none where the text is something else."""
+    try:
+        layers = json.loads(text, strict=False)["layers"]
+        _check_count(layers)
+        return [LayerRow.model_validate(layer) for layer in layers]
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError):
+        return []
+
+
+def _check_count(layers: Any) -> None:
+    if isinstance(layers, list) and len(layers) > MAX_TABLE_LAYERS:
+        raise UserError(f"the table has {len(layers)} layers, and an engine at most {MAX_TABLE_LAYERS}")
+
+
+def parse_inspector_json(text: str) -> list[LayerRow]:
+    """Rows of `EngineInspector.get_engine_information(JSON)`, of TensorRT 10 (no constants) or 11.
+
+    Raises:
+        UserError: not inspector JSON, or of an engine built without ProfilingVerbosity.DETAILED.
+    """
+    try:
+        layers = json.loads(text, strict=False)["Layers"]  # metadata may hold a bare 0x1f
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"not engine inspector JSON ({error!r}); write it with get_engine_information(JSON)"
+        ) from error
+    _check_count(layers)
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        raise UserError(
+            "the inspector JSON lists layers without datatypes; build with ProfilingVerbosity.DETAILED"
+        )
+    return [
+        LayerRow(
+            name=str(layer.get("Name", "")),
+            kind=str(layer.get("LayerType", "")),
+            onnx=_onnx_names(str(layer.get("Metadata") or "")),
+            inputs=_datatypes(layer.get("Inputs")),
+            constants=_datatypes(layer.get("Constants")),
+            outputs=_datatypes(layer.get("Outputs")),
+        )
+        for layer in layers
+    ]
+
+
+def coverage(
+    layers: Sequence[LayerRow], expected_gemms: Collection[str], all_gemms: Collection[str]
+) -> Coverage:
+    """Hold the layer table against the ONNX nodes that must run in INT8.
+
+    Args:
+        layers: every row of the table; an engine with several profiles has every kernel once a profile.
+        expected_gemms: names of ONNX MatMul/Gemm nodes that must run in INT8.
+        all_gemms: names of all MatMul/Gemm nodes of the ONNX graph.
+
+    A node counts as INT8 only if it does in each copy of the network in the table.
+    """
+    expected, known = set(expected_gemms), set(expected_gemms) | set(all_gemms)
+    copies = computing_rows(layers, known)
+    proven = {node for node, parts in copies.items() if all(is_int8(row) for rows in parts for row in rows)}
+    linear = {
+        node for node, parts in copies.items() if all(_is_linear(row) for rows in parts for row in rows)
+    }
+    fused = {node for node, parts in copies.items() if all(any(map(is_attention, rows)) for rows in parts)}
+    attentions = [(known.intersection(row.onnx), row) for row in layers if is_attention(row)]
+    whole = {tuple(sorted(nodes)) or row.name: row for nodes, row in attentions if nodes <= fused}
+    return Coverage(
+        int8_gemms=sorted(proven & (linear | expected)),
+        not_int8=sorted(expected - proven),
+        attention_fused=len(whole),
+        attention_int8=sum(
+            is_int8(row) and proven.issuperset(known.intersection(row.onnx)) for row in whole.values()
+        ),
+        unknown=sorted(known - set(copies)),
+    )
+
+
+def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[str, list[list[LayerRow]]]:
+    """For each node that the table names: the rows that compute it, for each copy of the network."""
+    names = frozenset(known)
+    found: dict[str, dict[str, list[LayerRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in layers:
+        for node in _nodes(row, names):
+            found[node][copy_of(row)].append(row)
+    return {node: [_deciding(rows, node) for rows in graphs.values()] for node, graphs in found.items()}
+
+
+def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
+    """The normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
+
+    In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
+    that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not
+    proven.
+    """
+    proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
+    for row in layers:
+        int8 = row.inputs.count("Int8") > (row.kind == "gemm")
+        for name in proven.keys() & set(row.onnx):
+            copies = proven[name]
+            copies[copy_of(row)] = copies.get(copy_of(row), False) or int8
+    return sorted(name for name, copies in proven.items() if not copies or not all(copies.values()))
+
+
+def copy_of(row: LayerRow) -> str:
+    """Which copy of the network, one a profile, a kernel belongs to; '' where its name does not say."""
+    graph = _GRAPH.search(row.name)
+    return graph[1] if graph else ""
+
+
+def base_name(row: LayerRow) -> str:
+    """Name of a kernel without its place in the engine: the same for the same kernel of another layer."""
+    return _GRAPH.sub("", row.name).removeprefix("__myl_")
+
+
+def _is_linear(row: LayerRow) -> bool:
+    """Whether the kernel multiplies one activation by weights, not two activations."""
+    return len(row.inputs) == 1 and not is_attention(row)
+
+
+def is_attention(row: LayerRow) -> bool:
+    """Whether the kernel is a fused attention."""
+    return "_gemm_mha" in row.name
+
+
+def is_int8(row: LayerRow) -> bool:
+    """Whether the kernel multiplies in INT8.
+
+    A `gemm` whose inputs, and weights where the table shows them, are all INT8; or a fused attention with
+    INT8 q, k and v (the mask is not). INT8 inputs alone prove nothing: `runtime_fusion` kernels named
+    CastMul...Fc take INT8 codes, dequantize them and multiply in FP16.
+    """
+    if is_attention(row):
+        return row.inputs.count("Int8") >= 3
+    weights_int8 = len(row.inputs) > 1 or not row.constants or "Int8" in row.constants
+    return row.kind == "gemm" and bool(row.inputs) and set(row.inputs) == {"Int8"} and weights_int8
+
+
+def why_not(layers: Sequence[LayerRow], node: str) -> str:
+    """One clause on what runs `node` instead of an INT8 GEMM."""
+    rows = [row for row in layers if node in _nodes(row, {node})]
+    if not rows:
+        return "no kernel names it"
+    row = next((row for row in _deciding(rows, node) if not is_int8(row)), rows[0])
+    kernel = f"runs as {row.kind} on {'/'.join(row.inputs) or 'nothing'}"
+    if "Int8" not in row.constants:
+        return f"{kernel}, because no Q/DQ pair reaches both of its inputs"
+    if "Int8" in row.inputs:
+        return (
+            f"{kernel} after dequantizing both, because of its weight axis or a per-channel activation scale"
+        )
+    return f"{kernel} after dequantizing its weights, because its input has no Q/DQ or a scale no GEMM takes"
+
+
+def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:
+    """The rows of one copy of the network that compute `node`, not those that only hold a part of it.
+
+    A GEMM kernel carries the node in its name; the kernel after it may list the node in its metadata because
+    it dequantizes the result.
+    """
+    named = [row for row in rows if row.kind == "gemm" and node in name_parts(row)]
+    return (
+        named or [row for row in rows if row.kind in ("gemm", "runtime_fusion") or is_attention(row)] or rows
+    )
+
+
+def _nodes(row: LayerRow, known: Collection[str]) -> list[str]:
+    """The known ONNX nodes that a kernel names, sorted: by its name if it is a GEMM, else by its metadata."""
+    named = [part for part in name_parts(row) if part in known] if row.kind == "gemm" else []
+    return sorted(set(named or (name for name in row.onnx if name in known)))
+
+
+def name_parts(row: LayerRow) -> list[str]:
+    """Possible ONNX names in a GEMM's name: `/a/MatMul [profile 1]+/b/MatMul [profile 1]_myl1_22`."""
+    name = _GRAPH.sub("", row.name)
+    split = name.split("+") if name.count("+") <= MAX_MERGED else []
+    parts = [_PROFILE.sub("", part) for part in (name, *split)]
+    return parts + [re.sub(r"^__mye\d+", "", part) for part in parts]
+
+
+def _onnx_names(metadata: str) -> list[str]:
+    """Names in `[ONNX Layer: a]\\x1f[ONNX Layer: b]`; a copied build log may have lost the separator."""
+    pieces = (piece for part in re.split("[\x1e\x1f]", metadata) for piece in part.split("[ONNX Layer: ")[1:])
+    return list(dict.fromkeys(piece.strip().removesuffix("]") for piece in pieces))
+
+
+def _datatypes(tensors: Any) -> list[str]:
+    """Datatypes of a JSON list of tensors, of either schema."""
+    entries = [tensor for tensor in tensors if isinstance(tensor, dict)] if isinstance(tensors, list) else []
+    return [_datatype(str(tensor.get("Datatype", tensor.get("Format/Datatype", "")))) for tensor in entries]
+
+
+def _datatype(text: str) -> str:
+    """`Half` from `Half`, `FP16` or `Row major linear FP16 format`; else the text itself."""
+    words = (_TYPES.get(word.lower()) for word in re.findall(r"[A-Za-z]+\d*", text))
+    return next((word for word in words if word), text.strip())

@@ -1,0 +1,165 @@
+"""Optimization profiles: which one takes a shape, and whether they fit the data.
+
+An engine's dynamic axes are batch (axis 0) and length (every other dynamic axis), for token inputs [B, L] as
+well as for inner tensors [B, L, H] and masks [B, 1, L, L].
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+
+FAR = 2.0  # factor from the opt shape at which kernels are tuned for something else
+LENGTH_STEP = 16  # INT8 tensor cores take 16 values at a time
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Input shapes that an engine accepts, each (batch in sequences, length in tokens).
+
+    Raises:
+        UserError: not 1 <= min <= opt <= max on both axes.
+    """
+
+    min: tuple[int, int]
+    opt: tuple[int, int]
+    max: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        axes = zip(("batch", "length"), self.min, self.opt, self.max, strict=True)
+        if wrong := [f"{name} {a}, {b}, {c}" for name, a, b, c in axes if not 1 <= a <= b <= c]:
+            raise UserError(f"engine shapes must hold 1 <= min <= opt <= max, not {' and '.join(wrong)}")
+
+    def __str__(self) -> str:
+        rows = zip(("batch", "length"), self.min, self.opt, self.max, strict=True)
+        return "{" + ", ".join(f"{name}: [{a}, {b}, {c}]" for name, a, b, c in rows) + "}"
+
+
+def concrete(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of an input, with (batch, length) in place of its dynamic axes (-1)."""
+    return tuple(known if known != -1 else size[min(axis, 1)] for axis, known in enumerate(shape))
+
+
+def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Profile]) -> None:
+    """Give every input the shapes of every profile.
+
+    Raises:
+        UserError: an input does not take them, or the builder refuses them.
+    """
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    inputs = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+    if wrong := [f"{name} {list(shape)}" for name, shape in inputs.items() if len(shape) < 2]:
+        raise UserError(f"inputs must be [batch, length, ...], not {', '.join(wrong)}; export token inputs")
+    if not profiles and any(-1 in shape for shape in inputs.values()):
+        raise UserError("the model has dynamic inputs and no engine shapes; set engine.shapes in the recipe")
+    for shapes in profiles:
+        profile = builder.create_optimization_profile()
+        for name, shape in inputs.items():
+            asked = zip(shape[:2], shapes.min, shapes.max, strict=True)
+            if len(shape) == 2 and any(size != -1 and not a == b == size for size, a, b in asked):
+                raise UserError(
+                    f"input {name} is fixed at {list(shape)} and cannot take {shapes.min} to {shapes.max}; "
+                    "export with dynamic axes or ask for that shape"
+                )
+            low, opt, high = (concrete(shape, size) for size in (shapes.min, shapes.opt, shapes.max))
+            profile.set_shape(name, low, opt, high)
+        if config.add_optimization_profile(profile) < 0:
+            raise UserError(f"the builder refuses the shapes {shapes}; change engine.shapes")
+
+
+def choose(profiles: Sequence[Profile], batch: int, length: int) -> int:
+    """Index of the profile that holds a shape, the one whose opt is nearest.
+
+    Raises:
+        CheckFailed: no profile holds it.
+    """
+    size = (batch, length)
+    if not profiles:
+        return 0  # fixed shapes
+    holding = [index for index, shapes in enumerate(profiles) if _holds(shapes, size)]
+    if not holding:
+        raise CheckFailed(_refused(profiles, size))
+    return min(holding, key=lambda index: distance(profiles[index].opt, size))
+
+
+def fit(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> tuple[int, int, int]:
+    """Profile, batch and length to pad a batch of sequences to.
+
+    Args:
+        profiles: of the engine.
+        batch: sequences.
+        length: tokens of the longest.
+        step: lengths are rounded up to multiples of this, where the profile allows, so that they repeat.
+
+    Raises:
+        CheckFailed: larger than every profile.
+    """
+    sizes = []
+    for index, shapes in enumerate(profiles):
+        if batch <= shapes.max[0] and length <= shapes.max[1]:
+            rounded = min(-(-length // step) * step, shapes.max[1])
+            sizes.append((index, max(batch, shapes.min[0]), max(rounded, shapes.min[1])))
+    if not sizes:
+        raise CheckFailed(_refused(profiles, (batch, length)))
+    # least padding first, then the nearest opt
+    return min(sizes, key=lambda size: (size[1] * size[2], distance(profiles[size[0]].opt, size[1:])))
+
+
+def distance(one: Sequence[int], other: Sequence[int]) -> float:
+    """How far apart two shapes are: the sum over their axes of |log of the ratio|."""
+    return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
+
+
+def notes_on_data(profiles: Sequence[Profile], lengths: npt.NDArray[np.int64], batch_size: int) -> list[str]:
+    """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
+
+    Kernels are chosen for opt; the data counts as far when the 90th percentile of its padded batch lengths,
+    or the batch size, differs from the opt of the profile that takes it by more than a factor 2.
+
+    Args:
+        profiles: of the engine or recipe.
+        lengths: tokens of each sample, int64 [samples].
+        batch_size: samples per batch, drawn in order of length.
+    """
+    if not len(lengths):
+        return []
+    # percentile over batches, each as long as its longest sample
+    padded = np.sort(lengths)[::-1][::batch_size]
+    typical, longest = int(np.percentile(padded, 90, method="higher")), int(padded[0])
+    batch = min(batch_size, max(shapes.max[0] for shapes in profiles), len(lengths))
+    try:
+        index, batch, length = fit(profiles, batch, typical, LENGTH_STEP)
+    except CheckFailed:
+        return []  # running it says so
+    used = profiles[index]
+    far = [
+        f"{name} {here} where it is tuned for {opt}"
+        for name, here, opt in (("batch", batch, used.opt[0]), ("length", length, used.opt[1]))
+        if max(here / opt, opt / here) > FAR
+    ]
+    if not far:
+        return []
+    better = Profile(used.min, (batch, length), used.max)
+    several = " in place of that profile" if len(profiles) > 1 else ""
+    return [
+        f"the engine runs far from its opt shape, {' and '.join(far)} (90th percentile of the padded batches "
+        f"of the evaluation data, the longest has {longest} tokens): set engine.shapes {better}{several} in "
+        "the recipe if this is the load that counts"
+    ]
+
+
+def _holds(shapes: Profile, size: tuple[int, int]) -> bool:
+    return all(low <= n <= high for low, n, high in zip(shapes.min, size, shapes.max, strict=True))
+
+
+def _refused(profiles: Sequence[Profile], size: tuple[int, int]) -> str:
+    listed = " or ".join(map(str, profiles))
+    return (
+        f"no profile of the engine takes batch {size[0]}, length {size[1]}; it takes {listed}: "
+        "change engine.shapes in the recipe and build again"
+    )

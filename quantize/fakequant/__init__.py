@@ -1,0 +1,1 @@
+"""ModelOpt's quantizers in a model, and the arithmetic that replaces theirs."""

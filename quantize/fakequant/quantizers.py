@@ -1,0 +1,109 @@
+"""ModelOpt's quantizers in a model: which there are, what each rounds, and how a model runs with them."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+Batch = dict[str, npt.NDArray[np.int64]]
+
+INT8_MAX = 127
+
+FP16_BITS = 11  # significant bits, the hidden one included
+
+
+def enabled_quantizers(model: "PreTrainedModel") -> dict[str, Any]:
+    """Enabled TensorQuantizer modules by full name, in model order."""
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    return {n: m for n, m in model.named_modules() if isinstance(m, TensorQuantizer) and m.is_enabled}
+
+
+def seen_by(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
+    """What a quantizer rounds: its input, times the factors of smoothing where it has them."""
+    factors = quantizer.pre_quant_scale
+    return value if factors is None else value * factors
+
+
+def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
+    """Logits [B, num_labels] of one batch, on the model's device, without gradients."""
+    import torch
+
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        output = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()})
+    return output.logits  # type: ignore[no-any-return]
+
+
+def import_modelopt() -> Any:
+    """`modelopt.torch.quantization`, without its warning on transformers versions that it did not test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization as mtq
+    return mtq
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """ModelOpt prints what it registers and inserts, and warns where several processes train together."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Distributed training is initialized")
+        yield
+
+
+def round_weight_scales(quantizers: dict[str, Any]) -> None:
+    """Round weight scales up to FP16's 11 significant bits, so that none of it is lost in FP16.
+
+    The factored form multiplies by the scales in FP16: with these that product rounds once and not twice. A
+    scale grows by at most one part in 1,024, so nothing is clipped.
+    """
+    import torch
+
+    for name, quantizer in quantizers.items():
+        if kind_of(name) != "weight" or not torch.isfinite(quantizer.amax).all():
+            continue
+        mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
+        scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
+        quantizer.amax = scale * INT8_MAX  # 7 and 11 bits: exact in FP32
+
+
+Kind = Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
+
+_KINDS: dict[str, Kind] = {
+    "weight_quantizer": "weight",
+    "input_quantizer": "input",
+    "q_bmm_quantizer": "query",
+    "k_bmm_quantizer": "key",
+    "v_bmm_quantizer": "value",
+    "p_bmm_quantizer": "softmax",
+    "residual_quantizer": "residual",
+}
+
+
+def kind_of(name: str) -> Kind:
+    """What a quantizer is for, by its full name."""
+    return _KINDS[name.rpartition(".")[2]]
+
+
+@contextmanager
+def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
+    """Run the model unquantized; without an amax ModelOpt would quantize by each batch's own range."""
+
+    enabled = list(enabled_quantizers(model).values())
+    for quantizer in enabled:
+        quantizer.disable()
+    try:
+        yield
+    finally:
+        for quantizer in enabled:
+            quantizer.enable()

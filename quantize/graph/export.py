@@ -1,0 +1,149 @@
+"""Export to strongly typed ONNX: the one place with exporter flags.
+
+TorchScript export of the FP32 fake-quant model, then INT8 weights, then FP16 compute with FP32 Q/DQ scales.
+The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half model gives FP16 scales that
+overflow with per-channel weights (facts, ONNX export).
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import onnx
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.graph.index import prune
+from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
+from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
+from qdqbench.quantize.graph.weights import factor_scales, fold_weights
+from qdqbench.quantize.recipe.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+OUTPUT = "logits"
+IR_VERSION = 10  # the newest that TensorRT 10 and ONNX Runtime 1.23 both read
+WeightForm = Literal["channel", "factored"]
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """How a model becomes ONNX."""
+
+    opset: int
+    compute: Literal["fp16", "fp32"]
+    weights: WeightForm
+    merge_qkv: bool = True  # one scalar for the factored weights of q, k and v, so that an engine merges them
+
+
+def default_weight_form(backend: str) -> WeightForm:
+    """TensorRT-RTX puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster.
+
+    Full TensorRT has per-channel epilogues, so it gets the plain form.
+    """
+    return "factored" if backend == "tensorrt_rtx" else "channel"
+
+
+def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
+    """TorchScript export of an FP32 model, fake-quantized or not, as an FP32 ONNX graph.
+
+    Inputs are int64 [batch, length]; the output is float32 [batch, num_labels].
+
+    Raises:
+        UserError: the exporter fails.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    ids = torch.ones(2, 16, dtype=torch.long, device=device)
+    buffer = io.BytesIO()
+    with _exporting(model):
+        try:
+            torch.onnx.export(
+                model,
+                (),
+                buffer,  # type: ignore[arg-type]  # the TorchScript exporter takes streams
+                kwargs=dict.fromkeys(INPUTS, ids),
+                opset_version=opset,
+                dynamo=False,
+                input_names=list(INPUTS),
+                output_names=[OUTPUT],
+                do_constant_folding=True,
+                dynamic_axes={name: {0: "batch", 1: "length"} for name in INPUTS} | {OUTPUT: {0: "batch"}},
+            )
+        except Exception as error:
+            raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error
+    traced = onnx.load_from_string(buffer.getvalue())
+    constants_to_initializers(traced)
+    drop_noop_casts(traced)
+    prune(traced)
+    traced.ir_version = IR_VERSION
+    return traced
+
+
+def finish(
+    traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, notes: list[str] | None = None
+) -> onnx.ModelProto:
+    """Typed graph of a traced model: INT8 weights, weight form, FP16 compute with FP32 islands. A new model.
+
+    Args:
+        traced: not changed.
+        plan: what is INT8 in a traced model that has quantizers.
+        settings: how it is written.
+        notes: what the user should know of the graph is added here.
+
+    Raises:
+        CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
+    """
+    model = onnx.ModelProto()
+    model.CopyFrom(traced)
+    folded = fold_weights(model)
+    # a traced model without quantizers is a twin: nothing to fold
+    if folded and (lost := sorted(set(plan.int8) - set(folded))):
+        raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
+    if folded:
+        share_scaled_inputs(model)
+    if settings.weights == "factored":
+        factor_scales(model, merge=settings.merge_qkv)
+    if folded:
+        note = unjoined_note(plan, join_heads(model))
+        if note and notes is not None:
+            notes.append(note)
+        shorten_gelu(model)
+    if settings.compute == "fp16":
+        to_fp16(model, fp32_modules=plan.fp32)
+    prune(model)
+    return model
+
+
+def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
+    """Check and write a graph atomically, with the recipe's name in its metadata.
+
+    Raises:
+        CheckFailed: onnx.checker refuses the graph.
+    """
+    onnx.helper.set_model_props(model, {"qdqbench.recipe": recipe})
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckFailed(f"the exported graph for {path.name} is not valid ONNX: {error}") from error
+    files.write_bytes(path, model.SerializeToString(deterministic=True))
+
+
+@contextlib.contextmanager
+def _exporting(model: "PreTrainedModel") -> Iterator[None]:
+    """Tuples instead of output classes, and none of the exporter's advice on its own deprecation."""
+    before = model.config.return_dict
+    model.config.return_dict = False
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        model.config.return_dict = before

@@ -1,0 +1,37 @@
+"""Resolve a recipe against an ONNX file alone: its node names hold the module paths."""
+
+from pathlib import Path
+
+from qdqbench.quantize.encoders.family import residual_readers
+from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import load_recipe
+
+
+def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
+    """Modules whose MatMul and Gemm nodes, or whose residual, the recipe wants in INT8.
+
+    Linears are the modules with a MatMul or Gemm, less the attentions, which have a Softmax. The head
+    size is not in the names, so the check of the attention itself judges it.
+
+    Raises:
+        UserError: unreadable file or recipe, or rules that match nothing in it.
+    """
+    graph = read_model(onnx_file).graph
+    modules: dict[str, ModuleInfo] = {}
+    for node in graph.node:
+        if node.op_type in ("MatMul", "Gemm"):
+            modules.setdefault(module_of(node.name), ModuleInfo("Linear"))
+        elif node.op_type == "LayerNormalization":
+            norm = module_of(node.name)
+            modules[norm] = ModuleInfo("LayerNorm")
+            if residual_readers(around := norm.rpartition(".")[0]):
+                modules[around] = ModuleInfo("Residual")
+        elif node.op_type == "Softmax":
+            modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
+            modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
+    prefix = next(iter(modules), "").partition(".")[0]
+    plan = resolve(load_recipe(recipe), modules, prefix)
+    return {*plan.int8, *plan.attention, *plan.residual}

@@ -1,0 +1,160 @@
+"""Give every float tensor of an FP32 graph its type: FP16 compute, FP32 Q/DQ and FP32 islands.
+
+Own code, not ModelOpt's autocast: islands are modules of the recipe (a plain op-type list cannot say "this
+layer's LayerNorm"), and existing casts, names and INT8 weights must stay as they are.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.graph.index import GraphIndex, attribute, constant_value, module_of
+
+QDQ = ("QuantizeLinear", "DequantizeLinear")
+FP16_MAX = 65504.0
+_SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
+
+
+def constants_to_initializers(model: onnx.ModelProto) -> None:
+    """Turn Constant nodes, and Casts and Reciprocals of constants, into initializers, in place."""
+    index = GraphIndex(model)
+    kept = []
+    for node in model.graph.node:
+        value = None
+        if node.op_type == "Constant":
+            value = constant_value(node)
+        elif node.op_type in ("Cast", "Reciprocal"):  # what torch's own folding leaves
+            value = index.constant(node.output[0])
+        if value is None:
+            kept.append(node)
+        else:
+            model.graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+def drop_noop_casts(model: onnx.ModelProto) -> None:
+    """Remove Casts of FP32 tensors to FP32, in place.
+
+    ModelOpt's INT8 symbolic leaves one behind each quantizer, and the next layer then reads that Cast: it no
+    longer shows that q, k and v share an input, and an engine does not merge them.
+    """
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    types = {v.name: v.type.tensor_type.elem_type for v in (*inferred.value_info, *inferred.input)}
+    source: dict[str, str] = {}
+    kept = []
+    outputs = {output.name for output in model.graph.output}
+    for node in model.graph.node:
+        for position, name in enumerate(node.input):
+            node.input[position] = source.get(name, name)
+        noop = (
+            node.op_type == "Cast" and types.get(node.input[0]) == attribute(node, "to") == TensorProto.FLOAT
+        )
+        if noop and node.output[0] not in outputs:
+            source[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
+    """Type an FP32 graph for a strongly typed parser, in place; graph inputs and outputs keep their types.
+
+    Every node computes in FP16, except Q/DQ (FP32 scales: FP16 ones overflow with per-channel weights) and
+    the nodes of `fp32_modules`. A Cast stands at each border, one per tensor and type.
+
+    Args:
+        model: FP32 graph in topological order; changed.
+        fp32_modules: module paths whose own nodes compute in FP32, as `Plan.fp32` has them; those inside are
+            named apart. `x.softmax` means the Softmax of module `x`.
+
+    Raises:
+        CheckFailed: constants that do not fit FP16, all of them named.
+    """
+    typer = _Typer(model, fp32_modules)
+    for node in list(model.graph.node):
+        typer.place(node)
+    typer.finish()
+
+
+class _Typer:
+    """State of one pass over the nodes: the type that each float tensor has so far."""
+
+    def __init__(self, model: onnx.ModelProto, fp32_modules: Collection[str]) -> None:
+        self.graph = model.graph
+        self.fp32_modules = fp32_modules
+        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+        values = [*inferred.value_info, *inferred.input, *inferred.output]
+        self.floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+        self.constants = {i.name: i for i in model.graph.initializer if i.data_type == TensorProto.FLOAT}
+        self.types = dict.fromkeys(self.floats | set(self.constants), TensorProto.FLOAT)
+        self.nodes: list[onnx.NodeProto] = []
+        self.converted: dict[str, str] = {}
+        self.new_constants: list[onnx.TensorProto] = []
+        self.too_large: list[str] = []
+
+    def place(self, node: onnx.NodeProto) -> None:
+        """Convert the inputs of one node to its precision and note what it makes."""
+        wanted = TensorProto.FLOAT if self._is_fp32(node) else TensorProto.FLOAT16
+        for position, name in enumerate(node.input):
+            if name in self.types and self.types[name] != wanted:
+                node.input[position] = self._converted(name, wanted)
+        if node.op_type == "Cast" and node.output[0] in self.floats:
+            next(item for item in node.attribute if item.name == "to").i = wanted
+        for name in node.output:
+            if name in self.floats:
+                self.types[name] = wanted
+        self.nodes.append(node)
+
+    def finish(self) -> None:
+        """Cast outputs back to FP32 and write the graph."""
+        if self.too_large:
+            raise CheckFailed(
+                f"constants do not fit FP16 (largest 65504): {', '.join(self.too_large)}; keep their "
+                f"modules in FP32 with a rule (precision: fp32)"
+            )
+        for output in self.graph.output:
+            if self.types.get(output.name) == TensorProto.FLOAT16:
+                self._rename(output.name, f"{output.name}_fp16")
+                self.nodes.append(_cast(f"{output.name}_fp16", output.name, TensorProto.FLOAT))
+        del self.graph.node[:], self.graph.value_info[:]
+        self.graph.node.extend(self.nodes)
+        self.graph.initializer.extend(self.new_constants)
+
+    def _is_fp32(self, node: onnx.NodeProto) -> bool:
+        if node.op_type in QDQ:
+            return True
+        suffix = ".softmax" if node.op_type == "Softmax" else ""
+        return f"{module_of(node.name)}{suffix}" in self.fp32_modules
+
+    def _converted(self, name: str, wanted: int) -> str:
+        target = f"{name}_{_SUFFIX[wanted]}"
+        if target not in self.converted:
+            self.converted[target] = name
+            if name in self.constants:
+                self.new_constants.append(self._fp16_constant(name, target))
+            else:
+                self.nodes.append(_cast(name, target, wanted))
+        return target
+
+    def _fp16_constant(self, name: str, target: str) -> onnx.TensorProto:
+        value = numpy_helper.to_array(self.constants[name])
+        if not np.isfinite(value).all() or np.abs(value).max(initial=0.0) > FP16_MAX:
+            self.too_large.append(name)
+            value = np.zeros_like(value)
+        return numpy_helper.from_array(value.astype(np.float16), target)
+
+    def _rename(self, old: str, new: str) -> None:
+        for node in self.nodes:
+            for names in (node.input, node.output):
+                for position, name in enumerate(names):
+                    if name == old:
+                        names[position] = new
+
+
+def _cast(source: str, target: str, to: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=to)

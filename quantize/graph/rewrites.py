@@ -1,0 +1,245 @@
+"""Rewrites of an exported graph that change no value and that an engine turns into fewer, faster kernels.
+
+What each one buys was measured kernel by kernel: docs/performance.md.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.graph.weights import input_key, weight_dq
+from qdqbench.quantize.recipe.plan import Plan
+
+_QKV = {"query", "key", "value"}  # linears of a BERT self-attention
+_HEADS_PERM = {(0, 2, 1, 3): False, (0, 2, 3, 1): True}  # [B, L, H, D] to [B, H, L, D], or transposed again
+# tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+_GELU_LINEAR, _GELU_CUBIC = 2 * np.sqrt(2 / np.pi), 2 * np.sqrt(2 / np.pi) * 0.044715
+
+
+@dataclass
+class _Branch:
+    """A linear of an attention, up to the tensor that holds its heads apart."""
+
+    matmul: onnx.NodeProto
+    product: str  # [B, L, H * D]
+    heads: str  # output of the Transpose
+    transposed: bool  # heads is [B, H, D, L]
+    size: int  # D
+    width: int  # H * D
+    nodes: list[onnx.NodeProto]  # Reshape and Transpose, replaced
+
+
+def share_scaled_inputs(model: onnx.ModelProto) -> int:
+    """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul, in place.
+
+    Without it the inputs of q, k and v are three tensors, and their GEMMs cannot be merged.
+
+    Returns:
+        Mul nodes that became needless.
+    """
+    index = GraphIndex(model)
+    first: dict[tuple[str, bytes], str] = {}
+    replaced: dict[str, str] = {}
+    for node in model.graph.node:
+        factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
+        if factors is None or factors.ndim != 1:
+            continue
+        output = first.setdefault((node.input[0], factors.tobytes()), node.output[0])
+        if output != node.output[0]:
+            replaced[node.output[0]] = output
+    for node in model.graph.node:
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    return len(replaced)
+
+
+def join_heads(model: onnx.ModelProto) -> int:
+    """Move q, k and v to their heads in one step, in place: Concat, one Transpose, Split.
+
+    An engine copies q, k and v into the layout of its attention kernel in a kernel each; joined they take
+    one. Only linears with INT8 weights that read the same tensor are joined.
+
+    Returns:
+        Attentions that were rewritten.
+    """
+    index = GraphIndex(model)
+    groups: dict[str, list[_Branch]] = defaultdict(list)
+    for node in model.graph.node:
+        if (branch := _branch(index, node)) is not None:
+            groups[f"{input_key(index, node)} {branch.size} {branch.width}"].append(branch)
+    before: dict[int, list[onnx.NodeProto]] = {}
+    dropped: set[int] = set()
+    joined = [members for members in groups.values() if len(members) == 3]
+    for members in joined:
+        last = max(members, key=lambda member: _position(model, member.nodes[-1]))
+        before[id(last.nodes[-1])] = _joined(model, members)
+        dropped |= {id(node) for member in members for node in member.nodes}
+    nodes = []
+    for node in model.graph.node:
+        nodes += before.get(id(node), [])
+        if id(node) not in dropped:
+            nodes.append(node)
+    _replace_nodes(model, nodes)
+    return len(joined)
+
+
+def unjoined_note(plan: Plan, joined: int) -> str | None:
+    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None."""
+    parts: dict[str, set[str]] = defaultdict(set)
+    for name in plan.int8:
+        attention, _, part = name.rpartition(".")
+        parts[attention].add(part)
+    possible = sum(found >= _QKV for found in parts.values())
+    if joined >= possible:
+        return None
+    return (
+        f"q, k and v of {possible - joined} of {possible} attentions were not joined, as their inputs are "
+        "quantized with different scales or the installed torch or transformers writes another graph: the "
+        "engine moves them to their heads in separate kernels, which is slower and not wrong"
+    )
+
+
+def shorten_gelu(model: onnx.ModelProto) -> int:
+    """Write each tanh GELU as x * sigmoid(x (a + b x^2)), in place: the same function in fewer operations.
+
+    The kernel behind the first feed-forward GEMM is bound by its instructions; an infinite square still
+    gives x or 0, so nothing overflows in FP16.
+
+    Returns:
+        GELUs that were rewritten.
+    """
+    nodes: list[onnx.NodeProto] = []
+    count = 0
+    for node in model.graph.node:
+        tanh = any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
+        if node.op_type != "Gelu" or not tanh:
+            nodes.append(node)
+            continue
+        nodes += _sigmoid_form(model, node)
+        count += 1
+    _replace_nodes(model, nodes)
+    return count
+
+
+def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
+    """The branch that a MatMul with INT8 weights starts, if it ends in the heads of an attention."""
+    width = _width(index, matmul) if matmul.op_type == "MatMul" else 0
+    if not width:
+        return None
+    tensor = matmul.output[0]
+    while (node := _only_consumer(index, tensor)) is not None and node.op_type in ("Mul", "Add"):
+        tensor = node.output[0]
+    transpose = _only_consumer(index, node.output[0]) if node is not None else None
+    if node is None or transpose is None or (node.op_type, transpose.op_type) != ("Reshape", "Transpose"):
+        return None
+    perm = tuple(size for item in transpose.attribute for size in item.ints)
+    size = _head_size(index, node)
+    if perm not in _HEADS_PERM or size < 1 or width % size:
+        return None
+    heads = transpose.output[0]
+    return _Branch(matmul, tensor, heads, _HEADS_PERM[perm], size, width, [node, transpose])
+
+
+def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
+    """Nodes that replace the Reshape and Transpose of three branches."""
+    size, width = members[0].size, members[0].width
+    path = members[0].nodes[0].name.rpartition("/")[0]
+    shape, axes = f"{path}/joined_shape", f"{path}/joined_axes"
+    model.graph.initializer.extend(
+        [
+            numpy_helper.from_array(np.array([0, 0, len(members), width // size, size], np.int64), shape),
+            numpy_helper.from_array(np.array([0], np.int64), axes),
+        ]
+    )
+    parts = [f"{path}/joined_{number}" for number in range(len(members))]
+    nodes = [
+        helper.make_node(
+            "Concat", [m.product for m in members], [f"{path}/joined"], name=f"{path}/joined_Concat", axis=2
+        ),
+        helper.make_node(
+            "Reshape", [f"{path}/joined", shape], [f"{path}/joined_split"], name=f"{path}/joined_Reshape"
+        ),
+        helper.make_node(
+            "Transpose",
+            [f"{path}/joined_split"],
+            [f"{path}/joined_heads"],
+            name=f"{path}/joined_Transpose",
+            perm=[2, 0, 3, 1, 4],
+        ),
+        helper.make_node(
+            "Split", [f"{path}/joined_heads"], parts, name=f"{path}/joined_Split", axis=0, num_outputs=3
+        ),
+    ]
+    for part, member in zip(parts, members, strict=True):
+        squeezed = f"{part}_squeezed" if member.transposed else member.heads
+        nodes.append(helper.make_node("Squeeze", [part, axes], [squeezed], name=f"{part}_Squeeze"))
+        if member.transposed:
+            nodes.append(
+                helper.make_node(
+                    "Transpose", [squeezed], [member.heads], name=f"{part}_Transpose", perm=[0, 1, 3, 2]
+                )
+            )
+    return nodes
+
+
+def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Nodes of one GELU; their names stay inside its module."""
+    x, name = gelu.input[0], gelu.name
+    constants = {f"{name}_linear": _GELU_LINEAR, f"{name}_cubic": _GELU_CUBIC}
+    for key, value in constants.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), key))
+    linear, cubic = constants
+    steps = [
+        ("Mul", [x, x], f"{name}_square"),
+        ("Mul", [f"{name}_square", cubic], f"{name}_scaled"),
+        ("Add", [f"{name}_scaled", linear], f"{name}_slope"),
+        ("Mul", [f"{name}_slope", x], f"{name}_argument"),
+        ("Sigmoid", [f"{name}_argument"], f"{name}_gate"),
+        ("Mul", [x, f"{name}_gate"], gelu.output[0]),
+    ]
+    return [
+        helper.make_node(kind, inputs, [output], name=f"{name}_{number}_{kind}")
+        for number, (kind, inputs, output) in enumerate(steps)
+    ]
+
+
+def _width(index: GraphIndex, matmul: onnx.NodeProto) -> int:
+    """Output features of a MatMul whose weight is INT8 codes [N, K], as `fold_weights` writes it; else 0."""
+    dq = weight_dq(index, matmul)
+    behind = index.producers.get(matmul.input[1])
+    if dq is None or dq.op_type != "DequantizeLinear" or behind is None or behind.op_type != "Transpose":
+        return 0
+    codes = index.constant(dq.input[0])
+    return int(codes.shape[0]) if codes is not None else 0
+
+
+def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
+    """D of a Reshape whose shape [B, L, H, D] is constant or a Concat that ends in D; 0 or -1 if unknown."""
+    shape = index.constant(reshape.input[1])
+    if shape is not None:
+        return int(np.ravel(shape)[-1])
+    concat = index.producers.get(reshape.input[1])
+    if concat is None or concat.op_type != "Concat":
+        return 0
+    last = concat.input[-1]
+    unsqueeze = index.producers.get(last)
+    value = index.constant(unsqueeze.input[0] if unsqueeze is not None and unsqueeze.input else last)
+    return int(np.ravel(value)[-1]) if value is not None else 0
+
+
+def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
+    consumers = index.consumers.get(tensor, [])
+    return consumers[0] if len(consumers) == 1 else None
+
+
+def _position(model: onnx.ModelProto, node: onnx.NodeProto) -> int:
+    return next(number for number, other in enumerate(model.graph.node) if other is node)
+
+
+def _replace_nodes(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> None:
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)

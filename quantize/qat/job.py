@@ -1,0 +1,224 @@
+"""What QAT trains and how it is judged: the PTQ model as student, and the FP32 model as teacher."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.calibrate.splitting import keep_equal
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.recipe.training import Distill, Qat
+from qdqbench.quantize.rundir.session import QAT, Session
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.losses import answer_distance, hidden_distance, label_loss
+from qdqbench.quantize.tasks.rows import Encoded, Ints, encode
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.train.judge import BATCH, Floats, collapsed, mean_loss, predict_rows
+from qdqbench.quantize.train.loop import Job, decayed
+from qdqbench.quantize.train.record import CHECKPOINTS
+from qdqbench.quantize.train.rows import TrainingData, divide
+from qdqbench.quantize.train.state import Judged
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+FAR = 0.1  # of the unit of each part of the loss
+
+
+def new_job(
+    session: Session,
+    settings: Qat,
+    accelerator: "Accelerator",
+    model: "PreTrainedModel",
+    data: TrainingData,
+) -> Job:
+    """The training of a student, without its identity."""
+    teacher = session.new_model().to(accelerator.device)
+    answers = teach(accelerator, teacher, data)
+    if settings.distill.hidden:
+        teacher.requires_grad_(False)
+    model.to(accelerator.device)
+    tie = keep_equal(model, read_record(session.folder / "calibration.json").splits)
+    tie()
+
+    def after_step() -> None:
+        native.keep_positive(model)
+        tie()
+
+    return Job(
+        model=model,
+        data=data,
+        settings=settings,
+        loss=distillation(session, settings, accelerator, data.encoded, teacher, answers),
+        judge=_judge(session, settings, accelerator, data, teacher, answers),
+        folder=session.folder / QAT / CHECKPOINTS,
+        identity={},
+        groups=parameter_groups(model, settings),
+        after_step=after_step,
+        report=session.report,
+        judge_first=True,
+        far=_far(session.config.task, settings.distill, answers[data.held_out]),
+    )
+
+
+def training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
+    """The train split, tokenized and divided, and its fingerprint."""
+
+    task = session.config.task
+    split = session.split(task.train_split, limit=None)
+    encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
+    return divide(encoded, session.pad_id, settings.holdout, settings.seed), split.fingerprint
+
+
+def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
+    """The PTQ model with quantizers made for training.
+
+    Raises:
+        UserError: only some of its feed-forwards have outlier channels split.
+    """
+    from torch import nn
+
+    model = session.new_ptq_model()
+    splits, layers = read_record(session.folder / "calibration.json").splits, model.config.num_hidden_layers
+    if splits and len(splits) != layers:
+        raise UserError(
+            f"qat with split_outliers needs the second feed-forward linear of all {layers} layers in INT8, "
+            f"and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize the "
+            "others, or drop split_outliers"
+        )
+    native.use_native(model)
+    if settings.amax == "learnt":
+        native.learn_amax(model)
+    if settings.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = settings.dropout
+    if not (settings.distill.logits or settings.distill.labels):
+        # hidden states do not depend on these, and processes would wait for their gradients
+        for head in (model.base_model.pooler, model.classifier):
+            head.requires_grad_(False)
+    return model
+
+
+def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, Any]]:
+    """Weights, biases and LayerNorms, and learnt ratios of amax with a rate of their own."""
+    ratios = native.learnt(model)
+    known = {id(ratio) for ratio in ratios}
+    groups = decayed(model, settings.weight_decay)
+    groups = [{**g, "params": [p for p in g["params"] if id(p) not in known]} for g in groups]
+    if ratios := [ratio for ratio in ratios if ratio.requires_grad]:
+        groups.append({"params": ratios, "weight_decay": 0.0, "lr": settings.amax_learning_rate})
+    return groups
+
+
+def teach(accelerator: "Accelerator", teacher: "PreTrainedModel", data: TrainingData) -> Floats:
+    """The teacher's answers to every row of the train split, float32 [rows, num_labels].
+
+    Raises:
+        CheckFailed: NaN or infinite answers.
+    """
+    rows = np.arange(len(data.encoded.labels))
+    answers = predict_rows(accelerator, teacher, data.encoded, rows, data.pad_id)
+    if bad := int((~np.isfinite(answers)).any(axis=1).sum()):
+        raise CheckFailed(f"the FP32 model answers {bad} of {len(rows)} training rows with NaN or infinity")
+    return answers
+
+
+def distillation(  # noqa: PLR0913, PLR0917
+    session: Session,
+    settings: Qat,
+    accelerator: "Accelerator",
+    encoded: Encoded,
+    teacher: "PreTrainedModel",
+    answers: Floats,
+) -> "Callable[[Any, Ints, dict[str, torch.Tensor]], torch.Tensor]":
+    """The loss of a batch, summed over its rows."""
+    import torch
+
+    parts, task, device = settings.distill, session.config.task, accelerator.device
+    wanted = torch.from_numpy(answers).to(device)
+    labels = torch.from_numpy(encoded.labels).to(device)
+
+    def loss(model: Any, rows: Ints, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
+        output = model(**batch, output_hidden_states=parts.hidden > 0)
+        index = torch.from_numpy(rows).to(device)
+        total: Any = 0.0
+        if parts.logits:
+            total = parts.logits * answer_distance(task, output.logits, wanted[index], parts.temperature)
+        if parts.labels:
+            total = total + parts.labels * label_loss(task, output.logits, labels[index])
+        if parts.hidden:
+            with torch.no_grad(), accelerator.autocast():
+                hidden = teacher(**batch, output_hidden_states=True).hidden_states
+            distance = hidden_distance(output.hidden_states, hidden, batch["attention_mask"])
+            total = total + parts.hidden * distance
+        return total  # type: ignore[no-any-return]
+
+    return loss
+
+
+def _judge(  # noqa: PLR0913, PLR0917
+    session: Session,
+    settings: Qat,
+    accelerator: "Accelerator",
+    data: TrainingData,
+    teacher: "PreTrainedModel",
+    answers: Floats,
+) -> Callable[[Any], Judged]:
+    """The loss of the training, on the held-out rows."""
+    task, labels = session.config.task, data.encoded.labels[data.held_out]
+    wanted = answers[data.held_out]
+
+    def judge(model: Any) -> Judged:
+        import torch
+
+        logits = predict_rows(accelerator, model, data.encoded, data.held_out, data.pad_id)
+        if not np.isfinite(logits).all():
+            return Judged(float("nan"), {}, True)
+        parts = settings.distill
+        distance = answer_distance(
+            task, torch.from_numpy(logits), torch.from_numpy(wanted), parts.temperature
+        )
+        found = {"distance": float(distance) / len(labels), "loss": mean_loss(task, logits, labels)}
+        score = parts.logits * found["distance"] + parts.labels * found["loss"]
+        if parts.hidden:
+            found["hidden"] = _held_out_hidden(accelerator, model, teacher, data)
+            score += parts.hidden * found["hidden"]
+            found = {"objective": score, **found}
+        values = {**found, **metrics.compute(task, logits, labels)}
+        constant = collapsed(task, logits, labels) and not collapsed(task, wanted, labels)
+        return Judged(-score, values, constant)
+
+    return judge
+
+
+def _far(task: Task, parts: Distill, wanted: Floats) -> float:
+    """A distance that no sound student has, though PTQ may be so near that ten times its own is nothing.
+
+    A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.
+    """
+    unit = float(np.var(wanted)) if task.is_regression else 1.0
+    return FAR * ((parts.logits + parts.labels) * unit + parts.hidden)
+
+
+def _held_out_hidden(
+    accelerator: "Accelerator", model: Any, teacher: "PreTrainedModel", data: TrainingData
+) -> float:
+    """Mean distance of hidden states over the held-out rows, each process with its share."""
+    import torch
+
+    order = data.held_out[np.argsort(-data.encoded.lengths[data.held_out], kind="stable")]
+    mine = order[accelerator.process_index :: accelerator.num_processes]
+    total = torch.zeros((), device=accelerator.device)
+    for start in range(0, len(mine), BATCH):
+        _, batch = data.batch(mine[start : start + BATCH])
+        inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
+        with torch.inference_mode(), accelerator.autocast():
+            hidden = model(**inputs, output_hidden_states=True).hidden_states
+            target = teacher(**inputs, output_hidden_states=True).hidden_states
+        total = total + hidden_distance(hidden, target, inputs["attention_mask"])
+    return float(accelerator.reduce(total, reduction="sum")) / len(order)

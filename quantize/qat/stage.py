@@ -1,0 +1,131 @@
+"""Quantization-aware training: the PTQ model goes on learning from its FP32 original, with Q/DQ in place.
+
+Placement and first scales are those of PTQ (`calibration.json`). The teacher is the FP32 model (Hinton et al.
+2015, arXiv 1503.02531); its answers are computed once. What comes out is an ordinary Hugging Face folder, and
+a calibration record: together they rebuild the trained fake-quant model bit for bit.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.qat.files import write_trained
+from qdqbench.quantize.recipe.training import Qat
+from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.train.loop import train
+from qdqbench.quantize.train.processes import group, launched, leads, leave, new_accelerator
+from qdqbench.quantize.train.record import blank_run, finished
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def qat(session: Session) -> list[Path]:
+    """The stage: train, and write `qat/`."""
+
+    if session.accelerator is None and launched() > 1:
+        raise UserError(
+            f"{launched()} processes would each go through this run; under a launcher use "
+            "`-m qdqbench.quantize.qat.stage`"
+        )
+    session.before_training()
+    return train_quantized(session, session.accelerator or new_accelerator(settings_of(session).precision))
+
+
+def settings_of(session: Session) -> Qat:
+    """The recipe's QAT section.
+
+    Raises:
+        UserError: it has none.
+    """
+    settings = session.recipe.qat
+    if settings is None:
+        raise UserError(
+            f"recipe {session.recipe.name} has no qat section; add one such as `qat: {{epochs: 3}}`, or take "
+            "a shipped recipe whose name ends in -qat"
+        )
+    if not session.recipe.quantizes:
+        raise UserError(f"recipe {session.recipe.name} quantizes nothing, so its qat section has no object")
+    return settings
+
+
+def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
+    """Take a run up to its training, and train on all processes that a launcher started.
+
+    The main process does PTQ alone, before the processes meet: ModelOpt's calibration would wait for the
+    others. They wait where the process group is made, and end when there is nothing to train.
+
+    Args:
+        session: the run, as every process opened it.
+        lead: runs the stages up to the named one; called in the main process.
+    """
+    from accelerate.utils import broadcast_object_list
+
+    if leads():
+        lead("ptq")
+    with group():
+        accelerator = new_accelerator(settings_of(session).precision)
+        if not leads():
+            if broadcast_object_list([None])[0]:
+                train_quantized(session, accelerator)
+            return
+        told = False
+
+        def tell() -> None:
+            nonlocal told
+            told = True
+            broadcast_object_list([True])
+
+        session.accelerator, session.before_training = accelerator, tell
+        try:
+            lead("qat")
+        finally:
+            session.accelerator, session.before_training = None, lambda: None
+            if not told:
+                broadcast_object_list([False])
+
+
+def train_quantized(session: Session, accelerator: "Accelerator") -> list[Path]:
+    """Train on every process; the main one writes the files.
+
+    Raises:
+        UserError: a checkpoint of another run.
+        CheckFailed: the training diverged, or what was written does not rebuild the model.
+    """
+    from qdqbench.quantize.fakequant import native
+    from qdqbench.quantize.qat.job import new_job, prepare_student, training_data
+
+    settings = settings_of(session)
+    record = read_record(session.folder / "calibration.json")
+    data, fingerprint = training_data(session, settings)
+    model = prepare_student(session, settings)
+    job = new_job(session, settings, accelerator, model, data)
+    job.identity = _identity(session, settings, record, fingerprint)
+    run = blank_run(settings, data, accelerator)
+    run.parameters = sum(p.numel() for p in model.parameters())
+    outcome = train(job, accelerator)
+    leave()  # what follows is done by the main process alone
+    native.settle(model)
+    native.use_modelopt(model)
+    run = finished(run, outcome).model_copy(update={"folder": "model", "notes": job.notes})
+    session.notes += job.notes
+    return write_trained(session, model.cpu(), record, run) if accelerator.is_main_process else []
+
+
+def _identity(session: Session, settings: Qat, record: CalibrationRecord, fingerprint: str) -> dict[str, Any]:
+    """What makes two runs the same; JSON values."""
+    recipe = session.recipe
+    placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
+    return {
+        "job": "qat",
+        "model": session.model_sha256,
+        "task": session.config.task.model_dump(mode="json"),
+        "data": fingerprint,
+        "max_length": recipe.export.max_length,
+        "recipe": hashlib.sha256(str(placed).encode()).hexdigest(),
+        "calibration": hashlib.sha256(record.model_dump_json().encode()).hexdigest(),
+        **settings.model_dump(mode="json"),
+    }

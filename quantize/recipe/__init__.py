@@ -1,0 +1,1 @@
+"""The YAML recipe, and the plan that it resolves to on a model."""

@@ -1,0 +1,238 @@
+"""Resolve a recipe's rules against the modules of a model: which linear becomes what."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.encoders.family import SMOOTHED, linear_kind, residual_readers, splittable
+from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.recipe.schema import Recipe, Rule
+
+INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the scales of one INT8 linear or attention are found."""
+
+    method: str = "max"  # of activations
+    weights: str = "max"
+    smooth: float | str = "none"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe resolved for one model. Names are full module paths, in model order."""
+
+    int8: dict[str, str] = field(default_factory=dict)  # linear -> "channel" or "tensor" weight scales
+    high: tuple[str, ...] = ()  # linears that stay in FP16 or FP32
+    attention: tuple[str, ...] = ()  # attention modules in INT8
+    residual: tuple[str, ...] = ()  # modules whose residual is INT8: bert.encoder.layer.0.attention.output
+    fp32: tuple[str, ...] = ()  # modules (linears, LayerNorms, softmax, ...) that compute in FP32
+    scaling: dict[str, Scaling] = field(default_factory=dict)  # of every INT8 linear, attention and residual
+
+    def scaling_of(self, name: str) -> Scaling:
+        """How the scales of an INT8 linear or attention are found."""
+        return self.scaling.get(name, Scaling())
+
+
+def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "") -> Plan:
+    """Apply the recipe's rules in order, the later wins.
+
+    Args:
+        recipe: the recipe.
+        modules: every module by full name, in model order.
+        prefix: name of the base model inside the model (`bert` in `bert.encoder.layer.0`); patterns
+            match names with or without it.
+
+    Raises:
+        UserError: rules that match nothing (all of them, with near names), an attention that cannot
+            be fused in INT8, an INT8 attention whose output linear is not INT8, or an INT8 residual whose
+            tensor is not INT8 for the linears that read it.
+    """
+    _refuse_unmatched(recipe.rules, modules, prefix)
+    formats: dict[str, str] = {}
+    if recipe.attention == "int8":
+        formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
+    for rule in recipe.rules:
+        target = _target(rule)
+        if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
+            formats.update(dict.fromkeys(matched(rule, modules, prefix), target))
+    linears = [name for name, info in modules.items() if info.kind == "Linear"]
+    inherited = {name: _inherited(name, formats) for name in modules}
+    int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
+    attention = _int8_attention(recipe, modules, formats)
+    residual = _int8_residuals(recipe, modules, prefix)
+    scaling = _scaling(recipe, modules, prefix, {*int8, *attention})
+    _require_int8_readers(residual, int8, scaling)
+    if recipe.calibration.split_outliers:
+        _require_splittable(int8, scaling)
+    plan = Plan(
+        int8=int8,
+        high=tuple(name for name in linears if name not in int8),
+        attention=attention,
+        residual=residual,
+        fp32=tuple(name for name in modules if inherited[name] == "fp32"),
+        scaling=scaling | {name: scaling[residual_readers(name)[0]] for name in residual},
+    )
+    _require_quantized_outputs(plan)
+    return plan
+
+
+def _scaling(
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str, int8: set[str]
+) -> dict[str, Scaling]:
+    """Calibration of every INT8 module: the recipe's section, refined by its rules."""
+    section = recipe.calibration
+    found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
+    # not the others: outliers of GELU are rare, and factors from them fail on data that has more
+    smoothed = [n for n in found if modules[n].kind == "Attention" or linear_kind(n) in SMOOTHED]
+    found |= {name: replace(found[name], smooth=section.smooth) for name in smoothed}
+    idle = []
+    for rule in (rule for rule in recipe.rules if rule.refines):
+        changes = {"method": rule.method, "weights": rule.weights_method, "smooth": rule.smooth}
+        given: Any = {key: value for key, value in changes.items() if value is not None}
+        names = [name for name in matched(rule, modules, prefix) if name in found]
+        idle += [] if names else [rule.match]
+        found.update({name: replace(found[name], **given) for name in names})
+    if idle:
+        raise UserError(
+            f"rules {', '.join(map(repr, idle))} say how to calibrate, but nothing that they match is INT8; "
+            "quantize it with a rule before, or drop them"
+        )
+    return found
+
+
+def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
+    """Names that a rule applies to: pattern and type both hold."""
+    kind = rule.type or ("Linear" if rule.weights else None)
+    return [
+        name
+        for name, info in modules.items()
+        if (kind is None or info.kind == kind)
+        and any(fnmatch.fnmatchcase(form, rule.match) for form in (name, _short(name, prefix)))
+    ]
+
+
+def _short(name: str, prefix: str) -> str:
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def _target(rule: Rule) -> str | None:
+    """Format that a rule gives; None when it only says how to calibrate."""
+    return rule.precision or (rule.weights.removeprefix("int8/") if rule.weights else None)
+
+
+def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
+    """Format of a module: its own, or else that of the nearest module around it."""
+    while name not in formats and name:
+        name = name.rpartition(".")[0]
+    return formats.get(name)
+
+
+def _refuse_unmatched(rules: Iterable[Rule], modules: Mapping[str, ModuleInfo], prefix: str) -> None:
+    lost = [rule for rule in rules if not matched(rule, modules, prefix)]
+    if lost:
+        raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in lost))
+
+
+def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> str:
+    kind = rule.type or ("Linear" if rule.weights else None)
+    what = f"rule {rule.match!r} matches no {kind or 'module'}"
+    # numbers are folded so that twelve layers give one near name
+    shapes = {
+        re.sub(r"\.\d+\.", ".*.", _short(name, prefix)): None
+        for name, info in modules.items()
+        if name and (kind is None or info.kind == kind)
+    }
+    near = difflib.get_close_matches(rule.match, shapes, n=3, cutoff=0.3) or list(shapes)[:3]
+    return f"{what} of this model; near names: {', '.join(near)}" if near else f"{what}: it has none"
+
+
+def _int8_attention(
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], formats: Mapping[str, str]
+) -> tuple[str, ...]:
+    known = {name: info for name, info in modules.items() if info.kind == "Attention"}
+    if recipe.attention == "int8" and not known:
+        raise UserError(
+            "attention: int8 is asked for, but the model has no self-attention that is known here"
+        )
+    found = {name: info for name, info in known.items() if formats.get(name) == "int8"}
+    sizes = {info.head_size for info in found.values()} - set(INT8_HEAD_SIZES)
+    if sizes:
+        raise UserError(
+            f"attention: int8 needs a head size of 16, 32 or 64 to be fused, this model has "
+            f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
+        )
+    return tuple(found)
+
+
+def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
+    """Modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
+    known = [name for name, info in modules.items() if info.kind == "Residual"]
+    if recipe.int8_residual and not known:
+        raise UserError("residual: int8 is asked for, but the model has no residual that is known here")
+    formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
+    for rule in recipe.rules:
+        if rule.precision and rule.type in (None, "Residual"):
+            names = [name for name in matched(rule, modules, prefix) if name in formats]
+            formats.update(dict.fromkeys(names, rule.precision))
+    return tuple(name for name in known if formats[name] == "int8")
+
+
+def _require_int8_readers(
+    residual: Iterable[str], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
+) -> None:
+    """An INT8 residual is the tensor that linears read, so they must be INT8, and round it in one way."""
+    lost: dict[str, None] = {}
+    split = []
+    for name in residual:
+        lost |= dict.fromkeys(reader for reader in residual_readers(name) if reader not in int8)
+        ways = {(scaling[n].method, scaling[n].smooth) for n in residual_readers(name) if n in int8}
+        split += [name] if len(ways) > 1 else []
+    problems = []
+    if lost:
+        problems.append(f"{name_list(lost)} to be INT8, as they read the same tensors")
+    if split:
+        problems.append(
+            f"the linears that read the same tensor as the residual of {name_list(split)} to have one method "
+            "and one smooth"
+        )
+    if problems:
+        raise UserError(
+            f"residual: int8 needs {' and '.join(problems)}; change their rules, or keep these residuals out "
+            "with a rule of type Residual and precision fp16"
+        )
+
+
+def _require_splittable(int8: Mapping[str, str], scaling: Mapping[str, Scaling]) -> None:
+    """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
+    names = splittable(int8)
+    if not names:
+        raise UserError(
+            "calibration.split_outliers is for the second linear of feed-forwards, and none of them is INT8; "
+            "quantize them with a rule, or drop it"
+        )
+    if smoothed := [name for name in names if scaling[name].smooth != "none"]:
+        raise UserError(
+            f"calibration.split_outliers divides the input of {name_list(smoothed)}, and so would smooth; "
+            "drop one of them"
+        )
+
+
+def _require_quantized_outputs(plan: Plan) -> None:
+    """A fused INT8 attention needs a Q after its second matmul: the input of the output linear."""
+    lost = []
+    for name in plan.attention:
+        outputs = [n for n in (*plan.int8, *plan.high) if n.startswith(name.rpartition(".")[0] + ".output.")]
+        lost += [n for n in outputs if n not in plan.int8]
+    if lost:
+        raise UserError(
+            f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
+            f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
+        )

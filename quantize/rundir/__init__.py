@@ -1,0 +1,1 @@
+"""A run directory: session, stage cache, artifacts."""

@@ -1,0 +1,254 @@
+"""Find what `inspect` needs: the layer table of a run, an engine or a saved JSON; its graph and recipe."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine import log
+from qdqbench.quantize.engine.build import Sidecar, check_sidecar, sidecar_path
+from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.layers import (
+    MAX_TABLE_BYTES,
+    MAX_TABLE_LAYERS,
+    parse_inspector_json,
+    read_table,
+)
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.rundir.artifacts import graph_path
+from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.runtime.runner import Engine
+
+GPU = "gpu"
+MAX_MS = 1e9  # of a kernel
+
+
+@dataclass
+class Target:
+    """A layer table and what belongs to it, as far as it was found."""
+
+    name: str
+    layers: list[LayerRow]
+    onnx: Path | None = None
+    recipe: str | None = None  # shipped name or file
+    engine: Path | None = None
+    sidecar: Any = None  # build.Sidecar
+    folder: Path | None = None  # run directory
+
+
+def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None) -> Target:
+    """Read the layer table of a run directory, an .engine file or a saved JSON.
+
+    Args:
+        path: the target.
+        onnx: the graph; None: the one that the engine was built from, where it is beside it.
+        recipe: the recipe; None: the run's.
+
+    Raises:
+        UserError: nothing to read, or files that do not belong together.
+        MissingDevice: an engine without a saved layer table, and no GPU to load it.
+    """
+    if path.is_dir():
+        found = _run(path)
+    elif path.suffix == ".engine":
+        found = _engine(path)
+    else:
+        found = Target(path.name, read_table(path))
+    found.onnx, found.recipe = onnx or found.onnx, recipe or found.recipe
+    if recipe and found.onnx is None:
+        raise UserError(f"--recipe needs the ONNX graph that {path} was made from; give --onnx FILE")
+    return found
+
+
+def expectations(target: Target) -> tuple[list[str] | None, int]:
+    """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
+
+    if target.onnx is None or target.recipe is None:
+        return None, 0
+    if not load_recipe(target.recipe).quantizes:
+        return [], 0
+    graph, modules = graph_of(target.onnx), recipe_modules(target.onnx, target.recipe)
+    gemms = [name for name in (*graph.linears, *graph.products) if module_of(name) in modules]
+    return gemms, sum(module_of(name) in modules for name in graph.softmaxes)
+
+
+def read_times(path: Path) -> dict[str, float]:
+    """Milliseconds by kernel name: a list of {"name", "ms"}, or what `trtexec --exportProfile` writes.
+
+    Raises:
+        UserError: anything else.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_TABLE_BYTES:
+            raise UserError(f"{path} has {size} bytes, and a profile at most {MAX_TABLE_BYTES}")
+        rows = json.loads(path.read_text(encoding="utf-8"), strict=False)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a profile, or `gpu`") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({str(error)[:100]}); give a list of name and ms") from error
+    times: dict[str, float] = {}
+    for row in rows if isinstance(rows, list) and len(rows) <= MAX_TABLE_LAYERS else [None]:
+        fields: dict[str, Any] = row if isinstance(row, dict) else {}
+        if set(fields) == {"count"}:
+            continue  # the head of an exported profile
+        name, ms = fields.get("name"), fields.get("ms", fields.get("averageMs"))
+        number = ms if isinstance(ms, int | float) and not isinstance(ms, bool) else -1.0
+        if not isinstance(name, str) or not 0 <= number < MAX_MS:
+            raise UserError(
+                f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), "
+                f"at most {MAX_TABLE_LAYERS}"
+            )
+        times[name] = times.get(name, 0.0) + float(number)
+    if not times:
+        raise UserError(f"{path} has no kernels; profile an engine that ran")
+    return times
+
+
+def measure_times(target: Target, batch: int | None, length: int | None) -> tuple[dict[str, float], str]:
+    """Kernel times on this GPU, and the shape they were measured at.
+
+    Raises:
+        UserError: a saved JSON, which cannot run.
+        MissingDevice: no GPU.
+        CheckFailed: no profile takes the shape, or the engine fails.
+    """
+    import numpy as np
+
+    if target.engine is None:
+        raise UserError(
+            f"{target.name} cannot run; give a run directory or an .engine file, or a saved profile"
+        )
+    if find_gpu() is None:
+        raise MissingDevice("--profile gpu runs the engine, and CUDA shows no GPU here; give a saved profile")
+
+    with Engine(target.engine, target.onnx) as engine:
+        opt = engine.profiles[0].opt
+        shape = (batch or opt[0], length or opt[1])
+        feeds = {name: np.full(shape, 1 if "mask" in name else 0, dtype=np.int64) for name in engine.inputs}
+        return engine.kernel_times(feeds), f"batch {shape[0]}, {shape[1]} tokens"
+
+
+def _run(folder: Path) -> Target:
+    """A run directory, whose engine must be of its present graph."""
+
+    session = Session(read_config(folder), folder)
+    if not (folder / "build.json").is_file():
+        raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
+    built = files.read_json(folder / "build.json")
+    if not isinstance(built, dict) or not isinstance(built.get("skipped", built.get("file")), str):
+        raise UserError(f"{folder / 'build.json'} is of another version; run `qdqbench build {folder}` again")
+    if "skipped" in built:
+        raise MissingDevice(f"{folder} has no engine: {built['skipped']}")
+    table = folder / "layers.json"
+    engine = folder / "engine" / built["file"]
+    found = Target(
+        name=str(folder),
+        layers=read_table(table if table.is_file() else folder / "build.json"),
+        onnx=graph_path(session),
+        recipe=str(folder / "recipe.yaml"),
+        engine=engine,
+        sidecar=_sidecar(engine),
+        folder=folder,
+    )
+    _check_graph(found)
+    return found
+
+
+def _engine(path: Path) -> Target:
+    """An engine file with its sidecar; in a run directory with its recipe."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; give a run directory, an .engine file or a saved JSON")
+    sidecar = _sidecar(path)
+    folder = path.resolve().parent.parent
+    run = folder if (folder / "run.json").is_file() else None
+    places = (path.with_name(sidecar.onnx), folder / sidecar.onnx)
+    onnx = next((place for place in places if place.is_file()), None)
+    recipe = (
+        folder / "recipe.yaml" if run and onnx == places[1] and _built_file(folder) == path.name else None
+    )
+    found = Target(
+        name=str(path),
+        layers=_engine_layers(path, sidecar),
+        onnx=onnx,
+        recipe=str(recipe) if recipe and recipe.is_file() else None,
+        engine=path,
+        sidecar=sidecar,
+        folder=run if recipe else None,
+    )
+    if onnx:
+        _check_graph(found)
+    return found
+
+
+def _engine_layers(path: Path, sidecar: Any) -> list[LayerRow]:
+    """The saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
+
+    own, folder = path.with_suffix(".layers.json"), path.resolve().parent
+    if own.is_file():
+        return read_table(own)
+    for place in (folder, folder.parent):
+        if _built_file(place) == path.name and (place / "layers.json").is_file():
+            return read_table(place / "layers.json")
+    if (folder / "layers.json").is_file() and len(list(folder.glob("*.engine"))) == 1:
+        return read_table(folder / "layers.json")
+    if find_gpu() is None:
+        raise MissingDevice(
+            f"{path} has no saved layer table ({own.name}), and reading it from the engine takes the GPU "
+            "that it is for; build it again, or inspect it there"
+        )
+    return _inspector_layers(path, sidecar)
+
+
+def _inspector_layers(path: Path, sidecar: Any) -> list[LayerRow]:
+    """Load the engine and ask its inspector."""
+
+    check_sidecar(path)
+    backend = trt.choose_backend(sidecar.backend)
+    with log.capture(backend.module) as (logger, _):
+        text = trt.inspect_engine(backend.module, logger, path.read_bytes())
+    if text is None:
+        raise MissingDevice(
+            f"{backend.name} {backend.version} cannot load {path} here; build it on this machine"
+        )
+    return parse_inspector_json(text)
+
+
+def _sidecar(engine: Path) -> Any:
+    from pydantic import ValidationError
+
+    path = sidecar_path(engine)
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist, so nothing says what {engine.name} is; build the engine again"
+        )
+    try:
+        return Sidecar.model_validate(files.read_json(path))
+    except ValidationError as error:
+        raise UserError(f"{path} is not an engine sidecar; build the engine again") from error
+
+
+def _built_file(folder: Path) -> str | None:
+    """Name of the engine that a run directory built."""
+    path = folder / "build.json"
+    built = files.read_json(path) if path.is_file() else None
+    name = built.get("file") if isinstance(built, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _check_graph(target: Target) -> None:
+    """Names of another graph would prove nothing about this engine."""
+    assert target.onnx is not None
+    if not target.onnx.is_file():
+        raise UserError(f"{target.onnx}, which the engine was built from, does not exist; give --onnx FILE")
+    if files.sha256(target.onnx) != target.sidecar.onnx_sha256:
+        raise UserError(
+            f"{target.engine} was built from another {target.onnx.name} than the one at hand; build it again"
+        )

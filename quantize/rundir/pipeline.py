@@ -1,0 +1,179 @@
+"""The order of the stages, and which of them can be skipped because nothing changed."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.resources import files as files_of
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from qdqbench.quantize.core import files, interrupt
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import Timing
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.usage import measured
+from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
+
+MANIFEST = "stages.json"
+VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step: a function from the session to the files it wrote."""
+
+    name: str
+    run: Callable[[Session], list[Path]]
+    needs: tuple[str, ...]  # stages whose outputs it reads
+    inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
+    recorded: Callable[[Session], None] = lambda session: None  # removes what a killed stage would go on from
+
+
+class _Done(Strict):
+    """One finished stage in the manifest."""
+
+    key: str
+    outputs: dict[str, str]  # path inside the run directory -> sha256
+    notes: list[str]
+    wall_s: float
+    peak_rss_bytes: int
+
+
+class _Manifest(Strict):
+    schema_version: Literal[1] = 1
+    stages: dict[str, _Done] = {}
+
+
+def open_run(config: RunConfig, folder: Path) -> Session:
+    """Start or take up a run directory and record its configuration.
+
+    Raises:
+        UserError: the folder holds something that is not a run.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give --out a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} holds other files than a run; give --out an empty or new folder")
+    files.write_json(folder / CONFIG, config.model_dump(mode="json"))
+    return Session(config, folder)
+
+
+def run_stages(
+    session: Session,
+    stages: Iterable[Stage],
+    announce: Callable[[str, bool], None] = lambda name, reused: None,
+) -> dict[str, Timing]:
+    """Run stages in order; one whose key and files are as it left them is reused.
+
+    Args:
+        session: the run.
+        stages: in an order in which each stage's needs come first.
+        announce: called with a stage's name, and whether it is reused, before it runs.
+
+    Returns:
+        Cost of each stage; a reused one has the cost of the run that made it.
+    """
+    manifest = _read(session.folder / MANIFEST)
+    timings = {}
+    for stage in stages:
+        interrupt.check()
+        key = _key(session, stage, manifest)
+        done = manifest.stages.get(stage.name)
+        reused = done is not None and done.key == key and _intact(session.folder, done)
+        announce(stage.name, reused)
+        if done is None or not reused:
+            manifest.stages.pop(stage.name, None)
+            before, known = done, len(session.notes)
+            with measured() as cost:
+                outputs = stage.run(session)
+            hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
+            _remove_stale(session.folder, before, hashes)
+            done = _Done(
+                key=key,
+                outputs=hashes,
+                notes=session.notes[known:],
+                wall_s=cost.wall_s,
+                peak_rss_bytes=cost.peak_rss_bytes,
+            )
+            manifest.stages[stage.name] = done
+            files.write_json(session.folder / MANIFEST, manifest.model_dump(mode="json"))
+        stage.recorded(session)
+        session.notes += [note for note in done.notes if note not in session.notes]
+        interrupt.check()
+        timings[stage.name] = Timing(wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
+    return timings
+
+
+def forget_others(folder: Path, known: Iterable[str]) -> None:
+    """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
+    path = folder / MANIFEST
+    manifest = _read(path)
+    for name in set(manifest.stages) - set(known):
+        _remove_stale(folder, manifest.stages.pop(name), {})
+        files.write_json(path, manifest.model_dump(mode="json"))
+
+
+def ancestors(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
+    """The targets and all that they need, in the order of `stages`."""
+    wanted = set(targets)
+    for name in reversed(stages):
+        if name in wanted:
+            wanted.update(stages[name].needs)
+    return [stage for name, stage in stages.items() if name in wanted]
+
+
+def versions() -> dict[str, str]:
+    """Installed versions that outputs depend on."""
+    return {name: metadata.version(name) for name in VERSIONED}
+
+
+@functools.lru_cache
+def code_hash() -> str:
+    """SHA-256 over this package's source, so that outputs of other code are not reused."""
+    digest = hashlib.sha256()
+    for package in ("qdqbench.quantize", "qdqbench.eval"):
+        root = Path(str(files_of(package)))
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
+    """Hash of everything that a stage's outputs depend on."""
+    needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
+    known = {
+        "stage": stage.name,
+        "versions": versions(),
+        "code": code_hash(),
+        "needs": needs,
+        "inputs": stage.inputs(session),
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _intact(folder: Path, done: _Done) -> bool:
+    return all(
+        (folder / n).is_file() and files.sha256(folder / n) == digest for n, digest in done.outputs.items()
+    )
+
+
+def _remove_stale(folder: Path, before: _Done | None, now: dict[str, str]) -> None:
+    """Files of an earlier recipe in this folder would be taken for this one's."""
+    for name in set(before.outputs if before else ()) - set(now):
+        if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says
+            (folder / name).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> _Manifest:
+    """An unreadable manifest means that nothing can be reused."""
+    if not path.is_file():
+        return _Manifest()
+    try:
+        return _Manifest.model_validate(files.read_json(path))
+    except (UserError, ValidationError):
+        return _Manifest()

@@ -1,0 +1,205 @@
+"""One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import ValidationError
+
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.encoders.load import load_model, load_tokenizer, model_fingerprint, use_tanh_gelu
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split
+from qdqbench.quantize.tasks.task import Task, check_model_fits
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from qdqbench.quantize.core.training_results import LogRow
+    from qdqbench.quantize.recipe.plan import Plan
+    from qdqbench.quantize.tasks.rows import CalibrationBatches, Encoded
+    from qdqbench.quantize.tasks.sources import Split
+
+CONFIG = "run.json"
+QAT = "qat"  # folder of the trained model
+
+
+class RunConfig(Strict):
+    """What a run was asked to do; `run.json` in the run directory."""
+
+    schema_version: Literal[1] = 1
+    recipe: Recipe
+    model: str | None  # folder or hub id; None: the embedded default
+    task: Task
+    data: str  # "hub", "hub:OWNER/NAME" or a folder
+    limit: int | None = None  # evaluate on this many samples only
+    batch_size: int = 32
+    seed: int = 0
+    command: str = "qdqbench run"
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Configuration of an existing run directory.
+
+    Raises:
+        UserError: no run directory, or one of another version.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
+        )
+    try:
+        return RunConfig.model_validate(files.read_json(path))
+    except ValidationError as error:
+        raise UserError(
+            f"{path} is of another version of qdqbench; start a new run in another folder"
+        ) from error
+
+
+@dataclass
+class Session:
+    """A run in progress."""
+
+    config: RunConfig
+    folder: Path
+    progress: Callable[[int, int], None] = lambda done, total: None  # of the current stage
+    notes: list[str] = field(default_factory=list)
+    report: "Callable[[LogRow, int], None]" = lambda row, steps: None  # a line of the training log
+    accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
+    before_training: Callable[[], None] = lambda: None  # the other processes wait for this
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved recipe."""
+        return self.config.recipe
+
+    @property
+    def model_name(self) -> str:
+        """Folder or hub id of the model; of the embedded default it is inside the run directory."""
+        return self.config.model or str(self.folder / "embedded" / "model")
+
+    @property
+    def data_source(self) -> str:
+        """Where splits come from."""
+        return self.config.data if self.config.model else str(self.folder / "embedded" / "data")
+
+    @functools.cached_property
+    def model_sha256(self) -> str:
+        """Hash of the model's files."""
+
+        return model_fingerprint(self.model_name)
+
+    @functools.cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's fast tokenizer."""
+
+        return load_tokenizer(self.model_name)
+
+    @property
+    def pad_id(self) -> int:
+        """Token id of padding."""
+        return int(self.tokenizer.pad_token_id or 0)
+
+    def new_model(self) -> "PreTrainedModel":
+        """A fresh FP32 model, checked against the task."""
+
+        model = load_model(self.model_name)
+        config = model.config
+        check_model_fits(
+            self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
+        )
+        longest = int(config.max_position_embeddings)
+        if self.recipe.export.max_length > longest:
+            raise UserError(
+                f"export.max_length is {self.recipe.export.max_length}, but model {self.model_name} has "
+                f"{longest} positions; lower export.max_length and engine.shapes.length"
+            )
+        return model
+
+    def new_int8_model(self) -> "PreTrainedModel":
+        """A fresh FP32 model with the activation that the recipe's INT8 graph computes."""
+
+        model = self.new_model()
+        if self.recipe.export.gelu == "tanh":
+            use_tanh_gelu(model, self.model_name)
+        return model
+
+    @functools.cached_property
+    def fp32_model(self) -> "PreTrainedModel":
+        """The FP32 model, shared by the stages that do not change it."""
+        return self.new_model()
+
+    @functools.cached_property
+    def plan(self) -> "Plan":
+        """The recipe resolved for this model."""
+
+        model = self.fp32_model
+        return resolve(self.recipe, module_table(model), model.base_model_prefix)
+
+    def new_ptq_model(self) -> "PreTrainedModel":
+        """The calibrated fake-quant model, rebuilt from calibration.json."""
+
+        model = self.new_int8_model()
+        ptq.restore(model, self.plan, read_record(self.folder / "calibration.json"))
+        return model
+
+    def new_qat_model(self) -> "PreTrainedModel":
+        """The trained fake-quant model, rebuilt from the files of the QAT stage."""
+
+        name = str(self.folder / QAT / "model")
+        model = load_model(name)
+        if self.recipe.export.gelu == "tanh":
+            use_tanh_gelu(model, name)
+        ptq.restore(model, self.plan, read_record(self.record_path))
+        return model
+
+    @property
+    def record_path(self) -> Path:
+        """The calibration record of the graph that is exported."""
+        return self.folder / QAT / "calibration.json" if self.recipe.qat else self.folder / "calibration.json"
+
+    @functools.cached_property
+    def fake_quant_model(self) -> "PreTrainedModel":
+        """The fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
+        return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
+
+    def split(self, name: str, *, limit: int | None, seed: int | None = None) -> "Split":
+        """A split of the run's data, and its notes."""
+
+        split = load_split(self.config.task, self.data_source, name, limit=limit, seed=seed)
+        self.notes += [note for note in split.notes if note not in self.notes]
+        return split
+
+    def calibration_batches(self) -> "CalibrationBatches":
+        """The draw of the recipe's calibration section."""
+
+        settings = self.recipe.calibration
+        split = self.split(settings.split, limit=settings.samples, seed=settings.seed)
+        return CalibrationBatches(
+            split,
+            self.config.task,
+            self.tokenizer,
+            self.recipe.export.max_length,
+            settings.batch_size,
+            self.pad_id,
+        )
+
+    @functools.cached_property
+    def eval_splits(self) -> "dict[str, tuple[Split, Encoded]]":
+        """Evaluation splits with their tokens (MNLI has two)."""
+
+        task, found = self.config.task, {}
+        for name in task.eval_splits:
+            split = self.split(name, limit=self.config.limit)
+            found[name] = split, encode(split, task, self.tokenizer, self.recipe.export.max_length)
+        return found

@@ -1,0 +1,108 @@
+"""Evaluate with an engine: batches of any shape of its profiles, CUDA graphs for shapes that repeat."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit
+from qdqbench.quantize.runtime.bound import BoundRun
+from qdqbench.quantize.runtime.engine import Engine, EngineMemory
+from qdqbench.quantize.runtime.tensors import Arrays
+
+__all__ = ["BoundRun", "Engine", "EngineMemory", "EngineRunner"]
+
+OUTPUT = "logits"
+MAX_GRAPHS = 16
+
+
+class EngineRunner:
+    """Callable on one batch: int64 [B, L] arrays to float32 logits [B, num_labels].
+
+    Lengths are padded with masked positions to a multiple of 16, so that shapes repeat, and batches with
+    copies of their first row, where the profile's minimum is larger. A shape that comes a second time becomes
+    a CUDA graph; the least recently used graph goes when there are too many, or too little memory.
+
+    Args:
+        path: as of Engine.
+        onnx_path: as of Engine.
+        runtime_cache: as of Engine.
+        graphs: most CUDA graphs to keep; 0 for none.
+
+    Raises:
+        UserError, MissingDevice: as of Engine; UserError also where there is no output "logits".
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        onnx_path: Path,
+        *,
+        runtime_cache: Path | None = None,
+        graphs: int = MAX_GRAPHS,
+    ) -> None:
+        self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
+        if OUTPUT not in self.engine.outputs:
+            raise UserError(f"{path} has no output {OUTPUT!r} but {', '.join(self.engine.outputs)}")
+        free = self.engine.torch.cuda.mem_get_info()[0]
+        room = free // 2 // max(1, self.engine.memory.activation_bytes)  # half of what is free
+        self._most = min(graphs, int(room))
+        self._graphs: OrderedDict[tuple[int, int], BoundRun] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
+
+    @property
+    def max_batch(self) -> int:
+        """Largest batch of any profile."""
+        return max(profile.max[0] for profile in self.engine.profiles)
+
+    @property
+    def profiles(self) -> list[Profile]:
+        """Profiles of the engine."""
+        return self.engine.profiles
+
+    def __call__(self, batch: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
+        """Run one batch.
+
+        Raises:
+            CheckFailed: it is larger than every profile, or the engine fails.
+        """
+        rows, length = next(iter(batch.values())).shape
+        _, to_rows, to_length = fit(self.engine.profiles, rows, length, LENGTH_STEP)
+        feeds = {}
+        for name in self.engine.inputs:
+            columns = np.pad(batch[name], ((0, 0), (0, to_length - length)))
+            feeds[name] = np.pad(columns, ((0, to_rows - rows), (0, 0)), mode="edge")
+        logits = self._run((to_rows, to_length), feeds)[OUTPUT][:rows]
+        return np.asarray(logits, dtype=np.float32)
+
+    def _run(self, shape: tuple[int, int], feeds: Arrays) -> Arrays:
+        if shape not in self._graphs and (shape not in self._seen or not self._most):
+            self._seen.add(shape)
+            return self.engine.run(feeds)
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+        else:
+            while len(self._graphs) >= self._most:
+                self._graphs.popitem(last=False)[1].close()
+            self._graphs[shape] = self.engine.bind(*shape)
+        bound = self._graphs[shape]
+        bound.load(feeds)
+        bound.launch()
+        return bound.read()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._graphs.clear()
+        self.engine.close()
+
+    def __enter__(self) -> "EngineRunner":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""A task: data, tokens, loss, metrics."""

@@ -1,0 +1,210 @@
+"""The default without a model or a network: a generated sentence task and a small BERT trained on it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.tasks import rows as data
+from qdqbench.quantize.tasks.sentences import LABELS, sentences, vocabulary
+from qdqbench.quantize.tasks.sources import quiet
+from qdqbench.quantize.tasks.task import EMBEDDED
+
+if TYPE_CHECKING:
+    from transformers import BertForSequenceClassification, BertTokenizer
+
+VERSION = 1  # of the words, the grammar and the training; a folder written by another one is made again
+MAX_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the data and the model are, and how long the training is."""
+
+    train_rows: int = 8000
+    validation_rows: int = 1000
+    layers: int = 2
+    hidden: int = 64
+    head_size: int = 16  # INT8 attention needs 16, 32 or 64
+    steps: int = 900
+    batch_size: int = 48
+
+
+@dataclass(frozen=True)
+class EmbeddedRun:
+    """Where the default model and its data are; the task is `task_name` of `get_task`."""
+
+    model_dir: Path
+    data_dir: Path
+    task_name: str
+
+
+def write_embedded(
+    folder: Path, *, seed: int = 0, progress: Callable[[float], None] | None = None, size: Size | None = None
+) -> EmbeddedRun:
+    """Generate the data and train the model, unless `folder` holds those of the same seed and size.
+
+    Training runs on one thread: matrices this small gain nothing from a second one, and the weights then do
+    not depend on the number of threads.
+
+    Args:
+        folder: Gets `data/embedded/{train,validation}.parquet`, `model/` (as any saved Hugging Face model)
+            and `embedded.json`; written beside it and renamed when whole.
+        seed: Of the sentences, the initial weights and the order of training.
+        progress: Called with the fraction done, from 0 to 1.
+        size: Default `Size()`.
+
+    Raises:
+        UserError: `folder` holds something else, or cannot be written.
+    """
+    size = size or Size()
+    run = EmbeddedRun(folder / "model", folder / "data", EMBEDDED.name)
+    made = {"version": VERSION, "seed": seed, **asdict(size)}
+    marker = folder / "embedded.json"
+    if marker.is_file():
+        if files.read_json(marker) == made:
+            return run
+    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} holds something else than the embedded default; give another folder")
+    with files.atomic_folder(folder) as temporary:
+        _write_data(temporary / "data" / EMBEDDED.name, seed, size)
+        with _no_bars():
+            tokenizer = _tokenizer()
+            model = _train(temporary / "data", tokenizer, seed, size, progress or (lambda _: None))
+            model.save_pretrained(temporary / "model")
+            tokenizer.save_pretrained(temporary / "model")
+        files.write_json(temporary / marker.name, made)
+    return run
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Silence the progress bars of transformers: a run has its own."""
+    from transformers.utils import logging
+
+    bars: Any = logging  # its functions have no annotations
+    silence = bars.is_progress_bar_enabled()
+    if silence:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            bars.enable_progress_bar()
+
+
+def _write_data(folder: Path, seed: int, size: Size) -> None:
+    import datasets
+
+    rows = sentences(size.train_rows + size.validation_rows, seed=seed)
+    splits = {"train": rows[: size.train_rows], "validation": rows[size.train_rows :]}
+    features = datasets.Features(
+        {
+            "sentence": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=list(LABELS)),
+            "idx": datasets.Value("int32"),
+        }
+    )
+    folder.mkdir(parents=True)
+    for split, part in splits.items():
+        texts, labels = zip(*part, strict=True)
+        columns = {"sentence": texts, "label": labels, "idx": range(len(part))}
+        with quiet():
+            datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
+
+
+def _tokenizer() -> "BertTokenizer":
+    """WordPiece over the words of the grammar, and over letters for anything else."""
+    from transformers import BertTokenizer
+
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
+    pieces = sorted({*vocabulary(), *letters, *(f"##{letter}" for letter in letters)})
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    return BertTokenizer(
+        vocab={piece: index for index, piece in enumerate(entries)}, model_max_length=MAX_LENGTH
+    )
+
+
+def _train(
+    data_dir: Path, tokenizer: "BertTokenizer", seed: int, size: Size, progress: Callable[[float], None]
+) -> "BertForSequenceClassification":
+    """AdamW with a one-cycle learning rate, on one thread."""
+    import torch
+
+    split = data.load_split(EMBEDDED, str(data_dir), "train")
+    encoded = data.encode(split, EMBEDDED, tokenizer, MAX_LENGTH)
+    labels = torch.from_numpy(encoded.labels)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _new_model(len(tokenizer), size)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, fused=True)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 2e-3, total_steps=size.steps, pct_start=0.1
+            )
+            model.train()
+            for step, (rows, batch) in enumerate(
+                _training_batches(encoded, tokenizer.pad_token_id, seed, size)
+            ):
+                inputs = {name: torch.from_numpy(values) for name, values in batch.items()}
+                model(**inputs, labels=labels[rows]).loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                progress((step + 1) / size.steps)
+    finally:
+        torch.set_num_threads(threads)
+    model.train(False)
+    return model
+
+
+def _new_model(entries: int, size: Size) -> "BertForSequenceClassification":
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=entries,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // size.head_size,
+        intermediate_size=4 * size.hidden,
+        max_position_embeddings=MAX_LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.15,  # about 1/sqrt(hidden): with BERT's 0.02 so narrow a model takes far longer
+        problem_type="single_label_classification",
+        id2label=dict(enumerate(LABELS)),
+        label2id={label: index for index, label in enumerate(LABELS)},
+    )
+    model: BertForSequenceClassification = BertForSequenceClassification(config)
+    # Sinusoids (Vaswani et al. 2017) make "the word before" linear in the position, so heads find it soon.
+    positions = torch.arange(MAX_LENGTH)[:, None]
+    angles = positions * 1000.0 ** (-torch.arange(0, size.hidden, 2) / size.hidden)
+    waves = torch.stack([torch.sin(angles), torch.cos(angles)], dim=2).flatten(1)
+    model.bert.embeddings.position_embeddings.weight.data.copy_(config.initializer_range * waves)
+    return model
+
+
+def _training_batches(encoded: data.Encoded, pad_id: int, seed: int, size: Size) -> Iterator[data.Batch]:
+    """Random batches of samples with like lengths; short sentences first, all from half-way on.
+
+    Negation is learnt from single clauses, then put to use in long sentences (Bengio et al. 2009, "Curriculum
+    learning"); with all lengths from the start it takes about twice the steps.
+    """
+    generator = np.random.default_rng(seed)
+    order = np.argsort(encoded.lengths, kind="stable")
+    for step in range(size.steps):
+        share = min(1.0, 0.15 + 1.7 * step / size.steps)
+        known = order[: max(size.batch_size, int(share * len(order)))]
+        pool = np.sort(generator.integers(len(known), size=8 * size.batch_size))  # by length, as `order`
+        start = generator.integers(8) * size.batch_size
+        rows = known[pool[start : start + size.batch_size]].tolist()
+        yield data.pad([(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], pad_id)

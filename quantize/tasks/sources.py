@@ -1,0 +1,207 @@
+"""Where a split comes from: the hub, or files in a folder."""
+
+import atexit
+import contextlib
+import glob
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.tasks.task import GLUE, Task
+
+if TYPE_CHECKING:
+    import datasets
+
+GLUE_REPOSITORY = "nyu-mll/glue"
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A checked split; its dataset holds the task's text and label columns only, memory-mapped."""
+
+    dataset: "datasets.Dataset"
+    source: str  # the files, or the hub set with its config
+    fingerprint: str  # SHA-256 of the files (of their digests, when several), or the hub set's fingerprint
+    rows: int  # before the limit
+    notes: tuple[str, ...]  # what a reader of the report must know: partial split, limit, ...
+
+
+def read_split(task: Task, source: str, split: str) -> Split:
+    """Read a whole split as it is; `tasks.rows.load_split` checks it and documents `source`.
+
+    Raises:
+        UserError: nothing found, or unreadable.
+    """
+    if source == "hub" or source.startswith("hub:"):
+        return _load_hub(task, source, split)
+    return _load_folder(task, Path(source), split)
+
+
+@lru_cache
+def _cache_folder() -> str:
+    """Arrow copies of the user's files live as long as the process, so nothing is left behind."""
+    folder = tempfile.mkdtemp(prefix="qdqbench-data-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what `datasets` logs before it raises, and its progress bars: a run has its own."""
+    import datasets
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    bars = not datasets.are_progress_bars_disabled()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    if bars:
+        datasets.disable_progress_bars()
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+            enable_progress_bars()
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
+
+
+def _load_hub(task: Task, source: str, split: str) -> Split:
+    import datasets
+
+    repository, _, config = source.removeprefix("hub").removeprefix(":").partition(":")
+    if source == "hub":
+        if task.name not in GLUE:
+            raise UserError(
+                f"task {task.name!r} is not in {GLUE_REPOSITORY}; give --data hub:OWNER/NAME[:CONFIG], or "
+                "--data FOLDER"
+            )
+        repository, config = GLUE_REPOSITORY, task.name
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise UserError(
+            f"--data {source!r} names no hub set; write hub:OWNER/NAME[:CONFIG], hub, or a folder"
+        )
+    name = f"{repository} ({config})" if config else repository
+    try:
+        with quiet():
+            dataset = datasets.load_dataset(repository, config or None, split=split)
+    except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
+        raise UserError(
+            f"cannot load split {split!r} of {name} from the hub ({_reason(error)}); check the name and the "
+            "connection, or give --data FOLDER with the files"
+        ) from error
+    return Split(dataset, f"hub {name}, split {split}", str(dataset._fingerprint), len(dataset), ())
+
+
+def _load_folder(task: Task, folder: Path, split: str) -> Split:
+    import datasets
+
+    paths, notes = _find_files(task, folder, split)
+    kind = FORMATS[paths[0].suffix]
+    # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
+    options: dict[str, Any] = {}
+    if kind == "csv":
+        options["converters"] = dict.fromkeys(task.text_columns, str)
+        options["keep_default_na"] = False
+        options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
+    names = ", ".join(str(path) for path in paths)
+    try:
+        with quiet():
+            dataset = datasets.load_dataset(
+                kind,
+                data_files={"data": [glob.escape(str(path.resolve())) for path in paths]},
+                split="data",
+                cache_dir=_cache_folder(),
+                **options,
+            )
+    except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
+        raise UserError(
+            f"cannot read {names} as {kind} ({_reason(error)}); it is damaged or has no rows, so replace it"
+        ) from error
+    if "__index_level_0__" in dataset.column_names:
+        raise UserError(
+            f"{names} has rows with more fields than its header; quote the texts that hold commas"
+        )
+    digests = [files.sha256(path) for path in paths]
+    whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return Split(dataset, names, whole, len(dataset), tuple(notes))
+
+
+def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
+    """Files of a split in FOLDER/TASK or FOLDER, and what to note about them."""
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"data folder {folder} {what}; give --data a folder with {split}.parquet, or hub")
+    places = [place for place in (folder / task.name, folder) if place.is_dir()]
+    stems = [split] + [f"{split}_subset"] * (split == task.train_split)
+    for place in places:
+        for stem in stems:
+            found = [(place / f"{stem}{suffix}", suffix) for suffix in FORMATS]
+            choices = [[path] for path, _ in found if path.is_file()]
+            choices += [shards for _, suffix in found if (shards := _shards(place, stem, suffix))]
+            if choices:
+                notes = []
+                if stem != split:
+                    notes.append(f"{choices[0][0]} holds only a part of the {split} split")
+                if len(choices) > 1:
+                    others = ", ".join(str(paths[0]) for paths in choices[1:])
+                    notes.append(f"{choices[0][0]} was read, {others} not")
+                return choices[0], notes
+    looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
+    there = [f"{place} holds {', '.join(_listing(place)) or 'nothing'}" for place in places]
+    raise UserError(
+        f"no file for split {split!r} of task {task.name!r}: looked for {looked} with {', '.join(FORMATS)} "
+        f"and for their shards (-00000-of-00001); {'; '.join(there)}; give --data the folder that holds it"
+    )
+
+
+def _listing(place: Path) -> list[str]:
+    names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
+    return [*names[:12], *(["..."] if len(names) > 12 else [])]
+
+
+def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
+    pattern = re.compile(re.escape(stem) + r"-(\d{5})-of-(\d{5})" + re.escape(suffix))
+    found = {path: match for path in sorted(place.iterdir()) if (match := pattern.fullmatch(path.name))}
+    if not found:
+        return []
+    totals = {int(match[2]) for match in found.values()}
+    if len(totals) > 1 or len(found) != max(totals):
+        raise UserError(
+            f"{place} holds {len(found)} shards {stem}-*{suffix} where their names say "
+            f"{' or '.join(map(str, sorted(totals)))}; complete the download"
+        )
+    return list(found)
+
+
+def source_fingerprint(task: Task, source: str, split: str) -> str:
+    """What tells whether a split's data changed: SHA-256 of its files; for the hub the source's name.
+
+    Raises:
+        UserError: nothing found.
+    """
+    if source == "hub" or source.startswith("hub:"):
+        return f"{source} {split}"
+    paths, _ = _find_files(task, Path(source), split)
+    return " ".join(files.sha256(path) for path in paths)

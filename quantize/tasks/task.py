@@ -1,0 +1,171 @@
+"""The nine GLUE tasks, and any other text-classification task by naming its columns."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from qdqbench.quantize.core.errors import UserError
+
+CLASSIFICATION_METRICS = ("accuracy", "f1", "matthews")
+REGRESSION_METRICS = ("pearson", "spearman")
+
+
+class Task(BaseModel):
+    """What a task's data looks like and how it is scored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    text_columns: tuple[str, ...]  # one sentence or a pair
+    label_column: str = "label"
+    num_labels: int  # 1: regression
+    metrics: tuple[str, ...]  # the first is the primary one
+    train_split: str = "train"
+    eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
+
+    @property
+    def is_regression(self) -> bool:
+        """One float per sample instead of a class."""
+        return self.num_labels == 1
+
+
+def _glue(name: str, columns: str, metrics: str, num_labels: int = 2) -> Task:
+    return Task(
+        name=name,
+        text_columns=tuple(columns.split()),
+        num_labels=num_labels,
+        metrics=tuple(metrics.split()),
+        eval_splits=("validation_matched", "validation_mismatched") if name == "mnli" else ("validation",),
+    )
+
+
+# Columns as in nyu-mll/glue, metrics as in Wang et al. 2019, "GLUE", table 1.
+GLUE: dict[str, Task] = {
+    task.name: task
+    for task in (
+        _glue("cola", "sentence", "matthews"),
+        _glue("sst2", "sentence", "accuracy"),
+        _glue("mrpc", "sentence1 sentence2", "f1 accuracy"),
+        _glue("stsb", "sentence1 sentence2", "pearson spearman", num_labels=1),
+        _glue("qqp", "question1 question2", "f1 accuracy"),
+        _glue("mnli", "premise hypothesis", "accuracy", num_labels=3),
+        _glue("qnli", "question sentence", "accuracy"),
+        _glue("rte", "sentence1 sentence2", "accuracy"),
+        _glue("wnli", "sentence1 sentence2", "accuracy"),
+    )
+}
+# The generated task of qdqbench.eval.embedded.
+EMBEDDED = Task(name="embedded", text_columns=("sentence",), num_labels=2, metrics=("accuracy", "f1"))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that looks most like `name`."""
+    return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
+
+
+def get_task(
+    name: str,
+    *,
+    text_columns: Sequence[str] = (),
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metrics: Sequence[str] = (),
+) -> Task:
+    """A known task (with the given fields changed), or a new one from its columns.
+
+    Args:
+        name: A GLUE task, `embedded`, or any name when `text_columns` is given.
+        text_columns: Column of the sentence, or the two columns of a pair.
+        label_column: Default `label`.
+        num_labels: Number of classes; 1 means regression.
+        metrics: Primary first; default accuracy, or Pearson and Spearman for regression.
+
+    Raises:
+        UserError: unknown name without columns, or fields that do not fit together.
+    """
+    known = {**GLUE, EMBEDDED.name: EMBEDDED}
+    given = {
+        "text_columns": tuple(text_columns),
+        "label_column": label_column,
+        "num_labels": num_labels,
+        "metrics": tuple(metrics),
+    }
+    given = {key: value for key, value in given.items() if value not in (None, ())}
+    if name in known:
+        fields = known[name].model_dump() | given
+        if num_labels is not None and not metrics and (num_labels == 1) != known[name].is_regression:
+            fields["metrics"] = _default_metrics(num_labels)
+    elif not text_columns:
+        raise UserError(
+            f"unknown task {name!r}, nearest is {nearest(name, known)!r}; choose one of {', '.join(known)}, "
+            "or name the columns of your own set with --text-column (twice for pairs), --label-column and "
+            "--num-labels"
+        )
+    elif num_labels is None:
+        raise UserError(
+            f"task {name!r} is not built in and its number of classes is not known; give --num-labels "
+            "(1 for regression)"
+        )
+    else:
+        fields = {"name": name, "metrics": _default_metrics(num_labels)} | given
+    task = Task.model_validate(fields)
+    _check_fields(task)
+    return task
+
+
+def _default_metrics(num_labels: int) -> tuple[str, ...]:
+    return REGRESSION_METRICS if num_labels == 1 else ("accuracy",)
+
+
+def _check_fields(task: Task) -> None:
+    if len(task.text_columns) > 2 or len({*task.text_columns, task.label_column}) <= len(task.text_columns):
+        raise UserError(
+            f"task {task.name!r} has text columns {', '.join(task.text_columns)} and label column "
+            f"{task.label_column}; give one or two text columns, all different from each other and the label"
+        )
+    if task.num_labels < 1:
+        raise UserError(
+            f"task {task.name!r} has {task.num_labels} labels; give --num-labels 1 (regression) or more"
+        )
+    fitting = REGRESSION_METRICS if task.is_regression else CLASSIFICATION_METRICS
+    if bad := [metric for metric in task.metrics if metric not in fitting]:
+        kind = "regression" if task.is_regression else f"{task.num_labels} classes"
+        raise UserError(
+            f"task {task.name!r} ({kind}) cannot be scored by {', '.join(bad)}; choose from "
+            f"{', '.join(fitting)}"
+        )
+    if "f1" in task.metrics and task.num_labels != 2:
+        raise UserError(
+            f"f1 is the F1 of class 1 and needs 2 classes, task {task.name!r} has {task.num_labels}; "
+            "use accuracy or matthews"
+        )
+
+
+def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
+    """Check that a model's head makes what the task scores.
+
+    Args:
+        task: The task.
+        model_labels: `config.num_labels` of the model.
+        problem_type: `config.problem_type`: None, `regression`, `single_label_classification` or
+            `multi_label_classification`.
+
+    Raises:
+        UserError: the head is for another kind of task or another number of classes.
+    """
+    head = "regression" if problem_type == "regression" or model_labels == 1 else "classification"
+    wanted = "regression" if task.is_regression else "classification"
+    made = f"{problem_type or head} with {model_labels} output{'s' * (model_labels != 1)}"
+    needs = "one regression output" if task.is_regression else f"{task.num_labels} classes"
+    if model_labels != task.num_labels or head != wanted or problem_type == "multi_label_classification":
+        fitting = [
+            name
+            for name, other in GLUE.items()
+            if (other.num_labels == 1) == (head == "regression") and other.num_labels == model_labels
+        ]
+        others = f" (GLUE tasks with such a head: {', '.join(fitting)})" if fitting else ""
+        raise UserError(
+            f"the model's head is {made}, but task {task.name!r} needs {needs}; give a model that was "
+            f"fine-tuned on this task, or the --task that it was fine-tuned on{others}"
+        )

@@ -1,0 +1,276 @@
+"""Fine-tuning: the FP32 baseline of a task from a base encoder, over several seeds."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
+from qdqbench.quantize.encoders.load import (
+    load_encoder,
+    load_tokenizer,
+    model_fingerprint,
+    quiet_transformers,
+)
+from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.losses import label_loss
+from qdqbench.quantize.tasks.rows import Encoded, Ints, encode, load_split
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.train.judge import collapsed, mean_loss, predict_rows
+from qdqbench.quantize.train.loop import Job, decayed, train
+from qdqbench.quantize.train.record import (
+    CHECKPOINTS,
+    RECORD,
+    blank_run,
+    finished,
+    held_out_score,
+    read_finished,
+    spread,
+    write_finished,
+)
+from qdqbench.quantize.train.rows import TrainingData, divide
+from qdqbench.quantize.train.state import Judged
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RESULT = "finetune.json"
+
+
+@dataclass
+class Request:
+    """What `finetune` was asked for."""
+
+    base: str  # folder or hub id of an encoder
+    task: Task
+    data: str
+    folder: Path
+    settings: Training  # of the first seed
+    seeds: int
+    max_length: int
+    keep_head: bool
+    limit: int | None  # training rows
+    command: str
+    report: Callable[[int, LogRow, int], None] = lambda seed, row, steps: None
+
+
+@dataclass
+class _Data:
+    """Tokenized splits, shared by all seeds."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    train: Encoded
+    fingerprint: str
+    evaluation: dict[str, Encoded]
+    notes: list[str]
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.tokenizer.pad_token_id or 0)
+
+
+def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
+    """Fine-tune for every seed; a seed that fails is recorded, and the others go on.
+
+    Seeds that an earlier call with the same settings finished are kept, an unfinished one goes on from its
+    last checkpoint.
+
+    Args:
+        request: what to do.
+        accelerator: of all processes.
+
+    Raises:
+        UserError: model, data or folder cannot be used.
+        CheckFailed: every seed failed.
+    """
+    data = _load(request)
+    runs = []
+    for seed in range(request.settings.seed, request.settings.seed + request.seeds):
+        runs.append(_one(request, data, request.settings.model_copy(update={"seed": seed}), accelerator))
+    result = _result(request, data, runs)
+    if accelerator.is_main_process:
+        files.write_text(request.folder / RESULT, result.model_dump_json(indent=2) + "\n")
+    if not result.spread:
+        raise CheckFailed(f"no seed was trained to its end: {runs[0].reason}")
+    return result
+
+
+def load_base(request: Request, seed: int) -> "PreTrainedModel":
+    """An encoder with a classifier for the task; the classifier is new unless `keep_head`.
+
+    Raises:
+        UserError: not found, unsupported, without encoder weights, or too short for the samples.
+    """
+    import torch
+
+    task = request.task
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = load_encoder(
+            request.base,
+            num_labels=task.num_labels,
+            regression=task.is_regression,
+            dropout=request.settings.dropout,
+            keep_head=request.keep_head,
+        )
+    longest = int(model.config.max_position_embeddings)
+    if request.max_length > longest:
+        raise UserError(
+            f"samples may have {request.max_length} tokens, but model {request.base} has {longest} "
+            "positions; lower --max-length, or in a study export.max_length of the recipes"
+        )
+    return model
+
+
+def _load(request: Request) -> _Data:
+
+    task, length = request.task, request.max_length
+    tokenizer = load_tokenizer(request.base)
+    drawn = {"limit": request.limit, "seed": 0} if request.limit else {}
+    split = load_split(task, request.data, task.train_split, **drawn)
+    judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
+    return _Data(
+        tokenizer=tokenizer,
+        train=encode(split, task, tokenizer, length),
+        fingerprint=f"{split.fingerprint}/{request.limit or 'all'}",
+        evaluation={name: encode(found, task, tokenizer, length) for name, found in judging.items()},
+        notes=[note for found in (split, *judging.values()) for note in found.notes],
+    )
+
+
+def _one(request: Request, data: _Data, settings: Training, accelerator: "Accelerator") -> TrainingRun:
+    """Train one seed, or read what an earlier call made of it."""
+    folder = request.folder / f"seed-{settings.seed}"
+    identity = _identity(request, data, settings)
+    if stored := read_finished(folder / RECORD, identity):
+        return stored
+    divided = divide(data.train, data.pad_id, settings.holdout, settings.seed)
+    run = blank_run(settings, divided, accelerator)
+    try:
+        model = load_base(request, settings.seed)
+        run.parameters = sum(p.numel() for p in model.parameters())
+        job = _job(request, settings, model, divided, identity, accelerator)
+        run.notes = job.notes
+        if any(str(name).endswith("ForSequenceClassification") for name in model.config.architectures or ()):
+            run.notes.append(
+                "the base is a classifier already: rows that it was trained on are not new to it, held-out "
+                "ones among them"
+            )
+        outcome = train(job, accelerator)
+    except CheckFailed as error:
+        return run.model_copy(update={"status": "failed", "reason": str(error)})
+    run = finished(run, outcome).model_copy(
+        update={"folder": f"{folder.name}/model", **_validate(request, data, model, accelerator)}
+    )
+    if accelerator.is_main_process:
+        with files.atomic_folder(folder / "model") as temporary, quiet_transformers():
+            model.save_pretrained(temporary)
+            data.tokenizer.save_pretrained(temporary)
+        write_finished(folder / RECORD, identity, run)
+        shutil.rmtree(folder / CHECKPOINTS)
+    accelerator.wait_for_everyone()
+    return run
+
+
+def _identity(request: Request, data: _Data, settings: Training) -> dict[str, Any]:
+    """What makes two runs the same; JSON values."""
+
+    return {
+        "job": "finetune",
+        "model": model_fingerprint(request.base),
+        "task": request.task.model_dump(mode="json"),
+        "data": data.fingerprint,
+        "max_length": request.max_length,
+        "keep_head": request.keep_head,
+        **settings.model_dump(mode="json"),
+    }
+
+
+def _job(  # noqa: PLR0913, PLR0917
+    request: Request,
+    settings: Training,
+    model: "PreTrainedModel",
+    data: TrainingData,
+    identity: dict[str, Any],
+    accelerator: "Accelerator",
+) -> Job:
+    import torch
+
+    task, labels = request.task, torch.from_numpy(data.encoded.labels).to(accelerator.device)
+
+    def loss(wrapped: Any, rows: Ints, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return label_loss(task, wrapped(**batch).logits, labels[torch.from_numpy(rows).to(labels.device)])
+
+    def judge(plain: Any) -> Judged:
+        logits = predict_rows(accelerator, plain, data.encoded, data.held_out, data.pad_id)
+        answers = data.encoded.labels[data.held_out]
+        if not np.isfinite(logits).all():
+            return Judged(float("nan"), {}, True)
+        values = metrics.compute(task, logits, answers)
+        score = next(iter(values.values()))
+        return Judged(
+            score, {"loss": mean_loss(task, logits, answers), **values}, collapsed(task, logits, answers)
+        )
+
+    return Job(
+        model=model,
+        data=data,
+        settings=settings,
+        loss=loss,
+        judge=judge,
+        folder=request.folder / f"seed-{settings.seed}" / CHECKPOINTS,
+        identity=identity,
+        groups=decayed(model, settings.weight_decay),
+        report=lambda row, steps: request.report(settings.seed, row, steps),
+    )
+
+
+def _validate(
+    request: Request, data: _Data, model: "PreTrainedModel", accelerator: "Accelerator"
+) -> dict[str, Any]:
+    """Metrics of the validation split in FP32; of MNLI's second one under a suffix."""
+    task = request.task
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for number, encoded in enumerate(data.evaluation.values()):
+        suffix = "_mm" if number else ""
+        rows = np.arange(len(encoded.labels))
+        logits = predict_rows(accelerator, model, encoded, rows, data.pad_id)
+        found = metrics.compute(task, logits, encoded.labels)
+        values |= {f"{name}{suffix}": value for name, value in found.items()}
+        found = metrics.stderr(task, logits, encoded.labels, seed=0)
+        errors |= {f"{name}{suffix}": value for name, value in found.items()}
+    first = next(iter(data.evaluation.values()))  # whose metric stands beside n
+    return {"metrics": values, "stderr": errors, "n": len(first.labels)}
+
+
+def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetuning:
+
+    done = [run for run in runs if run.status == "done"]
+    best = max(done, key=held_out_score, default=None)
+    return Finetuning(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=request.command,
+        base={"name": Path(request.base).name, "sha256": model_fingerprint(request.base)},
+        task=request.task.model_dump(mode="json"),
+        data=request.data if request.data.startswith("hub") else Path(request.data).name,
+        runs=runs,
+        spread=spread([run.metrics for run in done]),
+        best_seed=best.seed if best else None,
+        warnings=[
+            *data.notes,
+            *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
+            *dict.fromkeys(note for run in runs for note in run.notes),
+            *(f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"),
+        ],
+        environment=environment(),
+    )

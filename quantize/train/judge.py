@@ -1,0 +1,78 @@
+"""Judging a model in training on held-out rows, sharded over all processes."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqbench.quantize.tasks.rows import Encoded, Ints, pad
+from qdqbench.quantize.tasks.task import Task
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+Floats = npt.NDArray[np.float32]
+BATCH = 64
+SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same
+
+
+def predict_rows(
+    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Ints, pad_id: int
+) -> Floats:
+    """Logits float32 [rows, num_labels] of some rows of a split, the same on every process.
+
+    Args:
+        accelerator: each process computes a share.
+        model: in eval mode, on the accelerator's device.
+        encoded: the split.
+        rows: int64.
+        pad_id: token id of padding.
+    """
+    import torch
+    from accelerate.utils import gather_object
+
+    order = np.argsort(-encoded.lengths[rows], kind="stable")  # positions in `rows`
+    mine = order[accelerator.process_index :: accelerator.num_processes]
+    found: list[tuple[Ints, Floats]] = []
+    for start in range(0, len(mine), BATCH):
+        positions = mine[start : start + BATCH]
+        samples = [
+            (row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows[positions].tolist()
+        ]
+        _, batch = pad(samples, pad_id)
+        with torch.inference_mode():
+            inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
+            logits: Any = model(**inputs).logits
+        found.append((positions, logits.float().cpu().numpy()))
+    parts: list[tuple[Ints, Floats]] = gather_object(found)
+    result = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
+    for positions, values in parts:
+        result[positions] = values
+    return result
+
+
+def mean_loss(task: Task, logits: Floats, labels: npt.NDArray[Any]) -> float:
+    """Mean cross entropy, or mean squared error of a regression."""
+    if task.is_regression:
+        return float(np.mean((logits[:, 0].astype(np.float64) - labels) ** 2))
+    return float(-np.mean(log_softmax(logits)[np.arange(len(labels)), labels]))
+
+
+def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+    """Log probabilities, float64 [n, classes]."""
+    from scipy.special import log_softmax as stable
+
+    return np.asarray(stable(logits.astype(np.float64), axis=1))
+
+
+def collapsed(task: Task, logits: Floats, labels: npt.NDArray[Any]) -> bool:
+    """Whether the answers do not depend on the input though the labels do.
+
+    Not whether one class gets them all: with few samples of the others, a sound model may do that.
+    """
+    if not np.isfinite(logits).all():
+        return True
+    if task.is_regression:
+        return bool(np.std(logits[:, 0]) <= SAME * np.std(labels))
+    return len(np.unique(labels)) > 1 and bool(np.ptp(log_softmax(logits), axis=0).max() <= SAME)

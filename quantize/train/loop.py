@@ -1,0 +1,308 @@
+"""The training loop of `finetune` and `qat`, on one process or many (Hugging Face Accelerate).
+
+A global batch is a function of seed, epoch and position (`training_data`), every process takes its rows of
+it, and the gradient is that of the mean over the whole batch: so the number of processes and of accumulated
+parts changes rounding only, and a resumed run goes on exactly where it was.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.training_results import LogRow
+from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.tasks.rows import Ints
+from qdqbench.quantize.train import checkpoints
+from qdqbench.quantize.train.processes import matrix_products, precision_here
+from qdqbench.quantize.train.rows import TrainingData, epoch_batches, shares, steps_per_epoch
+from qdqbench.quantize.train.state import Judged, State
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+
+LOG_STEPS = 10  # between looks at the loss: each look waits for the device
+Tensors = dict[str, "torch.Tensor"]
+
+
+@dataclass
+class Job:
+    """What is trained, on what, and how it is judged."""
+
+    model: "nn.Module"
+    data: TrainingData
+    settings: Training
+    loss: "Callable[[nn.Module, Ints, Tensors], torch.Tensor]"  # summed over the rows
+    judge: "Callable[[nn.Module], Judged]"  # the same on every process
+    folder: Path  # of checkpoints
+    identity: dict[str, Any]  # what a resumed run must share
+    groups: list[dict[str, Any]]  # of parameters, as optimizers take them
+    after_step: Callable[[], None] = lambda: None
+    report: Callable[[LogRow, int], None] = lambda row, steps: None  # a new line of the log, and all steps
+    judge_first: bool = False  # the weights before training are a candidate too
+    far: float = math.inf  # minus the score: a run that gets there, and ten times its first, diverged
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """A finished training; the model holds the weights of `best_step`."""
+
+    steps: int
+    best_step: int
+    best_score: float
+    log: list[LogRow]
+    seconds: float  # in steps, without evaluations and checkpoints
+    samples: int  # seen in `seconds`
+    stopped: str | None  # why before the last step
+
+
+def total_steps(data: TrainingData, settings: Training) -> int:
+    """Optimizer steps of a run."""
+    steps = max(1, round(settings.epochs * steps_per_epoch(data, settings.batch_size)))
+    return min(steps, settings.max_steps or steps)
+
+
+def evaluation_steps(steps: int, evaluations: int) -> set[int]:
+    """Steps after which the model is judged: evenly spread, the last one included."""
+    count = min(evaluations, steps)
+    return {round(steps * (number + 1) / count) for number in range(count)}
+
+
+def train(job: Job, accelerator: "Accelerator") -> Outcome:
+    """Train a model, or go on with a run that was killed.
+
+    Args:
+        job: what to do; its model is trained in place and ends with the best weights.
+        accelerator: of all processes.
+
+    Raises:
+        UserError: a checkpoint of another run, or no room for checkpoints.
+        CheckFailed: the loss is NaN or infinite, or the model diverged.
+    """
+    try:
+        with matrix_products(job.settings.precision):
+            return _train(job, accelerator)
+    finally:
+        accelerator.free_memory()  # it would go on saving this model with the next one
+        job.model.eval()
+
+
+def _train(job: Job, accelerator: "Accelerator") -> Outcome:
+    from accelerate.utils import set_seed
+
+    settings = job.settings
+    steps = total_steps(job.data, settings)
+    due = evaluation_steps(steps, settings.evaluations)
+    model, optimizer, scheduler = _prepared(job, accelerator, steps)
+    state = _resumed(job, accelerator)
+    if state is None:
+        state = State()
+        set_seed(settings.seed, device_specific=True)
+        if job.judge_first:
+            _judge(job, accelerator, state)
+    stopped = state.ends(settings)
+    while state.step < steps and stopped is None:
+        until = min(step for step in due if step > state.step)
+        _advance(job, accelerator, (model, optimizer, scheduler), state, until)
+        _judge(job, accelerator, state)
+        stopped = state.ends(settings)
+    _load_best(checkpoints.at(job.folder, state.best_step), job.model)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # its forward is no longer under autocast
+    return Outcome(
+        steps=state.step,
+        best_step=state.best_step,
+        best_score=state.best_score,
+        log=[LogRow(**row) for row in state.log],
+        seconds=state.seconds,
+        samples=state.samples,
+        stopped=stopped,
+    )
+
+
+def measure_steps(job: Job, accelerator: "Accelerator", count: int) -> list[float]:
+    """Seconds of `count` optimizer steps, after one of the longest batch of the first epoch.
+
+    The model is of no use afterwards.
+    """
+    import torch
+
+    settings, lengths = job.settings, job.data.encoded.lengths
+    model, optimizer, _ = _prepared(job, accelerator, count)
+    batches = epoch_batches(job.data, settings.batch_size, settings.seed, 0)
+    longest = max(batches, key=lambda rows: (len(rows), int(lengths[rows].max())))
+    model.train()
+    seconds = []
+    for rows in [longest, *(batches[number % len(batches)] for number in range(count))]:
+        start = time.perf_counter()
+        _gradient(job, accelerator, model, rows)
+        accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        job.after_step()
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def _prepared(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any, Any]:
+    """Model, optimizer and scheduler, wrapped by Accelerate."""
+    import torch
+    from transformers import get_scheduler
+
+    settings = job.settings
+    job.model.to(accelerator.device)
+    optimizer = torch.optim.AdamW(
+        job.groups, lr=settings.learning_rate, fused=accelerator.device.type in ("cuda", "cpu")
+    )
+    kind = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    scheduler = get_scheduler(
+        kind, optimizer, num_warmup_steps=round(settings.warmup * steps), num_training_steps=steps
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch renames an option that Accelerate passes on
+        return accelerator.prepare(job.model, optimizer, scheduler)  # type: ignore[no-any-return]
+
+
+def decayed(model: "nn.Module", weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of a model: biases and LayerNorms are not decayed (Devlin et al. 2018)."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _identity(job: Job, accelerator: "Accelerator") -> dict[str, Any]:
+    """What a resumed run must share: other arithmetic would go on, but to other weights."""
+    return {
+        **job.identity,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "arithmetic": precision_here(job.settings.precision),
+    }
+
+
+def _resumed(job: Job, accelerator: "Accelerator") -> State | None:
+    found = checkpoints.find(job.folder, _identity(job, accelerator), job.notes)
+    if found is None:
+        return None
+    accelerator.load_state(str(found.folder))
+    state = State(**found.state)
+    job.notes.append(f"resumed after step {state.step}")
+    for row in state.log:
+        job.report(LogRow(**row), total_steps(job.data, job.settings))
+    return state
+
+
+def _advance(
+    job: Job, accelerator: "Accelerator", prepared: tuple[Any, Any, Any], state: State, until: int
+) -> None:
+    """Optimizer steps up to the next evaluation."""
+    model, optimizer, scheduler = prepared
+    settings, data = job.settings, job.data
+    per_epoch = steps_per_epoch(data, settings.batch_size)
+    steps = total_steps(data, settings)
+    model.train()
+    losses: list[Any] = []
+    seen, start, epoch, batches = 0, time.perf_counter(), -1, []
+    while state.step < until:
+        if state.step // per_epoch != epoch:
+            epoch = state.step // per_epoch
+            batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)
+        rows = batches[state.step % per_epoch]
+        losses.append(_gradient(job, accelerator, model, rows))
+        norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        job.after_step()
+        state.step += 1
+        seen += len(rows)
+        if state.step % LOG_STEPS == 0 or state.step == until:
+            mean = _mean_loss(accelerator, losses, norm, state.step)
+            losses = []
+            row = LogRow(
+                step=state.step,
+                epoch=state.step / per_epoch,
+                loss=mean,
+                learning_rate=scheduler.get_last_lr()[0],
+                gradient_norm=float(norm),
+            )
+            state.log.append(row.model_dump())
+            job.report(row, steps)
+    state.seconds += time.perf_counter() - start
+    state.samples += seen
+
+
+def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Ints) -> Any:
+    """Gradient of the mean loss over a global batch; returns this process's part of that mean."""
+    import contextlib
+
+    world = accelerator.num_processes
+    parts = shares(rows, accelerator.process_index, world, job.settings.accumulate)
+    weight = float(accelerator.process_index < len(rows)) / len(rows)  # 0 for a row that another process has
+    total: Any = 0.0
+    for number, part in enumerate(parts):
+        last = number + 1 == len(parts)
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):  # no all-reduce yet
+            loss = job.loss(model, part, _tensors(job, accelerator, part)) * weight
+            accelerator.backward(loss * world)  # DDP takes the mean over the processes
+        total = total + loss.detach()
+    return total
+
+
+def _tensors(job: Job, accelerator: "Accelerator", rows: Ints) -> Tensors:
+    import torch
+
+    _, batch = job.data.batch(rows)
+    return {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
+
+
+def _mean_loss(accelerator: "Accelerator", losses: list[Any], norm: Any, step: int) -> float:
+    """Mean over the steps since the last look, the same on every process.
+
+    Raises:
+        CheckFailed: it is not a number, or the last gradient is not: a quantizer makes a code of NaN.
+    """
+    import torch
+
+    mean = float(accelerator.reduce(torch.stack(losses).float().mean(), reduction="sum"))
+    if not math.isfinite(mean) or not math.isfinite(float(norm)):
+        raise CheckFailed(
+            "the training loss or its gradient became NaN or infinite between steps "
+            f"{step - len(losses) + 1} and {step}; lower learning_rate, or set precision: fp32"
+        )
+    return mean
+
+
+def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
+    """Evaluate, note, and write a checkpoint."""
+    job.model.eval()
+    judged = job.judge(job.model)
+    if not math.isfinite(judged.score):
+        raise CheckFailed(
+            f"the model's answers to the held-out rows are NaN or infinite after step {state.step}; lower "
+            "learning_rate, or set precision: fp32"
+        )
+    # a new head may answer the same to everything for half of the steps, and step 0 is no training
+    late = 2 * state.step > total_steps(job.data, job.settings)
+    state.see(judged, may_collapse=late or (job.judge_first and state.step > 0), far=job.far)
+    per_epoch = steps_per_epoch(job.data, job.settings.batch_size)
+    row = LogRow(step=state.step, epoch=state.step / per_epoch, score=judged.score, values=judged.values)
+    state.log.append(row.model_dump())
+    job.report(row, total_steps(job.data, job.settings))
+    identity = _identity(job, accelerator)
+    checkpoints.save(job.folder, state.step, accelerator, identity=identity, state=asdict(state))
+
+
+def _load_best(checkpoint: Path, model: Any) -> None:
+    from safetensors.torch import load_model
+
+    checkpoints.require_whole(checkpoint)
+    load_model(model, checkpoint / checkpoints.WEIGHTS)

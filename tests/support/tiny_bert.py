@@ -1,0 +1,164 @@
+"""A tiny random BERT classifier with its tokenizer on disk, batches for it, and its path to ONNX."""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+
+from qdqbench.eval.accuracy.runners import session_of
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.calibrate import record as calibration
+from qdqbench.quantize.encoders.load import load_model, quiet_transformers
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.graph import export
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+
+LAYERS, HIDDEN, HEADS, INTERMEDIATE = 2, 32, 2, 64
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOCABULARY = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), ".", ",", "!"]
+OF_A_LAYER = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+)
+LINEARS = [f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in OF_A_LAYER]
+ATTENTIONS = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(LAYERS)]
+INT8 = {"weights": "int8/channel", "input": "int8/tensor"}
+Batch = dict[str, npt.NDArray[np.int64]]
+
+
+class Quantized(NamedTuple):
+    """A calibrated fake-quant model; shared by tests, so never changed."""
+
+    model: Any
+    plan: Plan
+    record: calibration.CalibrationRecord
+
+
+def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
+    """Random weights wide enough that every layer matters to the logits, biases included."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        intermediate_size=INTERMEDIATE,
+        max_position_embeddings=128,
+        num_labels=labels,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = BertForSequenceClassification(config)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(1 + 0.1 * noise if name.endswith("LayerNorm.weight") else 0.2 * noise)
+    return model
+
+
+def write_tiny_bert(folder: Path, model: Any = None) -> Path:
+    """Save a model (by default a new one) and the tokenizer."""
+    from transformers import BertTokenizer
+
+    with quiet_transformers():
+        (model or new_bert()).save_pretrained(folder)
+    vocabulary = {piece: index for index, piece in enumerate(VOCABULARY)}
+    BertTokenizer(vocab=vocabulary, model_max_length=128).save_pretrained(folder)
+    return folder
+
+
+def padded_batch(lengths: tuple[int, ...] = (9, 4, 16), seed: int = 0) -> Batch:
+    """Random tokens [B, longest]; padding is at the end and of id 0."""
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+    ids = rng.integers(len(SPECIAL), len(VOCABULARY), mask.shape) * mask
+    types = (np.arange(max(lengths)) >= 3) * mask
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+def calibration_batches() -> list[Batch]:
+    """Batches of equal length, as calibration gets them."""
+    return [padded_batch((length,) * 8, seed=length) for length in (5, 12, 16)]
+
+
+def recipe_with(name: str = "bert-int8-linears", **changes: Any) -> Recipe:
+    """A shipped recipe with max calibration and nothing more, and with some top-level keys replaced."""
+    plain: dict[str, Any] = {"calibration": {}}
+    return Recipe.model_validate(load_recipe(name).model_dump(mode="json") | plain | changes)
+
+
+def plan_of(recipe: Recipe, model: Any) -> Plan:
+    return resolve(recipe, module_table(model), model.base_model_prefix)
+
+
+def calibrate(folder: Path, recipe: Recipe) -> Quantized:
+    """A fresh fake-quant model."""
+    model = load_model(str(folder))
+    plan = plan_of(recipe, model)
+    record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    return Quantized(model, plan, record)
+
+
+@functools.cache
+def quantized(folder: Path, name: str = "bert-int8-linears") -> Quantized:
+    """The fake-quant model of `recipe_with(name)`, made once."""
+    return calibrate(folder, recipe_with(name))
+
+
+@functools.cache
+def _traced(folder: Path, name: str) -> onnx.ModelProto:
+    return export.trace(quantized(folder, name).model, 20)
+
+
+def traced(folder: Path, name: str = "bert-int8-linears") -> onnx.ModelProto:
+    """FP32 graph with Q/DQ as the exporter gives it; a copy, to be changed at will."""
+    return copied(_traced(folder, name))
+
+
+@functools.cache
+def _exported(folder: Path, name: str, compute: str, weights: str) -> onnx.ModelProto:
+    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return export.finish(_traced(folder, name), quantized(folder, name).plan, settings)
+
+
+def exported(
+    folder: Path, name: str = "bert-int8-linears", compute: str = "fp16", weights: str = "channel"
+) -> onnx.ModelProto:
+    """The finished graph of a shipped recipe; a copy, to be changed at will."""
+    return copied(_exported(folder, name, compute, weights))
+
+
+def exported_of(model: Any, plan: Plan, weights: str, compute: str = "fp32") -> onnx.ModelProto:
+    """The finished graph of a fake-quant model."""
+    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    return export.finish(export.trace(model, 20), plan, settings)
+
+
+def copied(model: onnx.ModelProto) -> onnx.ModelProto:
+    twin = onnx.ModelProto()
+    twin.CopyFrom(model)
+    return twin
+
+
+def tensor(model: onnx.ModelProto, name: str) -> npt.NDArray[Any]:
+    """An initializer as a writable array."""
+    found: npt.NDArray[Any] = numpy_helper.to_array(
+        next(t for t in model.graph.initializer if t.name == name)
+    )
+    return found.copy()
+
+
+def run_onnx(model: onnx.ModelProto, feeds: dict[str, Any]) -> npt.NDArray[Any]:
+    """First output on ONNX Runtime without optimizations, as the product runs it."""
+    return np.asarray(session_of(model.SerializeToString(), "the test's graph").run(None, feeds)[0])

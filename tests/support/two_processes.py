@@ -1,0 +1,17 @@
+"""Run by `torchrun` in test_training: the same job on every process."""
+
+import sys
+from pathlib import Path
+
+import tiny_training as tiny
+import torch
+
+from qdqbench.quantize.train.loop import train
+from qdqbench.quantize.train.processes import new_accelerator
+
+folder = Path(sys.argv[1])
+accelerator = new_accelerator("fp32")
+job = tiny.job(folder / "checkpoints")
+train(job, accelerator)
+torch.save(tiny.weights(job), folder / f"weights-{accelerator.process_index}.pt")
+torch.distributed.destroy_process_group()

@@ -1,0 +1,159 @@
+"""Latencies of a search from engines that are files: one twin, proof, and failures that are a trial's own."""
+
+import tempfile
+from contextlib import ExitStack, nullcontext
+
+import pytest
+
+from qdqbench.eval.bench import clocks, engines
+from qdqbench.eval.placement.space import make_space
+from qdqbench.eval.search import latency
+from qdqbench.eval.search.trial import Workspace
+from qdqbench.eval.search.worker import Options
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.engine import backend
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.rundir.session import RunConfig, Session
+from qdqbench.quantize.tasks.task import Task
+
+from ...support import fake_engines
+from ...support.cost_rows_made import made_rows
+from ...support.tiny_bert import calibration_batches, write_tiny_bert
+
+TASK = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+HOW = {"method": "max", "smooth": "none", "weights_method": "max"}
+OPTIONS = Options(batch=8, length=32, latency="engine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def work(folder, tmp_path, monkeypatch):
+    base = load_recipe("bert-int8-linears").model_dump(mode="json")
+    base["calibration"] = {}
+    recipe = Recipe.model_validate(base)
+    config = RunConfig(recipe=recipe, model=str(folder), task=TASK, data="none")
+    session = Session(config, tmp_path)
+    model = session.fp32_model
+    made = Workspace(session, make_space(recipe, module_table(model), model.base_model_prefix), 8)
+    monkeypatch.setattr(Workspace, "_batches", lambda self, recipe: calibration_batches())
+    return made
+
+
+@pytest.fixture
+def measure(work, monkeypatch):
+    """The function that gives latencies, on a GPU that is not there."""
+    fakes = fake_engines.devices()
+    monkeypatch.setattr(engines, "gpu_devices", lambda: fakes)
+    monkeypatch.setattr(engines, "alone_on_gpu", nullcontext)
+    monkeypatch.setattr(latency, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
+    monkeypatch.setattr(
+        backend, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
+    )
+    with ExitStack() as stack:
+        source, found = latency.latency_source(work.session, OPTIONS, work, stack)
+        assert source.label == "measured on fake GPU, fake 0"
+        yield found
+
+
+def placed(work, units, attention=()):
+    recipe = work.space.assemble(set(units), set(attention), HOW)
+    return recipe, work.plan(recipe)
+
+
+def test_a_speedup_is_over_one_twin(work, measure):
+    some, more = placed(work, [(0, "output")]), placed(work, work.space.units)
+    first, second = measure(*some), measure(*more)
+    assert first.twin_ms == second.twin_ms == pytest.approx(8 * fake_engines.TWIN_MS)
+    assert first.speedup == pytest.approx(1.05)
+    assert second.speedup == pytest.approx(1.6)
+    assert (second.int8_gemms, second.expected_int8_gemms) == (12, 12)
+    assert len(fake_engines.opened) == 3
+    assert not fake_engines.opened[0].closed
+    assert all(engine.closed for engine in fake_engines.opened[1:])
+    twin, first, second = (engine.cache for engine in fake_engines.opened)
+    assert first == second != twin
+
+
+def test_nothing_in_int8_is_the_twin_itself(work, measure):
+    measure(*placed(work, [(0, "output")]))
+    found = measure(*placed(work, []))
+    assert (found.ms, found.speedup) == (found.twin_ms, 1.0)
+    assert len(fake_engines.opened) == 2
+
+
+def test_a_trial_whose_engine_is_wrong_fails_and_the_next_one_runs(work, measure):
+    trial = placed(work, [(1, "ffn-in")])
+    fake_engines.spoilt.append(True)
+    with pytest.raises(CheckFailed, match="NaN"):
+        measure(*trial)
+    fake_engines.spoilt.clear()
+    fake_engines.unproven.append(True)
+    with pytest.raises(CheckFailed, match="do not run in INT8"):
+        measure(*trial)
+    fake_engines.unproven.clear()
+    assert measure(*trial).speedup > 1
+
+
+def test_files_of_engines_do_not_stay(work, measure):
+    measure(*placed(work, [(1, "ffn-in")]))
+    left = {path.suffix for path in work.session.folder.glob("engines-*/*")}
+    assert ".engine" in left  # the twin's
+    assert len(list(work.session.folder.glob("engines-*/*.engine"))) == 1
+
+
+def test_a_shape_outside_of_the_profile_is_refused(work):
+    with pytest.raises(UserError, match="--batch 500"):
+        latency.latency_source(work.session, Options(batch=500), work, ExitStack())
+
+
+def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(clocks, "gpu_uuid", lambda: "GPU-1")
+    with engines.alone_on_gpu():
+        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), engines.alone_on_gpu():
+            pass
+        monkeypatch.setattr(clocks, "gpu_uuid", lambda: "GPU-2")
+        with engines.alone_on_gpu():
+            pass
+    with engines.alone_on_gpu():
+        pass
+
+
+def test_engines_need_a_gpu(work, monkeypatch):
+    monkeypatch.setattr(latency, "find_gpu", lambda: None)
+    with pytest.raises(MissingDevice, match="--latency model"):
+        latency.latency_source(work.session, OPTIONS, work, ExitStack())
+
+
+def test_without_a_gpu_latency_is_modelled(work, monkeypatch, tmp_path):
+    from qdqbench.eval.placement.cost_fit import fit
+
+    monkeypatch.setattr(latency, "find_gpu", lambda: None)
+    path = tmp_path / "cost.json"
+    path.write_text(fit(made_rows()).model_dump_json())
+    options = Options(batch=8, length=32, cost_model=path)
+    source, measure = latency.latency_source(work.session, options, work, ExitStack())
+    assert source.mode == "model"
+    assert "hidden 32" in " ".join(source.outside)
+    assert measure(*placed(work, [])).speedup == 1
+    assert measure(*placed(work, work.space.units)).int8_gemms is None
+
+
+def test_models_are_made_from_shared_calibrations(work, monkeypatch):
+    calls = []
+    calibrate = ptq.calibrate
+    monkeypatch.setattr(ptq, "calibrate", lambda *a, **k: calls.append(1) or calibrate(*a, **k))
+    for units in ([(0, "output")], [(1, "qkv"), (1, "output")], list(work.space.units)):
+        work.model(*placed(work, units))
+    work.model(*placed(work, [(0, "output")], [0]))
+    assert len(calls) == 1
+    again = Workspace(work.session, work.space, 8)
+    again.model(*placed(work, [(1, "output")]))
+    assert len(calls) == 1  # from the folder

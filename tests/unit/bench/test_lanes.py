@@ -1,0 +1,169 @@
+"""Inputs, lanes and timers of devices; CUDA is a fake that writes down what is asked of it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.eval.bench import lanes as bench_lanes
+from qdqbench.eval.bench.lanes import (
+    CudaTimer,
+    DeviceLane,
+    HostLane,
+    SplitLane,
+    random_sets,
+    rounded_up,
+    to_device,
+)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
+def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
+    made = random_sets(batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed)
+    again = random_sets(batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed)
+    assert len(made) == sets
+    for one, same in zip(made, again, strict=True):
+        assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)
+        assert all(array.shape == (batch, length) for array in one.values())
+        assert one["attention_mask"].all()
+        assert 0 <= one["input_ids"].min() <= one["input_ids"].max() < vocabulary
+        assert np.array_equal(one["input_ids"], same["input_ids"])
+
+
+def test_sets_differ_from_each_other_and_between_seeds():
+    ids = [
+        values["input_ids"].tobytes()
+        for seed in (0, 1)
+        for values in random_sets(batch=4, length=16, vocabulary=1000, sets=8, seed=seed)
+    ]
+    assert len(set(ids)) == 16
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_real_lengths_are_rounded_up_and_masked(length, step):
+    longest = max(length, 128)
+    batch = {name: np.ones((2, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
+    made = rounded_up(batch, longest, step)["attention_mask"]
+    assert length <= made.shape[1] <= longest
+    assert made.shape[1] % step == 0 or made.shape[1] == longest
+    assert made.sum() == 2 * length
+    assert made[:, :length].all()
+
+
+class FakeStream:
+    def __init__(self, log):
+        self.log = log
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+
+class FakeEvent:
+    """Time is the number of things that were done before it."""
+
+    def __init__(self, log, enable_timing):
+        assert enable_timing
+        self.log = log
+
+    def record(self, stream):
+        self.time = len(self.log)
+        self.log.append("event")
+
+    def elapsed_time(self, other):
+        return float(other.time - self.time)
+
+
+class FakeBound:
+    """Logits are the first token of each sequence."""
+
+    def __init__(self, log, shape):
+        self.log, self.stream = log, FakeStream(log)
+        self.inputs = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+        self.outputs = {"logits": torch.zeros(shape[0], 1)}
+
+    def launch(self):
+        self.log.append("launch")
+        self.outputs["logits"].copy_(self.inputs["input_ids"][:, :1])
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    log = []
+
+    class InStream:
+        def __init__(self, stream):
+            assert isinstance(stream, FakeStream)
+
+        def __enter__(self):
+            log.append("in stream")
+
+        def __exit__(self, *_):
+            log.append("out of stream")
+
+    monkeypatch.setattr(torch.cuda, "stream", InStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("device synchronize"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(log, enable_timing))
+    return log
+
+
+def tensors(first, shape=(2, 4)):
+    return {"input_ids": torch.full(shape, first), "attention_mask": torch.ones(shape, dtype=torch.long)}
+
+
+def test_a_lane_rotates_what_differs_and_copies_on_its_own_stream(cuda):
+    lane = DeviceLane(FakeBound(cuda, (2, 4)), [tensors(5), tensors(6), tensors(7)])
+    assert lane.varying == ["input_ids"]  # the mask is the same in all sets
+    assert lane.bound.inputs["attention_mask"].all()
+    made = []
+    for number in range(4):
+        cuda.clear()
+        lane.feed(number)
+        lane.launch()
+        assert cuda == ["in stream", "out of stream", "launch"]
+        made.append(float(lane.fetch()[0, 0]))
+    assert made == [5, 6, 7, 5]
+
+
+def test_events_enclose_the_launch_and_not_the_copy(cuda):
+    lane = DeviceLane(FakeBound(cuda, (2, 4)), [tensors(5), tensors(6)])
+    cuda.clear()
+    assert CudaTimer().latencies(lane, 2) == [2.0, 2.0]  # an event and a launch
+    one = ["in stream", "out of stream", "event", "launch", "event"]
+    assert cuda == [*one, *one, "synchronize"]
+
+
+def test_throughput_launches_all_lanes_between_two_synchronizations(cuda):
+    lanes = [SimpleNamespace(launch=lambda n=n: cuda.append(n)) for n in (1, 2)]
+    assert CudaTimer().wall(lanes, 2) >= 0
+    assert cuda == ["device synchronize", 1, 2, 1, 2, "device synchronize"]
+
+
+def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda):
+    bounds = {(2, 4): FakeBound(cuda, (2, 4)), (1, 2): FakeBound(cuda, (1, 2))}
+    lane = SplitLane(bounds, [tensors(5), tensors(6), tensors(7, (1, 2))])
+    cuda.clear()
+    lane.feed(0)
+    lane.launch()
+    assert cuda.count("launch") == 3
+    assert lane.fetch()[:, 0].tolist() == [5, 5, 6, 6, 7]
+
+
+def test_a_host_lane_runs_whole_sets():
+    sets = [[{"x": np.full((2, 1), 1.0)}], [{"x": np.full((2, 1), 2.0)}, {"x": np.full((1, 1), 3.0)}]]
+    lane = HostLane(lambda batch: batch["x"], sets)
+    made = []
+    for number in range(3):
+        lane.feed(number)
+        lane.launch()
+        made.append(lane.fetch()[:, 0].tolist())
+    assert made == [[1, 1], [2, 2, 3], [1, 1]]
+
+
+def test_to_device_keeps_the_numbers(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self, raising=True)
+    made = to_device({"input_ids": np.arange(6).reshape(2, 3)})
+    assert made["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert bench_lanes.OUTPUT == "logits"

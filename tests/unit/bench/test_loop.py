@@ -1,0 +1,264 @@
+"""The measuring loop and its statistics, with contestants and timers whose times are known."""
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.eval.bench import loop
+from qdqbench.eval.bench.loop import (
+    Burst,
+    Contestant,
+    Effort,
+    Measured,
+    WallTimer,
+    judge_outputs,
+    measure,
+    rotation,
+    speedup,
+)
+from qdqbench.quantize.core.errors import CheckFailed
+
+
+class FakeLane:
+    """Gives the logits of the input set that it was fed."""
+
+    input_sets = 2
+
+    def __init__(self, logits=None, fail=None):
+        rng = np.random.default_rng(0)
+        self.logits = [rng.normal(size=(2, 3)) for _ in range(2)] if logits is None else logits
+        self.fail, self.fed, self.launches = fail, [], 0
+
+    def feed(self, number):
+        self.fed.append(number)
+
+    def launch(self):
+        self.launches += 1
+        if self.fail:
+            raise RuntimeError(self.fail)
+
+    def fetch(self):
+        return np.asarray(self.logits[self.fed[-1] % len(self.logits)], dtype=np.float32)
+
+
+class FakeTimer:
+    """Each launch takes `ms`; writes down who ran."""
+
+    def __init__(self, ms, log=None, name=""):
+        self.ms, self.log, self.name = ms, [] if log is None else log, name
+
+    def latencies(self, lane, count):
+        self.log.append((self.name, count))
+        return [self.ms] * count
+
+    def wall(self, lanes, count):
+        return count * self.ms / 1000  # lanes run at the same time
+
+
+def contestant(name, ms=1.0, lane=None, log=None, precision="fp16"):
+    return Contestant(name, precision, [lane or FakeLane()] * 2, FakeTimer(ms, log, name))
+
+
+@given(count=st.integers(1, 9), cycles=st.integers(1, 3))
+def test_rotation_is_balanced_by_place_and_by_neighbour(count, cycles):
+    period = count if count % 2 == 0 else 2 * count
+    rows = rotation(count, cycles * period)
+    assert all(sorted(row) == list(range(count)) for row in rows)
+    places = Counter((place, who) for row in rows for place, who in enumerate(row))
+    assert set(places.values()) == {cycles * period // count}
+    assert len(places) == count * count
+    neighbours = Counter(pair for row in rows for pair in pairwise(row))
+    assert len(neighbours) == count * (count - 1)
+    assert len(set(neighbours.values())) <= 1
+
+
+@given(count=st.integers(1, 9), rounds=st.integers(1, 40))
+def test_rotation_is_never_off_by_more_than_the_last_cycle(count, rounds):
+    rows = rotation(count, rounds)
+    assert len(rows) == rounds
+    firsts = Counter(row[0] for row in rows)
+    assert max(firsts.values()) - min(firsts[who] for who in range(count)) <= 2
+
+
+TIMES = st.floats(0.01, 1000)
+
+
+@given(base=st.lists(TIMES, min_size=1, max_size=15), factor=st.floats(0.1, 10), seed=st.integers(0, 9))
+def test_speedup_of_a_constant_factor_is_that_factor(base, factor, seed):
+    ratio = speedup(base, [time / factor for time in base], seed)
+    assert ratio.value == pytest.approx(factor)
+    if len(base) < 3:
+        assert ratio.low is None
+        assert ratio.high is None
+    else:  # paired: a factor that every round shows has no spread, however the rounds differ
+        assert ratio.low == pytest.approx(factor)
+        assert ratio.high == pytest.approx(factor)
+
+
+@given(rounds=st.lists(st.tuples(TIMES, TIMES), min_size=3, max_size=15))
+def test_speedup_is_the_ratio_of_medians_inside_its_interval(rounds):
+    base, own = zip(*rounds, strict=True)
+    ratio = speedup(base, own)
+    assert ratio.value == pytest.approx(np.median(base) / np.median(own))
+    assert ratio.low <= ratio.value <= ratio.high
+    assert min(base) / max(own) <= ratio.low * (1 + 1e-9)
+    assert ratio.high <= max(base) / min(own) * (1 + 1e-9)
+    assert ratio == speedup(base, own)  # seeded
+
+
+def test_interval_of_noisy_equals_holds_one_and_of_a_clear_winner_does_not():
+    rng = np.random.default_rng(0)
+    base, same, faster = (scale * (1 + 0.02 * rng.normal(size=12)) for scale in (2.0, 2.0, 1.0))
+    assert speedup(base, same).low < 1 < speedup(base, same).high
+    assert speedup(base, faster).low > 1.9
+
+
+@given(st.lists(st.lists(TIMES, min_size=1, max_size=20), min_size=1, max_size=8))
+def test_statistics_are_those_of_numpy_over_all_launches(rounds):
+    found = Measured([Burst(values, {1: 2.0}, 0.0, 1.0) for values in rounds])
+    flat = [value for values in rounds for value in values]
+    assert found.launches == flat
+    for percent in (50, 90, 99):
+        assert found.percentile(percent) == pytest.approx(np.percentile(flat, percent))
+    assert found.percentile(50) <= found.percentile(90) <= found.percentile(99) <= max(flat)
+    assert found.median_ms == pytest.approx(np.median([np.median(values) for values in rounds]))
+
+
+def test_one_disturbed_round_moves_nothing():
+    rounds = [[1.0] * 5] * 6 + [[50.0] * 5]
+    assert Measured([Burst(values, {}, 0, 0) for values in rounds]).median_ms == 1.0
+
+
+def test_rounds_interleave_all_contestants_in_the_balanced_order():
+    log = []
+    names = ["a", "b", "c", "d"]
+    found = measure(
+        [contestant(name, log=log) for name in names], Effort(rounds=4, seconds=1, repeats=7, streams=(1, 2))
+    )
+    timed = [name for name, count in log if count == 7]
+    assert timed == [names[who] for row in rotation(4, 4) for who in row]
+    assert {name: len(one.bursts) for name, one in found.items()} == dict.fromkeys(names, 4)
+    assert all(found["a"].bursts[0].latencies_ms == [1.0] * 7 for _ in range(4))
+
+
+def test_every_burst_is_preceded_by_warm_launches_that_are_not_counted():
+    log = []
+    measure([contestant("a", log=log)], Effort(rounds=2, seconds=1, repeats=9))
+    assert [count for _, count in log] == [1, 3, 3, 9, 3, 9]
+
+
+def test_slow_launches_are_not_wasted_on_warming_up():
+    log = []
+    measure([contestant("a", 1000.0, log=log)], Effort(rounds=2, seconds=1, least=1))
+    assert [count for _, count in log] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ms", "seconds", "rounds", "expected"),
+    [(1.0, 1.0, 10, 100), (0.001, 1.0, 10, loop.MOST_LAUNCHES), (500.0, 1.0, 10, 5), (3.0, 0.3, 10, 10)],
+)
+def test_launches_follow_from_the_time_asked_for(ms, seconds, rounds, expected):
+    found = measure([contestant("a", ms)], Effort(rounds=rounds, seconds=seconds))
+    assert [len(burst.latencies_ms) for burst in found["a"].bursts] == [expected] * rounds
+
+
+def test_throughput_counts_every_stream():
+    found = measure([contestant("a", 2.0)], Effort(rounds=1, seconds=0.1, streams=(1, 2)))
+    assert found["a"].throughput(1) == [pytest.approx(500)]
+    assert found["a"].throughput(2) == [pytest.approx(1000)]
+
+
+def test_progress_and_windows():
+    seen, clock = [], iter(range(100))
+    found = measure(
+        [contestant("a")],
+        Effort(rounds=3, seconds=1, repeats=1),
+        now=lambda: float(next(clock)),
+        progress=lambda *done: seen.append(done),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert [(burst.start, burst.end) for burst in found["a"].bursts] == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_nobody_to_measure():
+    assert measure([], Effort(rounds=3, seconds=1)) == {}
+
+
+def test_a_failing_contestant_is_named():
+    class Broken(FakeTimer):
+        def latencies(self, lane, count):
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+    broken = Contestant("int8", "int8", [FakeLane()], Broken(1.0))
+    with pytest.raises(CheckFailed, match="int8 failed while it was measured: CUDA error"):
+        measure([contestant("fp16"), broken], Effort(rounds=1, seconds=1))
+
+
+def noisy(error, seed=1):
+    """Logits that are `error` (relative) from those of a FakeLane."""
+    reference = FakeLane().logits
+    noise = np.random.default_rng(seed).normal(size=(2, 2, 3))
+    scale = error * np.linalg.norm(reference) / np.linalg.norm(noise)
+    return FakeLane([values + scale * more for values, more in zip(reference, noise, strict=True)])
+
+
+NAN = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.nan, 0.0]])]
+INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
+
+
+@pytest.mark.parametrize(
+    ("precision", "lane", "message"),
+    [
+        ("int8", FakeLane(NAN), "NaN or infinite logits for 1 of 4 inputs"),
+        ("fp16", FakeLane(INF), "NaN or infinite logits for 1 of 4 inputs"),
+        ("int8", FakeLane([np.ones((2, 3))]), "the same logits for all of 4 different inputs"),
+        ("int8", noisy(0.8), "its logits are 0.8"),  # facts: q, k, v without the softmax
+        ("fp16", noisy(0.2), "its logits are 0.2"),
+    ],
+)
+def test_wrong_outputs_are_errors(precision, lane, message):
+    errors, differences, reference = judge_outputs(
+        [contestant("fp32", precision="fp32"), contestant("x", lane=lane, precision=precision)], ["fp32"]
+    )
+    assert message in errors["x"]
+    assert list(errors) == ["x"]
+    assert reference == "fp32"
+    assert set(differences) <= {"x"}
+
+
+@pytest.mark.parametrize(("precision", "error"), [("int8", 0.035), ("int8", 0.3), ("fp16", 0.004)])
+def test_sound_outputs_have_their_distance_recorded(precision, error):
+    errors, differences, _ = judge_outputs(
+        [contestant("fp32"), contestant("x", lane=noisy(error), precision=precision)], ["fp32"]
+    )
+    assert errors == {}
+    assert differences == {"x": pytest.approx(error, rel=1e-3)}
+
+
+def test_a_nan_on_the_second_stream_only_is_found():
+    lanes = [FakeLane(), FakeLane(NAN)]
+    errors, _, _ = judge_outputs([Contestant("int8", "int8", lanes, FakeTimer(1.0))], [])
+    assert "NaN" in errors["int8"]
+
+
+def test_a_reference_that_is_broken_is_passed_over():
+    broken = contestant("torch-fp32", lane=FakeLane(NAN), precision="fp32")
+    errors, _, reference = judge_outputs([broken, contestant("fp32")], ["torch-fp32", "fp32"])
+    assert reference == "fp32"
+    assert set(errors) == {"torch-fp32"}
+    assert judge_outputs([broken], ["torch-fp32"])[2] is None
+
+
+def test_wall_timer_feeds_outside_of_the_time():
+    clock = iter([0.0, 0.5, 10.0, 10.25])
+    lane = FakeLane()
+    assert WallTimer(lambda: next(clock)).latencies(lane, 2) == [500.0, 250.0]
+    assert lane.fed == [0, 1]
+    assert lane.launches == 2
+    assert WallTimer(iter([1.0, 4.0]).__next__).wall([lane, lane], 3) == 3.0
+    assert lane.launches == 8

@@ -1,0 +1,156 @@
+"""Peers compute what the model computes, in their best form; capture is tried, and its failure is told."""
+
+import numpy as np
+import pytest
+import torch
+
+from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, onnxruntime_cpu, sdpa_model
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.load import load_model
+
+from ...support.tiny_bert import exported, padded_batch
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bert):
+    return sdpa_model(load_model(str(tiny_bert)), "fp32", "cpu")
+
+
+def test_sdpa_is_the_same_model(tiny_bert, model):
+    batch = padded_batch()
+    expected = peers.torch_cpu(load_model(str(tiny_bert)))(batch)
+    assert model.config._attn_implementation == "sdpa"
+    assert np.allclose(peers.torch_cpu(model)(batch), expected, atol=1e-5)
+
+
+def test_without_padding_the_mask_changes_nothing(model):
+    ids = torch.from_numpy(padded_batch((9, 9))["input_ids"])
+    forward = eager_forward(model)
+    with torch.inference_mode():
+        assert torch.allclose(
+            forward(input_ids=ids), forward(input_ids=ids, attention_mask=torch.ones_like(ids)), atol=1e-5
+        )
+
+
+def test_fp16_peers_are_half(tiny_bert):
+    half = sdpa_model(load_model(str(tiny_bert)), "fp16", "cpu")
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
+
+
+def test_a_switch_of_attention_that_does_nothing_is_an_error(tiny_bert, monkeypatch):
+    model = load_model(str(tiny_bert))
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
+    with pytest.raises(UserError, match="did not switch to SDPA"):
+        sdpa_model(model, "fp32", "cpu")
+
+
+def test_unknown_compile_mode(model):
+    with pytest.raises(UserError, match="'fast' is unknown; use default or max-autotune-no-cudagraphs"):
+        compiled_forward(model, "fast", dynamic=False)
+
+
+def test_compiling_asks_for_one_graph(model, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.update(options) or function)
+    forward = compiled_forward(model, "default", dynamic=True)
+    assert asked == {"mode": "default", "dynamic": True, "fullgraph": True}
+    assert forward(input_ids=torch.ones(1, 4, dtype=torch.long)).shape == (1, 3)
+
+
+def test_tf32_is_given_back():
+    before = torch.get_float32_matmul_precision()
+    with peers.tf32_allowed():
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_onnxruntime_runs_the_optimized_graph(tiny_bert, tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(exported(tiny_bert, compute="fp32").SerializeToString())
+    logits = onnxruntime_cpu(path)(padded_batch())
+    assert logits.shape == (3, 3)
+    assert logits.dtype == np.float32
+    assert np.isfinite(logits).all()
+    path.write_bytes(b"no model")
+    with pytest.raises(UserError, match="ONNX Runtime refuses"):
+        onnxruntime_cpu(path)
+
+
+class Stream:
+    def synchronize(self):
+        return None
+
+
+class Context:
+    def __init__(self, *_, **__):
+        return None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+class Graph:
+    """Replays what was called while it captured."""
+
+    replays = 0
+
+    def replay(self):
+        Graph.replays += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """torch.cuda on a CPU: streams and graphs do nothing."""
+    for name in ("zeros", "ones"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *size, device, dtype, real=real: real(*size, dtype=dtype, device="cpu")
+        )
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", Context)
+    monkeypatch.setattr(torch.cuda, "graph", Context)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    Graph.replays = 0
+
+
+def total(**inputs):
+    return sum(value.sum() for value in inputs.values())
+
+
+def test_a_peer_is_captured_and_replayed(cuda):
+    run = TorchRun(total, 2, 8, masked=True, how="eager")
+    assert run.detail == "eager, with the mask, CUDA graph"
+    assert set(run.inputs) == {"input_ids", "attention_mask", "token_type_ids"}
+    assert float(run.outputs["logits"]) == 16  # the mask is all ones
+    run.launch()
+    run.launch()
+    assert Graph.replays == 2
+
+
+def test_fixed_shapes_take_no_mask(cuda):
+    run = TorchRun(total, 2, 8, masked=False, how="eager")
+    assert "attention_mask" not in run.inputs
+    assert run.detail == "eager, without a mask, CUDA graph"
+
+
+def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
+    class Refusing(Context):
+        def __exit__(self, *_):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    stream, calls = Stream(), []
+    run = TorchRun(
+        lambda **inputs: calls.append(1) or total(**inputs), 1, 4, masked=True, how="eager", stream=stream
+    )
+    assert run.stream is stream
+    assert run.detail.startswith("eager, with the mask, no CUDA graph (operation not permitted")
+    before = len(calls)
+    run.launch()
+    assert len(calls) == before + 1
+    assert Graph.replays == 0

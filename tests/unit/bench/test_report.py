@@ -1,0 +1,236 @@
+"""A bench is shown as it was measured: labelled, flagged where INT8 does not pay, on every kind of page."""
+
+import json
+import xml.etree.ElementTree as ET
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.bench.report import (
+    Mark,
+    bench_of,
+    clocks,
+    milliseconds,
+    ratio_mark,
+    slow_lines,
+    summary,
+    view,
+    write_bench_reports,
+)
+from qdqbench.eval.bench.results import BenchRow, BenchSpeedup, write_bench
+from qdqbench.quantize.core.files import sha256
+
+from ..runs.test_report import HOSTILE
+from ..runs.test_report import sample as sample_run
+from .test_results import REASON, sample_bench
+
+
+def terminal(bench, width=120):
+    stream = StringIO()
+    Console(file=stream, width=width).print(summary(bench))
+    return stream.getvalue()
+
+
+def pages(bench, folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in write_bench_reports(bench, folder)}
+
+
+def test_random_weights_are_called_that_everywhere(tmp_path):
+    bench = sample_bench()
+    for text in (terminal(bench), *pages(bench, tmp_path).values()):
+        assert "bert-base (random weights)" in text
+    assert json.loads(bench.model_dump_json())["target"]["random_weights"]
+    assert "random weights" in latency_svg(bench)
+
+
+def test_the_first_table(tmp_path):
+    shown = view(sample_bench())
+    assert [name for name, _ in shown.rows] == ["b1 s128", "b8 s128", "b32 s128"]
+    marks = dict(zip(shown.columns, dict(shown.rows)["b1 s128"], strict=True))
+    assert marks["INT8 engine"] == Mark("0.8")
+    assert marks["INT8 over FP16 engine"].bad
+    assert marks["INT8 over FP16 engine"].text.startswith("0.90x [")
+    assert marks["INT8 over FP16 engine"].text.endswith("✗ slower")
+    assert marks["INT8 over torch.compile FP16"].text.startswith("1.25x")
+    assert not marks["INT8 over torch.compile FP16"].bad
+    assert not any(mark.bad for mark in dict(shown.rows)["b32 s128"])
+
+
+def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
+    bench = sample_bench()
+    (line,) = slow_lines(bench)
+    assert line.startswith("b1 s128: INT8 is slower than FP16 engine, 0.90x")
+    assert line.endswith(REASON)
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        assert REASON in text
+    html = (tmp_path / "bench.html").read_text(encoding="utf-8")
+    assert f'<p class="bad">✗ {line}</p>' in html
+
+
+def test_a_slow_down_within_the_spread_says_so():
+    bench = sample_bench()
+    for ratio in bench.cells[0].speedups:
+        ratio.high = 1.02 if ratio.slower else ratio.high
+    assert "(within the spread of the rounds)" in slow_lines(bench)[0]
+
+
+def test_notes_on_the_gpu_and_the_clock_stand_beside_the_figures(tmp_path):
+    bench = sample_bench()
+    assert clocks(bench) == "clock and power while measured: 1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        assert "9.0 is not officially supported" in text
+        assert "1755 to 1755 MHz" in text
+        assert "NVIDIA H200" in text
+        assert "TensorRT-RTX 1.4.0.76" in text
+        assert "torch 2.11.0" in text
+
+
+def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
+    bench = sample_bench()
+    for cell in bench.cells:
+        for row in cell.rows:
+            row.clock_mhz = row.power_w = row.temperature_c = None
+    assert clocks(bench) == "clock and power while measured: not read"
+    for text in pages(bench, tmp_path).values():
+        assert "not read" in text
+
+
+def test_an_error_is_a_line_and_never_a_number(tmp_path):
+    bench = sample_bench(errors=["b1 s128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
+    bench.cells[0].rows[0] = BenchRow(contestant="int8", status="error", reason="NaN or infinite logits")
+    bench.cells[0].speedups = []
+    bench.cells[1].rows[5] = BenchRow(contestant="compile-fp16", status="skipped", reason="no C compiler")
+    shown = view(bench)
+    first, second = dict(shown.rows)["b1 s128"], dict(shown.rows)["b8 s128"]
+    assert first[0] == Mark("✗ error", bad=True)
+    assert first[6] == Mark("")
+    assert second[5] == Mark("not measured")
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        assert "NaN or infinite logits" in text
+    assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
+
+
+def test_an_interrupted_bench_says_so(tmp_path):
+    for text in pages(sample_bench(complete=False), tmp_path).values():
+        assert "Interrupted" in text
+
+
+@pytest.mark.parametrize("chart", [latency_svg, speedup_svg, throughput_svg])
+def test_charts_are_whole_and_the_same_every_time(chart):
+    bench = sample_bench()
+    svg = chart(bench)
+    ET.fromstring(svg)
+    assert svg == chart(bench)
+    assert "torch.compile FP16" in svg
+    assert "<metadata" not in svg
+    assert chart(bench.model_copy(update={"cells": []})) == ""
+
+
+def test_charts_have_a_panel_per_length_and_stream_counts():
+    bench = sample_bench()
+    bench.cells += [cell.model_copy(update={"length": 64}) for cell in bench.cells]
+    assert "64 tokens" in latency_svg(bench)
+    assert "128 tokens" in latency_svg(bench)
+    assert ">2 streams</text>" in throughput_svg(bench)
+
+
+def test_charts_without_what_they_show_are_empty():
+    bench = sample_bench()
+    for cell in bench.cells:
+        cell.speedups = []
+        for row in cell.rows:
+            row.throughput = []
+    assert speedup_svg(bench) == throughput_svg(bench) == ""
+    assert latency_svg(bench)
+
+
+def test_names_cannot_break_a_page(tmp_path):
+    bench = sample_bench(errors=[HOSTILE], notes=[HOSTILE], warnings=[HOSTILE], command=HOSTILE)
+    bench.target.name = HOSTILE
+    made = pages(bench, tmp_path)
+    assert "<script>" not in made["bench.html"]
+    assert "<script>" not in made["bench.md"].partition("Measured by")[0]  # then comes a fenced block
+    assert all("\u202e" not in text for text in made.values())
+    terminal(bench)
+
+
+def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
+    lines = [
+        line for line in pages(sample_bench(), tmp_path)["bench.md"].splitlines() if line.startswith("|")
+    ]
+    widths = [line.count("|") for line in lines]
+    assert widths[:5] == [widths[0]] * 5  # header, rule, three shapes
+    assert widths[5:] == [widths[5]] * (2 + 18)
+
+
+def test_a_run_gets_a_section(tmp_path):
+    run = sample_run()
+    (tmp_path / "results.json").write_text(run.model_dump_json())
+    write_bench(tmp_path / "bench.json", sample_bench())
+    made = pages(sample_bench(), tmp_path)
+    assert set(made) == {"bench.md", "report.md", "report.html"}
+    assert '<section id="speed"' in made["report.html"]
+    assert "## Speed" in made["report.md"]
+    assert made["report.html"].count("<svg") >= 3
+    for needle in ("1.25x", "torch.compile FP16", REASON):
+        assert needle in made["report.html"]
+        assert needle in made["report.md"]
+
+
+def test_a_run_without_a_bench_has_no_section(tmp_path):
+    from qdqbench.eval.runs.report import write_reports
+
+    assert bench_of(tmp_path) is None
+    for path in write_reports(sample_run(), tmp_path):
+        assert "Speed" not in path.read_text(encoding="utf-8")
+
+
+def test_a_bench_of_other_files_is_marked_stale(tmp_path):
+    model = tmp_path / "model.int8.onnx"
+    model.write_bytes(b"one")
+    bench = sample_bench()
+    bench.target.files = {model.name: sha256(model)}
+    write_bench(tmp_path / "bench.json", bench)
+    assert bench_of(tmp_path).errors == []
+    model.write_bytes(b"another")
+    assert "model.int8.onnx changed after this bench" in bench_of(tmp_path).errors[0]
+
+
+def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):
+    from qdqbench.eval.runs.report import write_reports
+
+    (tmp_path / "bench.json").write_text("{}")
+    for path in write_reports(sample_run(), tmp_path):
+        assert "is no bench result of this version" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["{}", "no JSON"])
+def test_results_of_another_version_do_not_lose_the_bench(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    made = pages(sample_bench(), tmp_path)
+    assert set(made) == {"bench.md", "bench.html"}
+    assert all("results.json is not of this version" in page for page in made.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, ""),
+        (0.67123, "0.6712"),
+        (9.94, "9.94"),
+        (31.52, "31.52"),
+        (1234.5, "1234"),
+        (123456.7, "123457"),
+    ],
+)
+def test_milliseconds(value, expected):
+    assert milliseconds(value) == expected
+
+
+def test_a_ratio_without_an_interval():
+    ratio = BenchSpeedup(contestant="a", over="b", value=2, low=None, high=None, slower=False, reasons=[])
+    assert ratio_mark(ratio) == Mark("2.00x")
+    assert ratio_mark(None) == Mark("")

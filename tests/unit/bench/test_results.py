@@ -1,0 +1,200 @@
+"""The schema of bench.json: documented, strict, and read back as written. Holds the other tests' sample."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from qdqbench.eval.bench.results import (
+    Bench,
+    BenchCell,
+    BenchContestant,
+    BenchRow,
+    BenchSettings,
+    BenchTarget,
+    BenchThroughput,
+    cell_label,
+    read_bench,
+    row_of,
+    speedup_of,
+    write_bench,
+)
+from qdqbench.eval.bench.run import speedups
+from qdqbench.quantize.core.errors import UserError
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
+NAMES = ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16")
+LABELS = (
+    "INT8 engine",
+    "FP16 engine",
+    "FP32 engine",
+    "PyTorch FP32 SDPA",
+    "PyTorch FP16 SDPA",
+    "torch.compile FP16",
+)
+# invented for the tests: milliseconds of each contestant by batch; INT8 is slower than FP16 at batch 1
+TIMES = {
+    1: (0.8, 0.72, 1.9, 6.1, 5.2, 1.0),
+    8: (1.0, 1.7, 6.0, 6.4, 5.4, 1.6),
+    32: (1.8, 2.6, 21, 20, 3.1, 2.9),
+}
+REASON = "12 GELU run in a kernel of their own"
+
+
+def sample_row(name: str, ms: float, batch: int) -> BenchRow:
+    return BenchRow(
+        contestant=name,
+        status="done",
+        detail="CUDA graph",
+        launches=1200,
+        median_ms=ms,
+        p50_ms=ms,
+        p90_ms=1.1 * ms,
+        p99_ms=1.25 * ms,
+        round_ms=[ms * factor for factor in (0.99, 1.0, 1.01)],
+        sequences_per_s=1000 * batch / ms,
+        throughput=[
+            BenchThroughput(streams=n, sequences_per_s=1000 * batch * gain / ms, low=1.0, high=9.0)
+            for n, gain in ((1, 1.0), (2, 1.3))
+        ],
+        clock_mhz=1755.0,
+        power_w=412.25,
+        temperature_c=44.0,
+        rel_error=None if name == "torch-fp32" else 0.03,
+        int8_gemms=72 if name == "int8" else None,
+        expected_int8_gemms=72 if name == "int8" else None,
+        engine_bytes=112_000_000 if "-" not in name else None,
+    )
+
+
+def sample_bench(**changes: Any) -> Bench:
+    """A bench of BERT-base with random weights on a GPU; every number is invented."""
+    cells = []
+    for batch, times in TIMES.items():
+        rows = [sample_row(name, ms, batch) for name, ms in zip(NAMES, times, strict=True)]
+        cells.append(
+            BenchCell(
+                kind="fixed",
+                batch=batch,
+                length=128,
+                sequences=batch,
+                shapes=1,
+                real_tokens=128 * batch,
+                padded_tokens=128 * batch,
+                reference="torch-fp32",
+                rows=rows,
+                speedups=speedups(rows, 0, lambda: [REASON]),
+            )
+        )
+    fields: dict[str, Any] = {
+        "created": "2026-07-01T12:00:00+00:00",
+        "command": "qdqbench bench --model bert-base",
+        "complete": True,
+        "device": "gpu",
+        "compute_capability": "9.0",
+        "target": BenchTarget(
+            kind="shape",
+            name="bert-base",
+            random_weights=True,
+            calibration="random token ids: accuracy means nothing",
+            shape={"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "parameters": 109_483_778},
+            files={"model.int8.onnx": "ab" * 32},
+        ),
+        "recipe": {"name": "bert-int8-linears"},
+        "settings": BenchSettings(
+            batches=list(TIMES),
+            lengths=[128],
+            real_lengths=None,
+            streams=[1, 2],
+            rounds=3,
+            seconds=1.0,
+            repeats=None,
+            input_sets=8,
+            profile="static",
+            seed=0,
+        ),
+        "contestants": [
+            BenchContestant(
+                name=name,
+                label=text,
+                precision=name if "-" not in name else name.partition("-")[2],  # type: ignore[arg-type]
+                backend="tensorrt_rtx 1.4.0.76" if "-" not in name else "torch 2.11.0",
+            )
+            for name, text in zip(NAMES, LABELS, strict=True)
+        ],
+        "cells": cells,
+        "notes": ["random weights: latency is that of the shape", "9.0 is not officially supported"],
+        "warnings": [],
+        "errors": [],
+        "environment": {"gpu": "NVIDIA H200", "driver": "570.1", "versions": {"torch": "2.11.0"}},
+    }
+    return Bench.model_validate(fields | changes)
+
+
+def schema_models() -> dict[str, type[BaseModel]]:
+    found: dict[str, type[BaseModel]] = {}
+    waiting: list[Any] = [Bench]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, type) and issubclass(item, BaseModel):
+            found[item.__name__] = item
+            waiting += [field.annotation for field in item.model_fields.values()]
+        waiting += get_args(item)
+    return found
+
+
+@pytest.mark.parametrize("name", schema_models())
+def test_every_field_is_documented_and_no_other(name: str) -> None:
+    section = re.search(
+        rf"(?ms)^## [^\n]*\(`{name}`\)\n(.*?)(?=^##? |\Z)", DOCUMENT.read_text(encoding="utf-8")
+    )
+    assert section is not None
+    documented = re.findall(r"(?m)^\| `(\w+)` \|", section[1])
+    assert documented == list(schema_models()[name].model_fields)
+
+
+def test_links_of_the_document_lead_somewhere() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    headings = re.findall(r"(?m)^#+ (.+)$", text)
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    bench = sample_bench()
+    write_bench(tmp_path / "bench.json", bench)
+    assert read_bench(tmp_path / "bench.json") == bench
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [({"schema_version": 2}, "schema_version"), ({"surplus": 1}, "surplus"), ({"device": "tpu"}, "device")],
+)
+def test_another_schema_is_refused_in_one_sentence(
+    tmp_path: Path, change: dict[str, Any], where: str
+) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(sample_bench().model_dump(mode="json") | change))
+    with pytest.raises(UserError, match=f"{where}.*run `qdqbench bench` again"):
+        read_bench(path)
+
+
+def test_numbers_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
+    bench = sample_bench()
+    bench.cells[0].rows[0].median_ms = float("nan")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_bench(tmp_path / "bench.json", bench)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_were_not_measured_are_not_found() -> None:
+    cell = sample_bench().cells[0]
+    assert cell_label(cell, None) == "b1 s128"
+    assert row_of(cell, "int8") is cell.rows[0]
+    cell.rows[0].status = "error"
+    assert row_of(cell, "int8") is None
+    assert speedup_of(cell, "int8", "fp32") is not None
+    assert speedup_of(cell, "fp32", "int8") is None

@@ -1,0 +1,324 @@
+"""A whole bench with fake contestants: cells, errors, speed-ups, files after every cell."""
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from qdqbench.eval.bench import clocks
+from qdqbench.eval.bench import run as bench_run
+from qdqbench.eval.bench.cell import COMPILED, Entry, Options
+from qdqbench.eval.bench.clocks import Clocks
+from qdqbench.eval.bench.loop import Contestant
+from qdqbench.eval.bench.results import BenchContestant, BenchRow, BenchTarget
+from qdqbench.eval.bench.run import run_bench, speedups
+from qdqbench.eval.bench.target import RealSplit
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.recipe.schema import load_recipe
+
+OPTIONS = Options(
+    batches=(1, 8),
+    lengths=(128,),
+    real=None,
+    real_batch=32,
+    streams=(1, 2),
+    rounds=4,
+    seconds=0.1,
+    repeats=30,
+    peers=True,
+    fp32=True,
+    compile_mode="default",
+    profile="static",
+    seed=0,
+    cpu=False,
+)
+MS = {"int8": 1.0, "fp16": 1.5, "fp32": 4.0, COMPILED: 1.25}
+KERNEL = LayerRow(name="gemm", kind="gemm", onnx=["/a"], inputs=["Int8"], constants=[], outputs=["Half"])
+
+
+class Lane:
+    """Logits that depend on the input set; `broken_after` launches they become NaN."""
+
+    input_sets = 2
+
+    def __init__(self, broken_after=math.inf):
+        self.number, self.launches, self.broken_after = 0, 0, broken_after
+
+    def feed(self, number):
+        self.number = number
+
+    def launch(self):
+        self.launches += 1
+
+    def fetch(self):
+        logits = np.array([[1.0, 2.0 + self.number]], dtype=np.float32)
+        return logits * (math.nan if self.launches > self.broken_after else 1)
+
+
+class Timer:
+    def __init__(self, ms):
+        self.ms = ms
+
+    def latencies(self, lane, count):
+        lane.launches += count
+        return [self.ms] * count
+
+    def wall(self, lanes, count):
+        return count * self.ms / 1000
+
+
+class Monitor:
+    """A GPU that is read, or not."""
+
+    reason = None
+
+    def __init__(self, uuid):
+        self.windows = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def during(self, windows):
+        self.windows += windows
+        return Clocks(1980.0, 512.5, 41.0)
+
+
+class Blind(Monitor):
+    reason = "nvidia-smi is not installed"
+
+    def during(self, windows):
+        return Clocks()
+
+
+@pytest.fixture
+def target():
+    about = BenchTarget(
+        kind="shape", name="bert-base", random_weights=True, calibration="random", shape={}, files={}
+    )
+    session = SimpleNamespace(recipe=load_recipe("bert-int8-linears"))
+    return SimpleNamespace(about=about, session=session, stack=ExitStack())
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU, and contestants that `entries` makes for each shape; tests change both."""
+    given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor, shapes=[])
+
+    def contestants(target, options, backend):
+        precision = {"int8": "int8", "fp32": "fp32"}
+        return [
+            BenchContestant(
+                name=name, label=name.upper(), precision=precision.get(name, "fp16"), backend=backend
+            )
+            for name in given.ms
+        ]
+
+    def prepare(target, options, shape, listed, stack):
+        given.shapes.append(shape)
+        made = []
+        for about in listed:
+            if about.name in given.entries:
+                made.append(Entry(given.entries[about.name].model_copy()))
+                continue
+            lanes = [Lane(given.broken.get(about.name, math.inf)) for _ in range(2)]
+            contestant = Contestant(about.name, about.precision, lanes, Timer(given.ms[about.name]))
+            made.append(Entry(BenchRow(contestant=about.name, status="done"), contestant, [KERNEL]))
+        return made
+
+    monkeypatch.setattr(bench_run, "contestants", contestants)
+    monkeypatch.setattr(bench_run, "prepare", prepare)
+    monkeypatch.setattr(bench_run, "find_gpu", lambda: Gpu("NVIDIA H200", "9.0", "570.1"))
+    monkeypatch.setattr(bench_run, "require_gpu", lambda backend: ("tensorrt_rtx", "1.4.0.76"))
+    monkeypatch.setattr(bench_run, "GpuMonitor", lambda uuid: given.monitor(uuid))  # noqa: PLW0108  (tests change it)
+    monkeypatch.setattr(clocks, "gpu_uuid", lambda: "GPU-1")
+    return given
+
+
+def row(cell, name):
+    return next(one for one in cell.rows if one.contestant == name)
+
+
+def test_numbers_of_every_contestant(machine, target):
+    found = run_bench(target, OPTIONS, command="qdqbench bench")
+    assert found.complete
+    assert (found.errors, found.warnings) == ([], [])
+    assert [(cell.batch, cell.length) for cell in found.cells] == [(1, 128), (8, 128)]
+    for cell in found.cells:
+        for name, ms in MS.items():
+            made = row(cell, name)
+            assert made.status == "done"
+            assert (made.median_ms, made.p50_ms, made.p90_ms, made.p99_ms) == (ms, ms, ms, ms)
+            assert made.launches == 4 * 30
+            assert made.sequences_per_s == pytest.approx(1000 * cell.batch / ms)
+            by_streams = {rate.streams: rate.sequences_per_s for rate in made.throughput}
+            assert by_streams == {
+                1: pytest.approx(1000 * cell.batch / ms),
+                2: pytest.approx(2000 * cell.batch / ms),
+            }
+            assert (made.clock_mhz, made.power_w, made.temperature_c) == (1980.0, 512.5, 41.0)
+        values = {(s.contestant, s.over): s.value for s in cell.speedups}
+        assert values == {
+            ("int8", "fp16"): pytest.approx(1.5),
+            ("int8", "fp32"): pytest.approx(4.0),
+            ("int8", COMPILED): pytest.approx(1.25),
+            ("fp32", "fp16"): pytest.approx(0.375),
+            (COMPILED, "fp16"): pytest.approx(1.2),
+        }
+        assert cell.reference == "fp32"
+        assert row(cell, "int8").rel_error == 0
+
+
+def test_random_weights_and_the_unsupported_gpu_are_noted(machine, target):
+    notes = run_bench(target, OPTIONS, command="").notes
+    assert any("random weights" in note for note in notes)
+    assert any("9.0" in note and "not officially supported" in note for note in notes)
+
+
+def test_p99_needs_a_hundred_launches(machine, target):
+    found = run_bench(target, replace(OPTIONS, repeats=24), command="")
+    assert row(found.cells[0], "int8").launches == 96
+    assert row(found.cells[0], "int8").p99_ms is None
+
+
+@pytest.mark.parametrize("after", [0, 30])
+def test_nan_is_an_error_and_never_a_number(machine, target, after):
+    """From the start, and after launches that were fine when they were first looked at."""
+    machine.broken = {"int8": after}
+    found = run_bench(target, OPTIONS, command="")
+    for cell in found.cells:
+        made = row(cell, "int8")
+        assert made.status == "error"
+        assert "NaN" in made.reason
+        assert made.median_ms is made.sequences_per_s is None
+        assert made.round_ms == made.throughput == []
+        assert all("int8" not in (s.contestant, s.over) for s in cell.speedups)
+        assert row(cell, "fp16").status == "done"
+    assert len(found.errors) == 2
+    assert found.errors[0].startswith("b1 s128: INT8: NaN or infinite logits")
+
+
+def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
+    machine.entries = {
+        COMPILED: BenchRow(contestant=COMPILED, status="skipped", reason="no C compiler"),
+        "fp32": BenchRow(contestant="fp32", status="error", reason="out of memory"),
+    }
+    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
+    assert found.errors == ["b1 s128: FP32: out of memory"]
+    assert {s.over for s in found.cells[0].speedups} == {"fp16"}
+
+
+def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
+    machine.entries = {name: BenchRow(contestant=name, status="error", reason="no") for name in MS}
+    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    assert len(found.errors) == len(MS)
+    assert found.cells[0].speedups == []
+
+
+def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, monkeypatch):
+    from qdqbench.quantize.engine import inspection
+
+    asked = []
+    monkeypatch.setattr(
+        inspection, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
+    )
+    machine.ms = MS | {"int8": 2.0}
+    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    by_over = {s.over: s for s in found.cells[0].speedups if s.contestant == "int8"}
+    assert by_over["fp16"].slower
+    assert by_over["fp16"].reasons == ["24 GEMMs in FP16"]
+    assert by_over[COMPILED].slower
+    assert by_over[COMPILED].reasons == []
+    assert not by_over["fp32"].slower
+    assert asked == [([KERNEL], [KERNEL])]
+
+
+def test_gemms_that_are_not_int8_are_warned_about(machine, target):
+    bad = BenchRow(
+        contestant="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"]
+    )
+    machine.entries = {"int8": bad}
+    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    assert found.warnings == ["b1 s128: 1 of 2 GEMMs do not run in INT8: /a/MatMul"]
+
+
+def test_clocks_that_nothing_reads_are_null_and_said(machine, target):
+    machine.monitor = Blind
+    found = run_bench(target, OPTIONS, command="")
+    assert row(found.cells[0], "int8").clock_mhz is None
+    assert found.warnings == ["clock, power and temperature were not read: nvidia-smi is not installed"]
+
+
+def test_every_finished_cell_is_saved(machine, target):
+    saved = []
+    machine.ms = dict(MS)
+
+    def save(found):
+        saved.append((found.complete, len(found.cells)))
+
+    run_bench(target, OPTIONS, command="", save=save)
+    assert saved == [(False, 1), (False, 2), (True, 2)]
+
+
+def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target, monkeypatch):
+    saved = []
+
+    def measure(*arguments, **options):
+        if len(saved) == 1:
+            raise CheckFailed("int8 failed while it was measured")
+        return real(*arguments, **options)
+
+    real = bench_run.bench.measure
+    monkeypatch.setattr(bench_run.bench, "measure", measure)
+    with pytest.raises(CheckFailed, match="int8 failed"):
+        run_bench(target, OPTIONS, command="", save=lambda found: saved.append(found.model_copy(deep=True)))
+    assert len(saved) == 1
+    assert not saved[0].complete
+
+
+def test_real_lengths_are_a_cell_of_the_whole_split(machine, target):
+    batches = [
+        {name: np.ones((rows, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
+        for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
+    ]
+    split = RealSplit("sst2", batches, 2000)
+    found = run_bench(target, replace(OPTIONS, batches=(1,), real=split), command="")
+    cell = found.cells[-1]
+    assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("real", 32, None, 104, 3)
+    assert (cell.real_tokens, cell.padded_tokens) == (2000, 32 * 48 + 64 * 24 + 8 * 16)
+    made = row(cell, "int8")
+    assert made.sequences_per_s == pytest.approx(104 * 1000)
+    assert made.throughput == []
+    assert found.settings.real_lengths == "sst2"
+
+
+def test_speedups_without_an_fp16_twin():
+    rows = [
+        BenchRow(contestant=name, status="done", median_ms=ms, round_ms=[ms] * 3)
+        for name, ms in (("int8", 2.0), ("fp32", 3.0))
+    ]
+    (only,) = speedups(rows, 0, list)
+    assert (only.contestant, only.over, only.value) == ("int8", "fp32", 1.5)
+
+
+def test_no_gpu_lists_everything_that_is_missing(monkeypatch):
+    from qdqbench.quantize.engine import backend as trt
+
+    def no_backend(name):
+        raise MissingDevice("tensorrt_rtx is not installed; pip install 'qdqbench[rtx]'")
+
+    monkeypatch.setattr(bench_run, "find_gpu", lambda: None)
+    monkeypatch.setattr(trt, "choose_backend", no_backend)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(MissingDevice) as caught:
+        bench_run.require_gpu("auto")
+    for part in ("no NVIDIA GPU", "sees no CUDA device", "tensorrt_rtx is not installed", "--cpu"):
+        assert part in str(caught.value)

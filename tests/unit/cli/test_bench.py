@@ -1,0 +1,368 @@
+"""`bench` and `tables` from the command line on a CPU, on a tiny model; and what is asked of engines."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import onnx
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from qdqbench.eval.bench import cell as bench_prepare
+from qdqbench.eval.bench import run as bench_run
+from qdqbench.eval.bench import target as bench_target
+from qdqbench.eval.bench.cell import Shape, contestants, prepare, profiles_of
+from qdqbench.eval.bench.results import BenchTarget, read_bench
+from qdqbench.eval.bench.target import RealSplit, check_lengths, model_target, real_split, run_target
+from qdqbench.quantize.cli import bench as cli_bench
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.engine.backend import Profile
+from qdqbench.quantize.recipe.schema import load_recipe
+
+from ...support.tiny_bert import LINEARS, recipe_with
+from ..bench.test_run import OPTIONS
+
+QUICK = ["--cpu", "--length", "16", "--batch", "1", "--batch", "3", "--rounds", "3", "--repeats", "2"]
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch):
+    """Two cores, and sessions of four contestants."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_bert, tmp_path_factory):
+    """A folder in which a tiny model was measured."""
+    folder = tmp_path_factory.mktemp("bench") / "out"
+    outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK)
+    return folder, outcome
+
+
+def invoke(*arguments):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("bench")(cli_bench.bench)
+    app.command("tables")(cli_bench.tables)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_bench_on_a_cpu(measured):
+    folder, outcome = measured
+    assert outcome.exit_code == 0, outcome.exception
+    bench = read_bench(folder / "bench.json")
+    assert json.loads(outcome.stdout) == bench.model_dump(mode="json")
+    assert (bench.device, bench.complete, bench.errors) == ("cpu", True, [])
+    assert any("CPU" in note for note in bench.notes)
+    assert [about.label for about in bench.contestants] == [
+        "INT8 ONNX Runtime CPU",
+        "FP16 ONNX Runtime CPU",
+        "FP32 ONNX Runtime CPU",
+        "PyTorch FP32 CPU",
+    ]
+    assert [(cell.batch, cell.length, cell.reference) for cell in bench.cells] == [
+        (1, 16, "torch-fp32"),
+        (3, 16, "torch-fp32"),
+    ]
+    for row in (row for cell in bench.cells for row in cell.rows):
+        assert row.status == "done"
+        assert row.launches == 6
+        assert row.median_ms > 0
+    assert not bench.target.random_weights
+    assert "random token ids" in bench.target.calibration
+    assert set(bench.target.files) == {"model.int8.onnx", "model.fp16.onnx", "model.fp32.onnx"}
+
+
+def test_the_twins_are_those_of_a_run(measured):
+    folder, _ = measured
+    ops = [node.op_type for node in onnx.load(folder / "work" / "model.int8.onnx").graph.node]
+    assert ops.count("QuantizeLinear") >= 4
+    twin = onnx.load(folder / "work" / "model.fp16.onnx").graph
+    assert not any(node.op_type == "QuantizeLinear" for node in twin.node)
+
+
+def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
+    folder, _ = measured
+    monkeypatch.setattr(bench_target, "_calibrate", lambda session: pytest.fail("calibrated again"))
+    target = model_target(str(tiny_bert), load_recipe("bert-int8-linears"), folder / "work", 0)
+    assert list(target.twins) == ["int8", "fp16", "fp32"]
+
+
+def test_tables_of_a_bench_on_a_cpu(measured, tmp_path):
+    folder, _ = measured
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- tables:begin -->\n<!-- tables:end -->\n")
+    with_check = ["tables", folder / "bench.json", "--into", readme, "--check"]
+    assert isinstance(invoke(*with_check).exception, CheckFailed)
+    assert invoke("tables", folder / "bench.json", "--into", readme).exit_code == 0
+    assert "INT8 ONNX Runtime CPU" in readme.read_text(encoding="utf-8")
+    assert invoke(*with_check).exit_code == 0
+    missing = invoke("tables", folder / "bench.json", "--into", tmp_path / "no.md")
+    assert isinstance(missing.exception, UserError)
+
+
+def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_run, "find_gpu", lambda: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    outcome = invoke("bench", "--model", tiny_bert, "--out", tmp_path / "out")
+    assert isinstance(outcome.exception, MissingDevice)
+    assert outcome.exception.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "either a run directory or --model"),
+        (["run", "--model", "bert-base"], "either a run directory or --model"),
+        (["run", "--recipe", "bert-fp16"], "--recipe belongs to --model"),
+        (["--model", "x", "--profile", "fast"], "--profile 'fast' is unknown"),
+        (["--model", "x", "--compile-mode", "fast"], "--compile-mode 'fast' is unknown"),
+        (["no-such-run", "--cpu"], "is no run directory"),
+        (["--model", "EMPTY", "--cpu", "--out", "OUT"], "cannot load model"),
+    ],
+)
+def test_wrong_options_are_one_sentence(arguments, message, tmp_path):
+    paths = {"OUT": tmp_path / "out", "EMPTY": tmp_path}
+    outcome = invoke("bench", *(paths.get(part, part) for part in arguments))
+    assert not (tmp_path / "out").exists()
+    assert isinstance(outcome.exception, UserError)
+    assert message in str(outcome.exception)
+
+
+def test_errors_of_contestants_are_exit_status_2(measured, monkeypatch, tmp_path):
+    folder, _ = measured
+    found = read_bench(folder / "bench.json").model_copy(update={"errors": ["b1 s16: INT8: NaN"]})
+    with pytest.raises(CheckFailed, match="1 measurements failed: b1 s16: INT8: NaN"):
+        cli_bench._finish(found, tmp_path, json=True)
+    assert "NaN" in (tmp_path / "bench.md").read_text(encoding="utf-8")
+
+
+def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    monkeypatch.setitem(bench_target.SHAPES, "bert-tiny", shape)
+    sums = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        target = model_target("bert-tiny", load_recipe("bert-int8-linears"), tmp_path / folder, seed)
+        sums.append(target.about.files["model.int8.onnx"])
+        assert target.about.kind == "shape"
+        assert target.about.random_weights
+        assert "random token ids" in target.about.calibration
+        assert (target.about.shape["layers"], target.about.shape["vocabulary"]) == (2, 30522)
+    assert sums[0] == sums[1] != sums[2]
+
+
+def test_the_published_shapes():
+    assert bench_target.SHAPES["bert-base"]["hidden_size"] == 768
+    assert bench_target.SHAPES["bert-large"]["num_hidden_layers"] == 24
+
+
+def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
+    about = BenchTarget(
+        kind=kind,
+        name="bert-base",
+        random_weights=True,
+        calibration="",
+        shape={"vocabulary": 500, "positions": 512},
+        files={},
+    )
+    session = SimpleNamespace(
+        recipe=load_recipe(recipe) if isinstance(recipe, str) else recipe,
+        folder=tmp_path,
+        plan=SimpleNamespace(attention=()),
+    )
+    return bench_target.Target(session, about)
+
+
+def test_lengths_that_do_not_fit_are_refused(tmp_path):
+    target = some_target(tmp_path)
+    check_lengths(target, [128, 512])
+    with pytest.raises(UserError, match="--length 513, 1024 is too long: bert-base has 512 positions"):
+        check_lengths(target, [128, 513, 1024])
+    target = some_target(tmp_path, recipe_with("bert-int8-attention"))
+    target.about.shape["positions"] = 2048
+    with pytest.raises(UserError, match="fused up to 512"):
+        check_lengths(target, [1024])
+
+
+def test_real_lengths_need_data_and_a_tokenizer(tmp_path):
+    target = some_target(tmp_path)
+    with pytest.raises(UserError, match="needs --data"):
+        real_split(target, "sst2", batch=8, data=None, tokenizer=None)
+    with pytest.raises(UserError, match="needs --tokenizer"):
+        real_split(target, "sst2", batch=8, data="hub", tokenizer=None)
+
+
+def test_real_lengths_are_the_sorted_batches_of_the_split(tiny_bert, tmp_path):
+    texts = ["abc " * count for count in (1, 2, 3, 9, 9, 20)]
+    folder = tmp_path / "data" / "sst2"
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"sentence": text, "label": index % 2}) for index, text in enumerate(texts)]
+    (folder / "validation.jsonl").write_text("\n".join(lines))
+    target = some_target(tmp_path)
+    split = real_split(target, "sst2", batch=4, data=str(tmp_path / "data"), tokenizer=str(tiny_bert))
+    assert (split.task, split.sequences) == ("sst2", 6)
+    lengths = [batch["input_ids"].shape[1] for batch in split.batches]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(length % 8 == 0 for length in lengths)
+    assert split.real_tokens == sum(int(batch["attention_mask"].sum()) for batch in split.batches)
+    target.about.shape["vocabulary"] = 10
+    with pytest.raises(UserError, match=r"gives id .* has 10 ids"):
+        real_split(target, "sst2", batch=4, data=str(tmp_path / "data"), tokenizer=str(tiny_bert))
+
+
+def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
+    from qdqbench.quantize.rundir.pipeline import open_run
+    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.tasks.task import get_task
+
+    config = RunConfig(
+        recipe=load_recipe("bert-fp16"), model=str(tiny_bert), task=get_task("sst2"), data="hub"
+    )
+    open_run(config, tmp_path / "run")
+    with pytest.raises(UserError, match=r"has no model\.fp32\.onnx, model\.fp16\.onnx; write them with"):
+        run_target(tmp_path / "run")
+
+
+def split_of(*shapes):
+    return RealSplit("sst2", [{"input_ids": np.zeros(shape, dtype=np.int64)} for shape in shapes], 10)
+
+
+def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path):
+    target, only = some_target(tmp_path), (8, 128)
+    (made,) = profiles_of(target, OPTIONS, Shape(8, 128, None))
+    assert (made.min, made.opt, made.max) == (only, only, only)
+    real = Shape(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
+    assert profiles_of(target, OPTIONS, real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
+    *full, every = profiles_of(target, replace(OPTIONS, profile="recipe"), real)
+    assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
+    assert [each.min[1] for each in full] == [128, 128, 128]
+
+
+def test_who_takes_part(tmp_path):
+    target = some_target(tmp_path)
+    names = [about.name for about in contestants(target, OPTIONS, "tensorrt_rtx 1.4")]
+    assert names == ["int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16"]
+    names = [about.name for about in contestants(target, replace(OPTIONS, peers=False), "")]
+    assert names == ["int8", "fp16", "fp32"]
+    names = [about.name for about in contestants(some_target(tmp_path, "bert-fp16"), OPTIONS, "")]
+    assert names[:2] == ["fp16", "fp32"]
+
+
+class FakeBound:
+    captured = True
+
+    def __init__(self, batch, length, stream):
+        self.shape, self.stream = (batch, length), stream or object()
+
+
+class FakeEngine:
+    """Stands in for engine_core.Engine."""
+
+    opened: ClassVar[list["FakeEngine"]] = []
+
+    def __init__(self, path, onnx_path):
+        assert path.is_file()
+        self.path, self.bounds, self.closed = path, [], False
+        self.memory = SimpleNamespace(engine_bytes=11, activation_bytes=22)
+        FakeEngine.opened.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        assert self.path.is_file()  # closed before its file goes
+        self.closed = True
+
+    def bind(self, batch, length, *, stream, graph):
+        assert graph
+        self.bounds.append(FakeBound(batch, length, stream))
+        return self.bounds[-1]
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """Everything of a GPU that `prepare` asks for; `asked` has the builds."""
+    from qdqbench.quantize.engine import build
+    from qdqbench.quantize.rundir import artifacts
+    from qdqbench.quantize.runtime import engine as engine_core
+
+    asked = []
+
+    def built(onnx_path, engine_path, **options):
+        asked.append((onnx_path.name, options))
+        if onnx_path.name == "model.fp32.onnx":
+            raise UserError("tensorrt_rtx refuses model.fp32.onnx")
+        engine_path.parent.mkdir(exist_ok=True)
+        engine_path.write_bytes(b"engine")
+        build.sidecar_path(engine_path).write_text("{}")
+        return SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=[LINEARS[0]], layers=[])
+
+    def no_compiler(*_, **__):
+        raise AttributeError("no C compiler")
+
+    FakeEngine.opened = []
+    monkeypatch.setattr(build, "build", built)
+    monkeypatch.setattr(engine_core, "Engine", FakeEngine)
+    monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
+    monkeypatch.setattr(bench_prepare, "CudaTimer", lambda: "timer")
+    monkeypatch.setattr(bench_prepare, "to_device", dict)
+    monkeypatch.setattr(
+        bench_prepare, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets)
+    )
+    monkeypatch.setattr(
+        bench_prepare, "SplitLane", lambda bounds, batches: SimpleNamespace(bounds=bounds, batches=batches)
+    )
+    monkeypatch.setattr(bench_prepare.peers, "sdpa_model", no_compiler)
+    return asked
+
+
+def test_engines_of_a_cell(device, tmp_path):
+    target, shape = some_target(tmp_path), Shape(8, 128, None)
+    listed = contestants(target, OPTIONS, "tensorrt_rtx 1.4")
+    with ExitStack() as stack:
+        entries = {e.row.contestant: e for e in prepare(target, OPTIONS, shape, listed, stack)}
+        int8 = entries["int8"]
+        assert int8.contestant is not None
+        assert len(int8.contestant.lanes) == 2  # one per stream
+        streams = [lane.bound.stream for lane in int8.contestant.lanes]
+        assert streams[0] is not streams[1]
+        assert all(lane.bound.shape == (8, 128) for lane in int8.contestant.lanes)
+        assert int8.contestant.timer == "timer"
+        row = int8.row
+        assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (11, 12, [LINEARS[0]])
+        assert (row.engine_bytes, row.activation_bytes) == (11, 22)
+        assert row.detail == "CUDA graph, static profile"
+        assert entries["fp16"].row.expected_int8_gemms is None
+    assert all(engine.closed for engine in FakeEngine.opened)
+    assert list((tmp_path / "bench").iterdir()) == []  # engines are gone after the cell
+    options = dict(device)
+    assert options["model.int8.onnx"]["expected_gemms"] == ["/a/MatMul"]
+    assert options["model.fp16.onnx"]["expected_gemms"] == []
+    assert options["model.int8.onnx"]["profiles"] == [Profile(min=(8, 128), opt=(8, 128), max=(8, 128))]
+    assert options["model.int8.onnx"]["layers_path"] != options["model.fp16.onnx"]["layers_path"]
+
+
+def test_an_engine_that_is_not_built_is_an_error_and_a_peer_that_does_not_run_is_skipped(device, tmp_path):
+    target, shape = some_target(tmp_path), Shape(1, 16, None)
+    target.session.new_model = lambda: None
+    with ExitStack() as stack:
+        rows = [e.row for e in prepare(target, OPTIONS, shape, contestants(target, OPTIONS, ""), stack)]
+    found = {row.contestant: (row.status, row.reason) for row in rows}
+    assert found["fp32"] == ("error", "tensorrt_rtx refuses model.fp32.onnx")
+    assert found["torch-fp16"] == found["compile-fp16"] == ("skipped", "no C compiler")
+    assert found["int8"][0] == "done"
+
+
+def test_all_shapes_of_a_split_share_a_stream(device, tmp_path):
+    target = some_target(tmp_path)
+    shape = Shape(32, None, split_of((32, 64), (32, 40), (8, 40)))
+    options = replace(OPTIONS, peers=False)
+    with ExitStack() as stack:
+        entries = prepare(target, options, shape, contestants(target, options, ""), stack)
+        (lane,) = entries[0].contestant.lanes
+        assert list(lane.bounds) == [(32, 64), (32, 40), (8, 40)]
+        assert len({id(bound.stream) for bound in lane.bounds.values()}) == 1

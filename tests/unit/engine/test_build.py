@@ -1,0 +1,507 @@
+import ctypes
+import importlib
+import importlib.util
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.quantize.core import gpu
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine import build as module
+from qdqbench.quantize.engine.backend import (
+    BuiltEngine,
+    Profile,
+    available_backends,
+    build_engine,
+    choose_backend,
+)
+from qdqbench.quantize.engine.build import build, check_sidecar, gemm_names, require_int8
+
+LAYERS, HIDDEN, HEADS, INNER = 2, 64, 2, 128
+PROFILES = [Profile((1, 16), (8, 32), (16, 64))]
+LINEARS = [
+    f"/layer.{layer}/{name}/MatMul"
+    for layer in range(LAYERS)
+    for name in ("query", "key", "value", "attention/dense", "intermediate/dense", "output/dense")
+]
+PRODUCTS = [f"/layer.{layer}/self/{name}" for layer in range(LAYERS) for name in ("MatMul", "MatMul_1")]
+
+
+class TinyBert:
+    """A 2-layer transformer as the exporter writes it: FP16 compute, FP32 Q/DQ scales, INT8 weights + DQ."""
+
+    def __init__(self, weights: str = "int8", activations: bool = True, attention: bool = False) -> None:
+        self.weights, self.activations, self.attention = weights, activations, attention
+        self.random = np.random.default_rng(0)
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        self.constants.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def node(self, op: str, inputs: list[str], name: str, **attributes: object) -> str:
+        self.nodes.append(helper.make_node(op, inputs, [f"{name}_out"], name=name, **attributes))
+        return f"{name}_out"
+
+    def cast(self, x: str, name: str, to: int) -> str:
+        return self.node("Cast", [x], name, to=to)
+
+    def quantize(self, x: str, name: str, scale: float = 0.05) -> str:
+        ends = [self.constant(f"{name}/s", np.float32(scale)), self.constant(f"{name}/z", np.int8(0))]
+        x = self.cast(x, f"{name}/up", TensorProto.FLOAT)
+        x = self.node("QuantizeLinear", [x, *ends], f"{name}/QuantizeLinear")
+        x = self.node("DequantizeLinear", [x, *ends], f"{name}/DequantizeLinear")
+        return self.cast(x, f"{name}/down", TensorProto.FLOAT16)
+
+    def linear(self, x: str, name: str, rows: int, columns: int) -> str:
+        weight = (0.1 * self.random.normal(size=(rows, columns))).astype(np.float32)
+        if self.weights == "fp16":
+            w = self.constant(f"{name}/w", weight.astype(np.float16))
+        else:
+            axis = 0 if self.weights == "wrong axis" else 1
+            scale = np.abs(weight).max(axis=1 - axis) / 127
+            codes = np.rint(weight / np.expand_dims(scale, 1 - axis)).astype(np.int8)
+            inputs = [
+                self.constant(f"{name}/q", codes),
+                self.constant(f"{name}/s", 0 * scale if self.weights == "zero" else scale),
+                self.constant(f"{name}/z", np.zeros(scale.shape, np.int8)),
+            ]
+            w = self.node("DequantizeLinear", inputs, f"{name}/weight_quantizer/DequantizeLinear", axis=axis)
+            w = self.cast(w, f"{name}/weight_quantizer/Cast", TensorProto.FLOAT16)
+        if self.activations:
+            x = self.quantize(x, f"{name}/input_quantizer")
+        x = self.node("MatMul", [x, w], f"{name}/MatMul")
+        return self.node("Add", [x, self.constant(f"{name}/b", np.zeros(columns, np.float16))], f"{name}/Add")
+
+    def norm(self, x: str, name: str) -> str:
+        scale = self.constant(f"{name}/g", np.ones(HIDDEN, np.float16))
+        return self.node("LayerNormalization", [x, scale], f"{name}/LayerNormalization", axis=-1)
+
+    def attend(self, x: str, mask: str, name: str) -> str:
+        split = self.constant(f"{name}/split", np.array([0, 0, HEADS, HIDDEN // HEADS]))
+        parts = []
+        for part, order in (("query", [0, 2, 1, 3]), ("key", [0, 2, 3, 1]), ("value", [0, 2, 1, 3])):
+            y = self.linear(x, f"{name}/{part}", HIDDEN, HIDDEN)
+            y = self.node("Reshape", [y, split], f"{name}/{part}/Reshape")
+            y = self.node("Transpose", [y], f"{name}/{part}/Transpose", perm=order)
+            parts.append(self.quantize(y, f"{name}/self/{part}_quantizer") if self.attention else y)
+        query, key, value = parts
+        y = self.node("MatMul", [query, key], f"{name}/self/MatMul")
+        y = self.node("Mul", [y, self.constant(f"{name}/scale", np.float16(0.18))], f"{name}/self/Mul")
+        y = self.node("Softmax", [self.node("Add", [y, mask], f"{name}/self/Add")], f"{name}/self/Softmax")
+        if self.attention:
+            y = self.quantize(y, f"{name}/self/softmax_quantizer", 1 / 127)
+        y = self.node("MatMul", [y, value], f"{name}/self/MatMul_1")
+        y = self.node("Transpose", [y], f"{name}/self/Transpose", perm=[0, 2, 1, 3])
+        merge = self.constant(f"{name}/merge", np.array([0, 0, HIDDEN]))
+        return self.node("Reshape", [y, merge], f"{name}/self/Reshape")
+
+    def block(self, x: str, mask: str, name: str) -> str:
+        y = self.linear(self.attend(x, mask, name), f"{name}/attention/dense", HIDDEN, HIDDEN)
+        x = self.norm(self.node("Add", [x, y], f"{name}/attention/Add"), f"{name}/attention/norm")
+        y = self.linear(x, f"{name}/intermediate/dense", HIDDEN, INNER)
+        y = self.linear(self.node("Gelu", [y], f"{name}/Gelu"), f"{name}/output/dense", INNER, HIDDEN)
+        return self.norm(self.node("Add", [x, y], f"{name}/output/Add"), f"{name}/output/norm")
+
+    def save(self, path: Path, shape: tuple[str | int, str | int] = ("batch", "length")) -> Path:
+        table = self.random.normal(size=(50, HIDDEN)).astype(np.float16)
+        x = self.norm(self.node("Gather", [self.constant("table", table), "ids"], "/Gather"), "/norm")
+        mask = self.node("Unsqueeze", ["mask", self.constant("axes", np.array([1, 2]))], "/Unsqueeze")
+        mask = self.cast(mask, "/mask/Cast", TensorProto.FLOAT16)
+        mask = self.node("Sub", [mask, self.constant("one", np.float16(1))], "/mask/Sub")
+        mask = self.node("Mul", [mask, self.constant("far", np.float16(1e4))], "/mask/Mul")
+        for layer in range(LAYERS):
+            x = self.block(x, mask, f"/layer.{layer}")
+        x = self.node("Gather", [x, self.constant("first", np.array(0))], "/pool/Gather", axis=1)
+        head = self.constant("head", np.ones((2, HIDDEN), np.float16))
+        x = self.node("Gemm", [x, head], "/classifier/Gemm", transB=1)
+        self.nodes.append(helper.make_node("Cast", [x], ["logits"], name="/Cast", to=TensorProto.FLOAT))
+        inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, shape) for n in ("ids", "mask")]
+        output = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [shape[0], 2])
+        graph = helper.make_graph(self.nodes, "tiny", inputs, [output], self.constants)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        onnx.checker.check_model(model, full_check=True)
+        onnx.save(model, path)
+        return path
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "int8": {},
+    "int8 attention": {"attention": True},
+    "fp16": {"weights": "fp16", "activations": False},
+    "weights only": {"activations": False},
+    "activations only": {"weights": "fp16"},
+    "wrong axis": {"weights": "wrong axis"},
+    "zero": {"weights": "zero"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    """Ahead of time on any machine."""
+    monkeypatch.setattr(trt, "find_gpu", lambda: None)
+    monkeypatch.setattr(module, "find_gpu", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: TinyBert(**options).save(folder / f"{kind}.onnx") for kind, options in KINDS.items()}
+
+
+@pytest.fixture
+def rtx() -> trt.Backend:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("tensorrt_rtx is not installed")
+    return choose_backend("tensorrt_rtx")
+
+
+@pytest.fixture
+def make(tmp_path, models, rtx):
+    """Build one kind of model in tmp_path."""
+
+    def run(kind: str, expected=LINEARS, attention: int = 0, **options):
+        values = {"backend": "tensorrt_rtx", "profiles": PROFILES} | options
+        return build(
+            models[kind],
+            tmp_path / "out" / "x.engine",
+            expected_gemms=expected,
+            expected_attention=attention,
+            **values,
+        )
+
+    return run
+
+
+def test_every_linear_runs_in_int8(make):
+    result = make("int8")
+    assert (result.int8_gemms, result.expected_int8_gemms, result.not_int8) == (12, 12, [])
+    assert (result.attention_fused, result.attention_int8) == (LAYERS, 0)
+    assert (result.backend, result.compute_capability, result.ahead_of_time) == (
+        "tensorrt_rtx",
+        ["8.9"],
+        True,
+    )
+    require_int8(result)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("fp16", "no Q/DQ pair reaches both of its inputs"),
+        ("activations only", "no Q/DQ pair reaches both of its inputs"),
+        ("weights only", "after dequantizing its weights"),
+        ("wrong axis", "after dequantizing both"),
+    ],
+)
+def test_what_the_parser_takes_and_does_not_run_in_int8_is_caught(make, kind, reason):
+    result = make(kind)
+    assert result.int8_gemms == 0
+    assert result.not_int8 == sorted(LINEARS)
+    with pytest.raises(CheckFailed, match="12 of 12 GEMMs do not run in INT8") as caught:
+        require_int8(result)
+    assert all(name in str(caught.value) for name in LINEARS)
+    assert reason in str(caught.value)
+    assert "qdqbench check" in str(caught.value)
+
+
+def test_int8_attention(make):
+    result = make("int8 attention", [*LINEARS, *PRODUCTS], attention=LAYERS)
+    assert (result.int8_gemms, result.attention_fused, result.attention_int8) == (16, LAYERS, LAYERS)
+    require_int8(result)
+
+
+def test_an_attention_that_is_not_int8_is_caught(make):
+    with pytest.raises(CheckFailed, match=r"0 of 2 attentions run as one INT8 kernel \(2 are fused at all\)"):
+        require_int8(make("int8", attention=LAYERS))
+
+
+def test_two_profiles_count_once(make):
+    result = make(
+        "int8 attention", attention=LAYERS, profiles=[*PROFILES, Profile((1, 16), (1, 64), (1, 64))]
+    )
+    assert len(result.layers) > 50
+    assert (result.int8_gemms, result.not_int8, result.attention_int8) == (12, [], LAYERS)
+
+
+def test_builds_report_the_same(make):
+    first, second = make("int8"), make("int8")
+    assert first.model_dump(exclude={"bytes"}) == second.model_dump(exclude={"bytes"})
+
+
+def test_files_beside_the_engine(make, tmp_path, models):
+    result = make("int8", compute_capability="12.0")
+    sidecar = check_sidecar(tmp_path / "out" / "x.engine", models["int8"])
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "layers.json",
+        "x.engine",
+        "x.engine.json",
+    ]
+    assert (tmp_path / "out" / "x.engine").stat().st_size == sidecar.engine_bytes == result.bytes
+    assert (sidecar.compute_capability, sidecar.profiles) == (["12.0"], PROFILES)
+    assert (sidecar.gpu, sidecar.driver, sidecar.onnx) == (None, None, "int8.onnx")
+    layers = json.loads((tmp_path / "out" / "layers.json").read_text())["layers"]
+    assert layers == [row.model_dump() for row in result.layers]
+
+
+def test_every_difference_from_the_sidecar_is_named(make, tmp_path, models, monkeypatch):
+    make("int8")
+    engine = tmp_path / "out" / "x.engine"
+    engine.write_bytes(b"other")
+    monkeypatch.setattr(module, "available_backends", lambda: {"tensorrt_rtx": "1.0"})
+    monkeypatch.setattr(module, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
+    with pytest.raises(UserError) as caught:
+        check_sidecar(engine, models["fp16"])
+    for part in (
+        "not the one that was built",
+        "another fp16.onnx",
+        "has version 1.0",
+        "8.9 and the T4 has 7.5",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "not an engine sidecar")],
+)
+def test_a_bad_sidecar_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "x.engine.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        check_sidecar(tmp_path / "x.engine")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("zero", {}, r"layer\.0/query/weight_quantizer/DequantizeLinear.*calibrate again"),
+        ("int8", {"expected": ["/layer.9/MatMul"]}, r"has no MatMul or Gemm named /layer\.9/MatMul"),
+        (
+            "int8",
+            {"compute_capability": "9.0"},
+            r"cannot build for compute capability '9\.0'; it builds for 7\.5",
+        ),
+        ("int8", {"profiles": []}, "dynamic inputs and no engine shapes"),
+        ("int8", {"backend": "onednn"}, "unknown; use auto"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(make, tmp_path, kind, options, message):
+    with pytest.raises(UserError, match=message):
+        make(kind, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_parser_errors_are_listed(tmp_path, models, rtx):
+    model = onnx.load(models["fp16"])
+    for node in model.graph.node:
+        node.op_type = "Nonsense" if node.op_type == "Gelu" else node.op_type
+    onnx.save(model, tmp_path / "x.onnx")
+    with pytest.raises(UserError, match="standard ONNX operators") as caught:
+        build_engine(tmp_path / "x.onnx", rtx, PROFILES)
+    assert all(f"/layer.{layer}/Gelu (Nonsense)" in str(caught.value) for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(b"", "holds no graph"), (b"text", "refuses"), (None, "does not exist")]
+)
+def test_a_file_that_is_not_onnx(tmp_path, rtx, data, message):
+    path = tmp_path / "x.onnx"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        build_engine(path, rtx, PROFILES)
+    with pytest.raises(UserError):
+        gemm_names(path)
+
+
+def test_a_truncated_file(tmp_path, models, rtx):
+    path = tmp_path / "x.onnx"
+    path.write_bytes(models["int8"].read_bytes()[:20_000])
+    with pytest.raises(UserError, match="truncated or not ONNX"):
+        build_engine(path, rtx, PROFILES)
+
+
+def test_nodes_of_one_name_are_refused(make, models, tmp_path, rtx):
+    model = onnx.load(models["int8"])
+    twins = [node for node in model.graph.node if node.name in LINEARS][:2]
+    twins[1].name = twins[0].name
+    onnx.save(model, tmp_path / "x.onnx")
+    with pytest.raises(UserError, match=r"several MatMul or Gemm nodes named '/layer\.0/query/MatMul'"):
+        build(
+            tmp_path / "x.onnx",
+            tmp_path / "x.engine",
+            backend="auto",
+            profiles=PROFILES,
+            expected_gemms=[twins[0].name],
+            expected_attention=0,
+        )
+
+
+@pytest.mark.parametrize(("shape", "fits"), [((16, "length"), False), ((8, 32), False), ((4, 16), True)])
+def test_fixed_input_shapes(tmp_path, rtx, shape, fits):
+    path = TinyBert("fp16", activations=False).save(tmp_path / "x.onnx", shape)
+    profile = Profile((4, 16), (4, 16), (4, 16))
+    if fits:
+        assert build_engine(path, rtx, [profile]).data
+    else:
+        with pytest.raises(UserError, match="is fixed at"):
+            build_engine(path, rtx, [profile])
+
+
+def test_what_is_kept_of_the_log(models, rtx):
+    built = build_engine(models["int8"], rtx, PROFILES)
+    assert all(line.startswith("Name: ") for line in built.layer_lines)
+    assert {severity for severity, _ in built.messages} <= {"WARNING"}
+    assert built.inspector_json is None
+    assert 0 < built.seconds < 60
+
+
+def test_progress(models, rtx):
+    seen: list[tuple[str, float]] = []
+    build_engine(models["fp16"], rtx, PROFILES, progress=lambda *step: seen.append(step))
+    assert len({phase for phase, _ in seen}) > 1
+    assert all(0 < fraction <= 1 for _, fraction in seen)
+
+
+def test_an_interrupt_cancels_the_build_and_the_next_one_works(models, rtx):
+    def interrupt(phase: str, fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(models["fp16"], rtx, PROFILES, progress=interrupt)
+    assert build_engine(models["fp16"], rtx, PROFILES).layer_lines
+
+
+def fake_engine(**fields) -> BuiltEngine:
+    values = {"data": b"x", "layer_lines": [], "inspector_json": None, "messages": [], "backend": "tensorrt"}
+    values |= {"version": "11.4", "compute_capability": ["8.9"], "ahead_of_time": False, "seconds": 1.0}
+    return BuiltEngine(**(values | fields))
+
+
+def test_without_a_layer_table_nothing_is_proven(make, monkeypatch):
+    monkeypatch.setattr(module, "build_engine", lambda *args, **options: fake_engine())
+    with pytest.raises(UserError, match="no layer table"):
+        make("int8")
+    assert make("int8", strict=False).not_int8 == sorted(LINEARS)
+
+
+def test_the_inspector_is_preferred_to_the_log(make, monkeypatch):
+    layers = [
+        {
+            "Name": f"{name}_myl0_1",
+            "LayerType": "gemm",
+            "Inputs": [{"Format/Datatype": "Int8"}],
+            "Outputs": [],
+        }
+        for name in LINEARS
+    ]
+    built = fake_engine(
+        inspector_json=json.dumps({"Layers": layers, "Bindings": []}), layer_lines=["no table"]
+    )
+    monkeypatch.setattr(module, "build_engine", lambda *args, **options: built)
+    result = make("int8")
+    assert (result.backend, result.int8_gemms, result.not_int8) == ("tensorrt", 12, [])
+
+
+@pytest.mark.parametrize(
+    "shapes", [((0, 1), (1, 1), (1, 1)), ((1, 9), (1, 8), (1, 9)), ((2, 1), (2, 1), (1, 1))]
+)
+def test_profiles_must_be_ordered(shapes):
+    with pytest.raises(UserError, match="1 <= min <= opt <= max"):
+        Profile(*shapes)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Replace the backends that import: a version, an exception, or absent."""
+
+    def install(**answers: str | Exception) -> None:
+        def fake(name: str) -> types.SimpleNamespace:
+            answer = answers.get(name, ModuleNotFoundError(f"No module named {name!r}", name=name))
+            if isinstance(answer, Exception):
+                raise answer
+            return types.SimpleNamespace(__version__=answer)
+
+        monkeypatch.setattr(importlib, "import_module", fake)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("here", "device", "chosen"),
+    [
+        ({"tensorrt": "10.16", "tensorrt_rtx": "1.7"}, True, "tensorrt"),
+        ({"tensorrt": "10.16", "tensorrt_rtx": "1.7"}, False, "tensorrt_rtx"),
+        ({"tensorrt_rtx": "1.7"}, True, "tensorrt_rtx"),
+    ],
+)
+def test_auto_takes_tensorrt_where_it_can_build(installed, monkeypatch, here, device, chosen):
+    installed(**here)
+    monkeypatch.setattr(trt, "find_gpu", lambda: Gpu("L4", "8.9", None) if device else None)
+    assert (choose_backend("auto").name, choose_backend("auto").version) == (chosen, here[chosen])
+    assert available_backends() == here
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "message"),
+    [
+        ("auto", {}, r"tensorrt_rtx is not installed; pip install 'qdqbench\[rtx\]'"),
+        ("tensorrt", {}, r"tensorrt is not installed; pip install 'qdqbench\[tensorrt\]'"),
+        ("tensorrt", {"tensorrt": "11.4"}, "only on the GPU that runs them"),
+        ("tensorrt", {"tensorrt": OSError("libnvinfer.so.11: not found")}, "does not import.*libnvinfer"),
+        ("tensorrt", {"tensorrt": ModuleNotFoundError("no", name="tensorrt_libs")}, "does not import"),
+    ],
+)
+def test_a_backend_that_cannot_build_is_a_missing_device(installed, name, here, message):
+    installed(**here)
+    with pytest.raises(MissingDevice, match=message):
+        choose_backend(name)
+
+
+def test_a_broken_install_is_reported_and_the_others_listed(installed):
+    installed(tensorrt=OSError("libnvinfer.so.11: not found"), tensorrt_rtx="1.7")
+    with pytest.warns(RuntimeWarning, match="tensorrt is installed but does not import"):
+        assert available_backends() == {"tensorrt_rtx": "1.7"}
+
+
+def test_tensorrt_builds_for_the_gpu_at_hand_only(models):
+    backend = trt.Backend("tensorrt", "11.4", None, Gpu("L4", "8.9", None))
+    with pytest.raises(UserError, match=r"builds only for the GPU at hand \(8\.9\), not for 7\.5"):
+        trt._set_target(None, backend, "7.5")
+    assert trt._set_target(None, backend, None) == (["8.9"], False)
+
+
+@pytest.mark.parametrize("missing", ["library", "driver", "device", None])
+def test_the_gpu_that_cuda_shows(monkeypatch, tmp_path, missing):
+    def write(value: int | bytes):
+        def answer(target, *_: object) -> int:
+            getattr(target, "_obj", target).value = value
+            return 0
+
+        return answer
+
+    cuda = types.SimpleNamespace(
+        cuInit=lambda _: 100 if missing == "driver" else 0,
+        cuDeviceGetCount=write(0 if missing == "device" else 1),
+        cuDeviceGetName=write(b"NVIDIA L4"),
+        cuDeviceGetAttribute=lambda target, which, _: write({75: 8, 76: 9}[which])(target),
+    )
+
+    def load(name: str) -> types.SimpleNamespace:
+        if missing == "library":
+            raise OSError(name)
+        return cuda
+
+    (tmp_path / "version").write_text("580.65.06\n")
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(gpu, "_DRIVER", tmp_path / "version")
+    assert gpu.find_gpu() == (None if missing else Gpu("NVIDIA L4", "8.9", "580.65.06"))

@@ -1,0 +1,441 @@
+"""What the layer tables of engines say, and why an INT8 engine can be slower than its FP16 twin."""
+
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine.facts import facts_of, graph_from_table, graph_of
+from qdqbench.quantize.engine.inspection import (
+    findings,
+    inspect_layers,
+    named,
+    ranges,
+    slow_reasons,
+    split_time,
+)
+from qdqbench.quantize.engine.kernels import (
+    block_of,
+    block_of_node,
+    kind_of,
+    label,
+    norm_precision,
+    short,
+    types_text,
+)
+from qdqbench.quantize.engine.layers import parse_inspector_json
+
+from ...support.layer_tables import NORM, bert, inspector_json
+
+LAYER = "/bert/encoder/layer.0"
+LINEARS = {
+    f"/bert/encoder/layer.{n}/{name}/MatMul"
+    for n in range(2)
+    for name in (
+        *(f"attention/self/{leaf}" for leaf in ("query", "key", "value")),
+        *(f"{leaf}/dense" for leaf in ("attention/output", "intermediate", "output")),
+    )
+}
+HEAD = ["/bert/pooler/dense/Gemm", "/classifier/Gemm"]
+
+
+def kernel(name, kind="kgen", onnx=(), inputs=("Half",), outputs=("Half",)):
+    return LayerRow(
+        name=name, kind=kind, onnx=list(onnx), inputs=list(inputs), constants=[], outputs=list(outputs)
+    )
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        ("/bert/encoder/layer.3/attention/self/value/MatMul", "layer.3 attention value"),
+        ("/bert/encoder/layer.11/attention/output/dense/MatMul", "layer.11 attention output"),
+        ("/layer.0/attention/self/MatMul_1", "layer.0 attention MatMul_1"),
+        ("/layer.0/attention/self/MatMul", "layer.0 attention MatMul"),
+        ("/bert/encoder/layer.0/output/LayerNorm/LayerNormalization", "layer.0 output LayerNorm"),
+        ("/bert/encoder/layer.0/intermediate/intermediate_act_fn/Gelu", "layer.0 intermediate Gelu"),
+        ("/bert/pooler/dense/Gemm", "pooler"),
+        ("/classifier/Gemm", "classifier"),
+        ("/bert/embeddings/LayerNorm/LayerNormalization", "embeddings LayerNorm"),
+        ("/model/layers.2/mlp/Wi/MatMul", "layer.2 mlp Wi"),
+        ("MatMul_7", "MatMul_7"),
+        ("MatMul", "MatMul"),
+        ("/", "/"),
+    ],
+)
+def test_short_names(node, text):
+    assert short(node) == text
+
+
+@given(st.text(alphabet="/.layer0123MatMulGemself_+", max_size=30))
+def test_any_name_has_a_short_one(node):
+    assert short(node) or not node
+    assert block_of_node(node)
+
+
+@pytest.mark.parametrize(
+    ("node", "block"),
+    [
+        ("/bert/encoder/layer.12/output/dense/MatMul", "layer.12"),
+        ("/bert/encoder/layer/3/output/dense/weight_quantizer/DequantizeLinear", "layer.3"),
+        ("/bert/embeddings/Add", "embeddings"),
+        ("/bert/pooler/dense/Gemm", "head"),
+        ("logits/Cast", "head"),
+        ("logits_cast_to_fp32", "head"),
+        ("/bert/Cast_1", "other"),
+        ("/bert/layerwise.3/x", "other"),
+    ],
+)
+def test_blocks(node, block):
+    assert block_of_node(node) == block
+
+
+def test_a_kernel_that_quantizes_for_the_next_layer_belongs_to_its_own():
+    nodes = [
+        f"{LAYER}/output/LayerNorm/LayerNormalization",
+        "/bert/encoder/layer.1/q_quantizer/QuantizeLinear",
+    ]
+    assert block_of(kernel("__myl_AddCastMean_myl0_1", onnx=nodes)) == "layer.0"
+    assert block_of(kernel("__myl_MulRoun_myl0_1", onnx=nodes[1:])) == "layer.1"
+    assert block_of(kernel(f"{LAYER}/output/dense/MatMul_myl0_1", "gemm")) == "layer.0"
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (kernel("/a/MatMul_myl0_1", "gemm"), "gemm"),
+        (kernel("__myl_FcAddTanh_myl0_1", "runtime_fusion"), "gemm"),
+        (kernel("__myl_CastMulCastFc_myl0_1", "runtime_fusion", inputs=["Int8"]), "gemm"),
+        (kernel("_gemm_mha_v2_myl0_1"), "attention"),
+        (kernel(f"__myl_AddAdd{NORM}_myl0_1"), "LayerNorm"),
+        (kernel("__myl_AddSqrtDivMul_myl0_1", onnx=["/n/LayerNormalization"]), "LayerNorm"),
+        (kernel("__myl_AddDivCastErfCastAddMulMul_myl0_1"), "GELU"),
+        (kernel("__myl_AddMulTanhMul_myl0_1", onnx=["/x/intermediate_act_fn/Tanh"]), "GELU"),
+        (kernel("__myl_AddTanh_myl0_1", onnx=["/bert/pooler/activation/Tanh"]), "elementwise"),
+        (kernel("__myl_SlicReshMulAddMaxrSubExpSumDivMul_myl0_1"), "softmax"),
+        (kernel("__myl_MulAddReshTranReshMove_myl0_1"), "layout"),
+        (kernel("__myl_MulAddCastMulMinMaxRounCastReshTranReshMove_myl0_1", outputs=["Int8"]), "layout"),
+        (kernel("__myl_MoveReplConc_myl0_1"), "layout"),
+        (kernel("__myl_Cast_myl0_1"), "layout"),
+        (kernel("__myl_CastMulMinMaxRounCast_myl0_1", outputs=["Int8"]), "quantize"),
+        (kernel("__myl_CastMulCast_myl0_1", inputs=["Int8"]), "quantize"),
+        (kernel("__myl_CastReshCastSubMul_myl0_1", inputs=["Int64"]), "mask"),
+        (kernel("__myl_CastGathAdd_myl0_1", onnx=["/e/embeddings/Gather"], inputs=["Int64"]), "embeddings"),
+        (kernel("__mye1_myl0_3", "signal", inputs=[]), "none"),
+        (kernel("[ShapeHostToDeviceCopy 0]", "ShapeHostToDevice", inputs=[]), "none"),
+        (kernel("Reformatting CopyNode for Input Tensor 0", "Reformat"), "layout"),
+        (kernel("/a/MatMul", "MatrixMultiply"), "gemm"),
+        (kernel("/a/Relu", "PointWise"), "elementwise"),
+    ],
+)
+def test_kinds(row, kind):
+    assert kind_of(row) == kind
+
+
+@pytest.mark.parametrize(
+    ("row", "precision"),
+    [
+        (kernel("__myl_AddAddCastMeanSubMulMean_myl0_1"), "FP32"),
+        (kernel("__myl_MulCastAddReshAddCastMeanSubMulMean_myl0_1"), "FP32"),
+        (kernel("__myl_AddAddMeanSubMulMean_myl0_1"), "FP16"),
+        (kernel("__myl_CastGathAddReshMeanSub_myl0_1", inputs=["Int64"], outputs=["Half"]), "FP16"),
+        (kernel("__myl_CastGathAddReshMeanSub_myl0_1", inputs=["Int64"], outputs=["Float"]), "FP32"),
+        (kernel("__myl_AddReshMeanSub_myl0_1", inputs=["Float"], outputs=["Float"]), "FP32"),
+        (kernel("__myl_AddAddMean_myl0_1", inputs=["BFloat16"], outputs=["BFloat16"]), "BF16"),
+        (kernel("__myl_MulAddCastMaxrSubExpSumDiv_myl0_1"), "FP32"),
+        (kernel("__myl_MulAddMaxrSubExpSumDiv_myl0_1"), "FP16"),
+        (kernel("__myl_AddAddEtc_myl0_1"), "unknown"),
+        (kernel("norm", "Normalization"), "FP16"),
+    ],
+)
+def test_precision_of_the_statistics(row, precision):
+    assert norm_precision(row) == precision
+
+
+def test_labels_and_datatypes():
+    rows = bert(1)
+    facts = facts_of(rows)
+    texts = [(label(row, facts.computed.get(row.name, ())), types_text(row)) for row in facts.rows]
+    assert texts[:4] == [
+        ("embeddings", "INT64 -> FP16/INT8"),
+        ("attention mask", "INT64 -> FP16"),
+        ("layer.0 attention key+query+value", "INT8*INT8 -> FP16"),
+        ("layer.0 attention value", "FP16 -> FP16"),
+    ]
+    assert ("layer.0 attention", "FP16 -> INT8") in texts
+    assert ("layer.0 attention output LayerNorm", "FP16 -> FP16/INT8") in texts
+    assert ("layer.0 intermediate GELU", "FP16 -> INT8") in texts
+    assert texts[-1] == ("classifier", "FP16 -> FP32")
+
+
+def test_kernels_of_rewritten_graphs():
+    """GELU in the form of a sigmoid, and q, k and v that move to their heads together."""
+    act = f"{LAYER}/intermediate/intermediate_act_fn/Gelu"
+    gelu = kernel(
+        "__myl_MulAddReshMulMulAddMulReshSigmMulCastMulMinMaxRounCast_myl0_1",
+        onnx=[f"{LAYER}/output/dense/input_quantizer/QuantizeLinear", f"{act}_4_Sigmoid", f"{act}_5_Mul"],
+    )
+    assert (kind_of(gelu), label(gelu)) == ("GELU", "layer.0 intermediate GELU")
+    attention = f"{LAYER}/attention/self"
+    heads = kernel(
+        "__myl_MulAddReshMulAddReshConcReshTranSlic_myl0_1",
+        onnx=[
+            f"{attention}/joined_Concat",
+            *(f"{attention}/{name}/Add" for name in ("value", "key", "query")),
+        ],
+    )
+    assert (kind_of(heads), label(heads)) == ("layout", "layer.0 attention value+key+query")
+
+
+def test_ranges_and_groups_of_names():
+    assert ranges([5, 0, 1, 2, 2]) == "0-2,5"
+    assert ranges([]) == ""
+    nodes = [f"/e/layer.{n}/{leaf}/dense/MatMul" for n in (0, 1, 3) for leaf in ("intermediate", "output")]
+    assert named([*nodes, HEAD[0]]) == "layer.0-1,3: intermediate, output; pooler"
+    assert named([f"/e/layer.{n}/m{n}/MatMul" for n in range(9)]).endswith("; and 3 more")
+
+
+# One engine.
+
+
+@pytest.mark.parametrize("schema", [10, 11])
+@pytest.mark.parametrize("merged", [True, False])
+def test_an_int8_engine(merged, schema):
+    found = inspect_layers(parse_inspector_json(inspector_json(bert(merged=merged), schema)))
+    assert (found.gemms, set(found.proof.int8_gemms)) == (14, LINEARS)
+    assert found.proof.not_int8 == HEAD
+    assert set(found.reasons) == {*HEAD}
+    assert found.failures == []  # no recipe, nothing to fail
+    facts = found.facts
+    assert (facts.attentions, found.proof.attention_fused, found.proof.attention_int8) == (2, 2, 0)
+    assert (facts.qkv, facts.qkv_merged) == (2, 2 if merged else 0)
+    assert (facts.gelu_fused, facts.gelu_separate) == (0, 2)
+    assert {name: len(rows) for name, rows in facts.norms.items()} == {"FP32": 5}
+    assert (facts.kernels["layout"], facts.layout_quantized) == (8, 2)
+    assert len(facts.separate) == 12
+    assert facts.int8_writers == {"LayerNorm": 4, "attention": 2, "layout": 2, "GELU": 2, "embeddings": 1}
+    assert "none" not in facts.kernels
+    assert len(findings(facts)) == (0 if merged else 1)
+
+
+def test_an_fp16_engine():
+    found = inspect_layers(bert(int8=False))
+    assert (found.proof.int8_gemms, set(found.proof.not_int8)) == ([], {*LINEARS, *HEAD})
+    assert (found.facts.gelu_fused, found.facts.gelu_separate) == (2, 0)
+    assert len(found.facts.separate) == 10  # the feed-forward GEMM has its bias and GELU inside
+    assert findings(found.facts) == []
+
+
+def test_int8_attention_and_the_recipe():
+    products = {
+        f"/bert/encoder/layer.{n}/attention/self/{name}" for n in (0, 1) for name in ("MatMul", "MatMul_1")
+    }
+    held = inspect_layers(bert(attention="int8"), expected=LINEARS | products, expected_attention=2)
+    assert (len(held.proof.int8_gemms), held.gemms, held.failures) == (16, 18, [])
+    broken = inspect_layers(bert(), expected=LINEARS | products, expected_attention=2)
+    assert set(broken.proof.not_int8) == products
+    assert broken.failures == [
+        "4 of 16 GEMMs do not run in INT8",
+        "0 of 2 attentions run as one INT8 kernel",
+    ]
+
+
+def test_unfused_attention():
+    found = inspect_layers(bert(attention="apart"))
+    assert (found.facts.attentions, found.proof.attention_fused) == (2, 0)
+    assert found.facts.softmax == {"FP32": 2}
+    assert not any("self/MatMul" in name for name in [*found.proof.not_int8, *found.graph.linears])
+    assert [text for text in findings(found.facts) if "2 of 2 attentions fall apart" in text]
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ({"raw": True}, "12 INT8 GEMMs store raw INT32 sums as FP16"),
+        ({"output": "Float", "raw": True}, "12 of 12 INT8 GEMMs write FP32"),
+        ({"merged": False}, "three GEMMs in 2 of 2 attentions"),
+        ({"norm": "MeanSubMulMeanAddSqrtDivMulMulAdd"}, "5 of 5 LayerNorms sum their squares in FP16"),
+        ({"dequantized": ["layer.0/output/dense"]}, "1 linears dequantize INT8 codes"),
+    ],
+)
+def test_findings(form, part):
+    (found,) = findings(facts_of(bert(**form)))
+    assert part in found
+    assert "set " in found or "give " in found or "add " in found
+
+
+def test_several_profiles_are_counted_once_and_proven_in_each():
+    both = [*bert(), *bert(copy=1)]
+    found = inspect_layers(both)
+    assert len(found.proof.int8_gemms) == 12
+    assert found.facts.kernels == facts_of(bert()).kernels
+    broken = inspect_layers([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
+    assert broken.proof.not_int8 == ["/bert/encoder/layer.1/output/dense/MatMul", *HEAD]
+
+
+# The graph.
+
+
+def small_graph(tmp_path, kind=TensorProto.FLOAT16):
+    """softmax(x W0' x^T) with a quantized weight, and names that say nothing."""
+    codes = helper.make_tensor("w", TensorProto.INT8, [4, 4], [1] * 16)
+    scale = helper.make_tensor("s", kind, [], [1.0])
+    node = helper.make_node
+    nodes = [
+        node("DequantizeLinear", ["w", "s"], ["d"], name="d"),
+        node("Transpose", ["d"], ["t"], name="t"),
+        node("MatMul", ["x", "t"], ["y"], name="linear"),
+        node("MatMul", ["y", "x"], ["z"], name="product"),
+        node("Softmax", ["z"], ["p"], name="softmax"),
+        node("Gemm", ["p", "t"], ["out"], name="gemm"),
+    ]
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes, "g", [value("x", kind, [4, 4])], [value("out", kind, [4, 4])], [codes, scale]
+    )
+    path = tmp_path / "small.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    return path
+
+
+@pytest.mark.parametrize(("kind", "text"), [(TensorProto.FLOAT16, "FP16"), (TensorProto.FLOAT, "FP32")])
+def test_linears_and_products_of_an_onnx_file(tmp_path, kind, text):
+    graph = graph_of(small_graph(tmp_path, kind))
+    assert (graph.linears, graph.products, graph.softmaxes) == (["linear", "gemm"], ["product"], ["softmax"])
+    assert graph.softmax_types == {"softmax": text}
+
+
+def test_another_graph_is_refused(tmp_path):
+    with pytest.raises(UserError, match="give the file that the engine was built from"):
+        inspect_layers(bert(), graph_of(small_graph(tmp_path)))
+
+
+def test_what_autocast_leaves_behind_an_fp32_softmax():
+    softmax = f"{LAYER}/attention/self/Softmax"
+    rows = [kernel("_gemm_mha_v2_myl0_1", onnx=[softmax, f"{softmax}_output_0_cast_to_fp16"])]
+    assert graph_from_table(rows).softmax_types == {softmax: "FP32"}
+
+
+# Time.
+
+
+def test_time_by_kernel_block_and_kind():
+    rows = bert(1)
+    facts = facts_of(rows)
+    times = {row.name: float(number + 1) for number, row in enumerate(facts.rows)}
+    time = split_time(rows, times | {"unheard of": 0.5})
+    assert time.total == sum(times.values()) + 0.5
+    for parts in (time.by_kernel, time.by_block, time.by_kind):
+        assert sum(parts.values()) == pytest.approx(sum(times.values()))
+    assert list(time.by_block) == ["embeddings", "layer.0", "head", "other"]
+    assert list(time.by_kernel.values()) == sorted(times.values(), reverse=True)
+    assert list(time.by_kind.values()) == sorted(time.by_kind.values(), reverse=True)
+    assert time.by_kind["attention"] == next(times[row.name] for row in facts.fused)
+    assert (time.unmatched, time.missing) == ({"unheard of": 0.5}, 0)
+    assert split_time(rows, {"x": 0.0}).missing == len(facts.rows)
+
+
+def test_blocks_are_in_the_order_of_the_network():
+    rows = bert(12)
+    time = split_time(rows, {row.name: 1.0 for row in rows})
+    assert list(time.by_block)[1:13] == [f"layer.{n}" for n in range(12)]
+
+
+# Why slower.
+
+
+FP16 = bert(int8=False)
+
+
+def test_no_reason_where_nothing_differs():
+    assert slow_reasons(FP16, FP16)[1:] == []  # all that is left is that nothing is in INT8
+    assert "12 of 12 encoder linears are not in INT8" in slow_reasons(FP16, FP16)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "parts"),
+    [
+        (
+            {},
+            [
+                "2 GELU run in a kernel of their own (FP16: 0",
+                "8 kernels only move, cast",
+                "kernels run where FP16",
+            ],
+        ),
+        (
+            {"merged": False},
+            ["q, k and v are three GEMMs in 2 of 2 attentions (FP16 merges 2)", "gemm 14 against 10"],
+        ),
+        ({"output": "Float", "raw": True}, ["12 of 12 INT8 GEMMs write FP32"]),
+        ({"attention": "apart"}, ["2 of 2 attentions fall apart", "(FP16 fuses 2)"]),
+        ({"dequantized": ["layer.0/output/dense"]}, ["1 linears dequantize", "(layer.0: output)"]),
+    ],
+)
+def test_reasons_have_figures_and_name_what_to_change(form, parts):
+    reasons = slow_reasons(bert(**form), FP16)
+    for part in parts:
+        assert [text for text in reasons if part in text], part
+    for text in reasons:
+        assert "\n" not in text
+        assert any(character.isdigit() for character in text)
+        assert ": " in text
+
+
+def test_an_int8_engine_has_no_reason_that_is_not_its_own():
+    text = " ".join(slow_reasons(bert(attention="int8"), FP16))
+    for absent in ("three GEMMs", "write FP32", "dequantize INT8", "fall apart", "not in INT8"):
+        assert absent not in text
+
+
+def test_linears_that_stay_in_fp16_are_named():
+    mixed = [row for row in bert() if "output/dense" not in row.name]
+    mixed += [row for row in FP16 if "output/dense" in row.name]
+    assert (
+        "4 of 12 encoder linears are not in INT8 and gain nothing (layer.0-1: attention output, output)"
+        in (slow_reasons(mixed, FP16)[0])
+    )
+
+
+# Anything.
+
+_names = st.sampled_from(
+    [
+        "/a/MatMul_myl0_1",
+        "__myl_CastMeanSub_myl0_2",
+        "__myl_FcAdd_myl1_3",
+        "_gemm_mha_v2_myl0_1",
+        "x",
+        "+/a+",
+        "",
+    ]
+) | st.text(max_size=6)
+_types = st.lists(st.sampled_from(["Int8", "Half", "Float", "Int64", ""]), max_size=3)
+_rows = st.lists(
+    st.builds(
+        LayerRow,
+        name=_names,
+        kind=st.sampled_from(["gemm", "kgen", "runtime_fusion", "signal", "Normalization", ""]),
+        onnx=st.lists(
+            st.sampled_from(["/a/MatMul", "/a/b/Gemm", "/s/Softmax", "/layer.1/q/MatMul", ""]), max_size=3
+        ),
+        inputs=_types,
+        constants=_types,
+        outputs=_types,
+    ),
+    max_size=6,
+)
+
+
+@given(_rows, _rows)
+def test_any_table_is_judged(rows, others):
+    found = inspect_layers(rows, times={row.name: 1.0 for row in rows})
+    assert {*found.proof.int8_gemms, *found.proof.not_int8} <= {*found.graph.linears}
+    assert len(found.proof.int8_gemms) + len(found.proof.not_int8) == found.gemms
+    assert all(isinstance(text, str) for text in [*findings(found.facts), *slow_reasons(rows, others)])

@@ -1,0 +1,252 @@
+"""Several optimization profiles: in recipes, in real ahead-of-time builds, and in the stages of a run."""
+
+import importlib.util
+import types
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.eval.stages import engine
+from qdqbench.quantize.core import files, gpu
+from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.engine import backend
+from qdqbench.quantize.engine import build as build_module
+from qdqbench.quantize.engine.backend import build_engine, choose_backend
+from qdqbench.quantize.engine.build import check_sidecar
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.recipe.schema import Shapes, dump_recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.rundir import artifacts, session
+
+HEAD = "version: 1\nname: x\n"
+TWO = "[{batch: [1, 1, 4], length: [16, 32, 128]}, {batch: [4, 32, 128], length: [16, 128, 128]}]"
+PROFILES = [Profile((1, 16), (1, 32), (4, 128)), Profile((4, 16), (32, 128), (128, 128))]
+HERE = Gpu("L4", "8.9", "580.1")
+
+
+def recipe(shapes, more=""):
+    return parse_recipe(f"{HEAD}engine: {{shapes: {shapes}, backend: tensorrt_rtx}}\n{more}", "x")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"), [("{batch: [1, 2, 3]}", 1), ("[{batch: [1, 2, 3]}]", 1), (TWO, 2), ("{}", 1)]
+)
+def test_one_mapping_or_a_list(shapes, count):
+    made = recipe(shapes)
+    assert [type(each) for each in made.engine.profiles] == [Shapes] * count
+    assert parse_recipe(dump_recipe(made), "again") == made
+    assert type(made).model_validate_json(made.model_dump_json()) == made
+
+
+def test_shipped_recipes_have_kernels_for_full_length_and_take_every_shape():
+    for name in shipped_recipes():
+        *full, every = load_recipe(name).engine.profiles
+        assert (every.batch, every.length) == ((1, 32, 128), (16, 128, 128))
+        assert {shapes.length for shapes in full} == {(128, 128, 128)}
+        assert [shapes.batch for shapes in full] == [(1, 1, 4), (5, 32, 64), (65, 128, 128)]  # without a gap
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ("[]", "engine: shapes is an empty list"),
+        ("[{batch: [1, 2, 3]}, {lenght: [1, 2, 3]}]", r"'engine\.shapes\.1\.lenght', did you mean 'length'"),
+        ("{lenght: [1, 2, 3]}", r"'engine\.shapes\.lenght', did you mean 'length'"),
+        ("[{batch: [1, 2, 3]}, {batch: [3, 2, 1]}]", r"engine\.shapes\.1: batch must be \[min, opt, max\]"),
+        ("[{length: [1, 2, 3]}, {length: [16, 128, 256]}]", "goes to 256, but export.max_length"),
+        ("5", r"engine\.shapes: "),
+        ("[5]", r"engine\.shapes\.0: "),
+    ],
+)
+def test_each_of_a_list_is_checked(shapes, message):
+    with pytest.raises(UserError, match=message) as caught:
+        recipe(shapes)
+    assert "mapping" not in str(caught.value) or "empty" in str(caught.value)
+
+
+@pytest.fixture
+def rtx(monkeypatch):
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("tensorrt_rtx is not installed")
+    monkeypatch.setattr(backend, "find_gpu", lambda: None)
+    monkeypatch.setattr(build_module, "find_gpu", lambda: None)
+    return choose_backend("tensorrt_rtx")
+
+
+def save(path, shapes, kind=TensorProto.FLOAT16):
+    """x[..., 8] times a weight, plus a mask, under the names and shapes of `shapes`."""
+    weight = numpy_helper.from_array(np.ones((8, 8), np.float16), "w")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="/MatMul"),
+        helper.make_node("Add", ["y", "mask"], ["z"], name="/Add"),
+    ]
+    inputs = [helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()]
+    graph = helper.make_graph(
+        nodes, "x", inputs, [helper.make_tensor_value_info("z", kind, shapes["x"])], [weight]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"x": ("b", "l", 8), "mask": ("b", "l", 1)},  # a block's hidden states
+        {"x": ("b", 2, "l", 8), "mask": ("b", 1, 1, 1)},  # heads and a mask
+        {"x": ("b", "l", 8), "mask": (1, "l", 1)},
+    ],
+)
+def test_inner_tensors_take_the_profiles_too(tmp_path, rtx, shapes):
+    built = build_engine(save(tmp_path / "x.onnx", shapes), rtx, PROFILES)
+    assert len(built.data) > 1000
+    # the kernels are there once a profile
+    assert {line.count("[profile 1]") > 0 for line in built.layer_lines if "MatMul" in line} == {True, False}
+
+
+def test_inputs_without_a_length_are_refused(tmp_path, rtx):
+    path = save(tmp_path / "x.onnx", {"x": ("b", "l", 8), "mask": (1,)})
+    with pytest.raises(UserError, match=r"must be \[batch, length, ...\], not mask \[1\]"):
+        build_engine(path, rtx, PROFILES)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A session with an exported graph and two profiles, and what the stages ask of it."""
+    made = types.SimpleNamespace(
+        folder=tmp_path,
+        recipe=recipe(TWO, "precision: {compute: fp16}"),
+        config=types.SimpleNamespace(batch_size=4),
+        plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
+        notes=[],
+        progress=lambda done, total: None,
+        eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
+    )
+    files.write_json(tmp_path / "verify.json", {"skipped": "not asked for"})
+    save(tmp_path / artifacts.FP16, {"x": ("b", "l", 8), "mask": ("b", "l", 1)})
+    return made
+
+
+def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
+    outputs = engine.build(run)
+    path = run.folder / "engine" / "model.fp16.engine"
+    assert check_sidecar(path).profiles == PROFILES
+    assert [str(each.relative_to(run.folder)) for each in outputs] == [
+        "build.json",
+        "engine/model.fp16.engine",
+        "engine/model.fp16.engine.json",
+        "layers.json",
+    ]
+    assert run.notes == []  # 8.9 is supported, and TensorRT-RTX has no timing cache
+    assert not list(run.folder.rglob("*.cache"))
+
+
+def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
+    monkeypatch.setattr(build_module, "hazards", lambda *given: [f"careful with {' '.join(given)}"])
+    engine.build(run)
+    assert run.notes == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
+
+
+@pytest.mark.parametrize(
+    ("built", "here", "reason"),
+    [
+        ({"skipped": "no backend"}, HERE, "no engine was built: no backend"),
+        ({"compute_capability": ["8.9"]}, None, "no GPU here"),
+        ({"compute_capability": ["12.0"]}, HERE, "for compute capability 12.0 and the L4 has 8.9"),
+    ],
+)
+def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkeypatch, built, here, reason):
+    monkeypatch.setattr(gpu, "find_gpu", lambda: here)
+    files.write_json(run.folder / "build.json", built)
+    assert engine.engine(run) == [run.folder / "engine.json"]
+    assert reason in files.read_json(run.folder / "engine.json")["skipped"]
+    assert len(run.notes) == 1
+    assert "batch 4 where it is tuned for 32" in run.notes[0]
+    engine.engine(run)
+    assert len(run.notes) == 1
+
+
+class Runner:
+    """What engine_stages.engine takes from an EngineRunner."""
+
+    max_batch = 3
+
+    def __init__(self, path, onnx_path, *, runtime_cache):
+        self.engine = types.SimpleNamespace(notes=["the cache is ignored"], memory=None)
+        assert (path.name, runtime_cache.name) == ("x.engine", "runtime.cache")
+
+    def __enter__(self):
+        from qdqbench.quantize.runtime.runner import EngineMemory
+
+        self.engine.memory = EngineMemory(2_000_000, 1_500_000, 700_000, (600_000, 700_000))
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
+    from qdqbench.quantize.runtime import runner as engine_run
+
+    sizes = []
+    monkeypatch.setattr(gpu, "find_gpu", lambda: HERE)
+    monkeypatch.setattr(engine_run, "EngineRunner", Runner)
+    monkeypatch.setattr(
+        engine,
+        "evaluate",
+        lambda session, stage, runner, batch_size: sizes.append(batch_size) or run.folder / "engine.npz",
+    )
+    row = {"compute_capability": ["8.9"], "file": "x.engine", "backend": "tensorrt_rtx", "version": "1.6"}
+    files.write_json(run.folder / "build.json", row)
+    assert engine.engine(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
+    record = files.read_json(run.folder / "engine.json")
+    assert record["detail"] == (
+        "tensorrt_rtx 1.6 on L4; GPU memory 1.5 MB for weights and code, 0.6, 0.7 MB for activations by "
+        "profile; file 2.0 MB"
+    )
+    assert record["memory"]["activation_bytes_per_profile"] == [600_000, 700_000]
+    assert sizes == [3]
+    assert "the cache is ignored" in run.notes
+
+
+def test_a_machine_that_cannot_load_it_is_a_reason(run, monkeypatch):
+    def fails(*_):
+        raise MissingDevice("this torch has no CUDA")
+
+    monkeypatch.setattr(gpu, "find_gpu", lambda: HERE)
+    monkeypatch.setattr(engine, "_run_engine", fails)
+    row = {"compute_capability": ["8.9"], "file": "x.engine", "backend": "tensorrt_rtx", "version": "1.6"}
+    files.write_json(run.folder / "build.json", row)
+    engine.engine(run)
+    assert files.read_json(run.folder / "engine.json") == {"skipped": "this torch has no CUDA"}
+
+
+@pytest.fixture
+def built(run, rtx):
+    engine.build(run)
+    (run.folder / session.CONFIG).write_text("{}")
+    return run.folder / "engine" / "model.fp16.engine"
+
+
+def test_how_to_rebuild_an_engine_without_a_sidecar(built, tmp_path):
+    built.with_name(built.name + ".json").unlink()
+    with pytest.raises(UserError, match=rf"does not exist.* again with `qdqbench build {tmp_path}`"):
+        check_sidecar(built)
+
+
+def test_how_to_rebuild_what_the_recipe_makes_for_another_gpu(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(build_module, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
+    with pytest.raises(
+        UserError, match=rf"qdqbench build {tmp_path}` \(with engine.compute_capability: null"
+    ):
+        check_sidecar(built)
+
+
+def test_how_to_rebuild_outside_of_a_run(built, tmp_path):
+    (tmp_path / session.CONFIG).unlink()
+    built.write_bytes(b"other")
+    with pytest.raises(
+        UserError, match="not the one that was built; build it again with `qdqbench build RUN`"
+    ):
+        check_sidecar(built)

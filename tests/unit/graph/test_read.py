@@ -1,0 +1,244 @@
+"""`check` on files that may be anything: a report or one sentence, in little memory."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.check.check import CheckReport, check_file, to_json
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.graph import read
+
+from ...support.tiny_layer import healthy
+
+HEALTHY = healthy().SerializeToString()
+ORDER = ["slow-weight-order"]  # the tiny layer stores its weights [K, N]
+FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def written(folder: Path, data: bytes) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(data)
+    return path
+
+
+def refusal(path: Path) -> str:
+    """The one sentence that says what is wrong."""
+    with pytest.raises(UserError) as caught:
+        check_file(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert not message.endswith(".")
+    return message
+
+
+def test_a_file_is_checked_like_its_model(tmp_path: Path) -> None:
+    report = check_file(written(tmp_path, HEALTHY), allow=ORDER)
+
+    assert report.findings == []
+    assert len(report.quantized) == 6
+
+
+def test_a_file_that_is_missing(tmp_path: Path) -> None:
+    assert "is not a file" in refusal(tmp_path / "nothing.onnx")
+    assert "is not a file" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "is empty"),
+        (b"not an ONNX file, but a sentence\n", "truncated, corrupted or not an ONNX file"),
+        (b"PK\x03\x04" + bytes(100), "truncated, corrupted or not an ONNX file"),
+        (bytes(range(256)) * 8, "truncated, corrupted or not an ONNX file"),
+        (onnx.ModelProto(ir_version=10).SerializeToString(), "holds no graph"),
+        (HEALTHY.replace(b"\x42\x04\x0a\x00\x10\x14", b""), "holds no opset"),
+    ],
+)
+def test_a_file_that_is_not_a_model(tmp_path: Path, data: bytes, says: str) -> None:
+    assert says in refusal(written(tmp_path, data))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.99, 0.9999])
+def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+    assert "truncated" in refusal(written(tmp_path, HEALTHY[: int(share * len(HEALTHY))]))
+
+
+def test_names_that_are_not_text(tmp_path: Path) -> None:
+    data = HEALTHY.replace(b"/layer/query/Add", b"/layer/query/A\xff\xfe")
+
+    assert "corrupted" in refusal(written(tmp_path, data))
+
+
+def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "MAX_FILE", 1000)
+
+    assert "limit" in refusal(written(tmp_path, HEALTHY))
+
+
+def nested(*fields: int, inside: bytes) -> bytes:
+    """A protobuf message that holds `inside` in the fields on the way."""
+    for number in reversed(fields):
+        length = len(inside)
+        size = b""
+        while length > 127:
+            size, length = size + bytes([length & 127 | 128]), length >> 7
+        inside = bytes([number << 3 | 2]) + size + bytes([length]) + inside
+    return inside
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        nested(7, inside=b"\x0a\x00" * (1 << 18)),  # empty nodes
+        nested(7, inside=b"\x2a\x00" * (1 << 18)),  # empty initializers
+        nested(7, 1, inside=b"\x2a\x00" * (1 << 18)),  # a node with empty attributes
+        nested(7, 5, inside=b"\x6a\x00" * (1 << 18)),  # a tensor with empty references to files
+    ],
+)
+def test_a_file_of_empty_messages_is_not_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """Parsing these takes 30 to 100 times their size."""
+    monkeypatch.setattr(read, "MAX_STRUCTURE", 1 << 18)
+
+    assert "besides its weights" in refusal(written(tmp_path, data))
+
+
+def test_weights_do_not_count_as_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = healthy()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1 << 18, np.float32), "large"))
+    monkeypatch.setattr(read, "MAX_STRUCTURE", 1 << 17)
+
+    assert check_file(written(tmp_path, model.SerializeToString()), allow=ORDER).findings == []
+
+
+def test_a_tensor_that_announces_more_than_it_holds(tmp_path: Path) -> None:
+    model = healthy()
+    model.graph.initializer[0].dims[:] = [1 << 30, 1 << 30]
+    path = written(tmp_path, model.SerializeToString())
+
+    tracemalloc.start()
+    assert "does not hold the data it announces" in refusal(path)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def external(folder: Path) -> Path:
+    path = folder / "model.onnx"
+    onnx.save_model(healthy(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    return path
+
+
+def test_weights_in_another_file(tmp_path: Path) -> None:
+    assert check_file(external(tmp_path), allow=ORDER).findings == []
+
+
+def test_weights_in_another_file_that_is_missing(tmp_path: Path) -> None:
+    path = external(tmp_path)
+    (tmp_path / "weights.bin").unlink()
+
+    assert "weights.bin, which is missing; copy that file" in refusal(path)
+
+
+def test_weights_in_another_file_that_is_truncated(tmp_path: Path) -> None:
+    path = external(tmp_path)
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    assert "cannot read the external data of tensor" in refusal(path)
+
+
+def test_weights_outside_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(100))
+    (tmp_path / "model").mkdir()
+    model = healthy()
+    onnx.external_data_helper.set_external_data(model.graph.initializer[0], "../secret")
+
+    assert "cannot read the external data" in refusal(written(tmp_path / "model", model.SerializeToString()))
+
+
+def test_many_tensors_that_share_the_same_bytes(tmp_path: Path) -> None:
+    """A small file could ask for any amount of memory this way."""
+    (tmp_path / "weights.bin").write_bytes(bytes(1000))
+    model = healthy()
+    for number in range(10):
+        tensor = onnx.numpy_helper.from_array(np.zeros(1000, np.int8), f"copy{number}")
+        onnx.external_data_helper.set_external_data(tensor, "weights.bin")
+        model.graph.initializer.append(tensor)
+
+    assert "announces 10000 bytes" in refusal(written(tmp_path, model.SerializeToString()))
+
+
+def survives(folder: Path, data: bytes) -> None:
+    try:
+        report = check_file(written(folder, data))
+    except UserError:
+        return
+    assert isinstance(report, CheckReport)
+    assert json.dumps(to_json(report), allow_nan=False).encode()
+
+
+@FUZZ
+@given(data=st.binary(max_size=400))
+def test_random_bytes(tmp_path: Path, data: bytes) -> None:
+    survives(tmp_path, data)
+
+
+@FUZZ
+@given(
+    edits=st.lists(
+        st.tuples(st.integers(0, len(HEALTHY) - 1), st.binary(min_size=1, max_size=3)), min_size=1, max_size=4
+    )
+)
+def test_a_file_with_bytes_overwritten(tmp_path: Path, edits: list[tuple[int, bytes]]) -> None:
+    data = bytearray(HEALTHY)
+    for position, value in edits:
+        data[position : position + len(value)] = value
+    survives(tmp_path, bytes(data))
+
+
+@FUZZ
+@given(start=st.integers(0, len(HEALTHY)), length=st.integers(1, 64), repeat=st.integers(0, 3))
+def test_a_file_with_a_piece_cut_out_or_repeated(
+    tmp_path: Path, start: int, length: int, repeat: int
+) -> None:
+    survives(tmp_path, HEALTHY[:start] + HEALTHY[start : start + length] * repeat + HEALTHY[start + length :])
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_graph_that_is_well_formed_but_odd(tmp_path: Path, data: st.DataObject) -> None:
+    """Operators, inputs, types and attributes exchanged at random: valid protobuf, rarely a valid model."""
+    model = healthy(data.draw(st.sampled_from(["fp32", "fp16", "factored"])))
+    nodes = model.graph.node
+    names = ["", *(name for node in nodes for name in node.output)]
+    names += [tensor.name for tensor in model.graph.initializer]
+    operators = sorted({node.op_type for node in nodes} | {"Where", "Concat", "Split", "ReduceMean", "If"})
+    for _ in range(data.draw(st.integers(1, 4))):
+        node = nodes[data.draw(st.integers(0, len(nodes) - 1))]
+        kind = data.draw(st.sampled_from(["operator", "input", "domain", "attribute", "type", "drop"]))
+        if kind == "operator":
+            node.op_type = data.draw(st.sampled_from(operators))
+        elif kind == "input" and node.input:
+            node.input[data.draw(st.integers(0, len(node.input) - 1))] = data.draw(st.sampled_from(names))
+        elif kind == "domain":
+            node.domain = data.draw(st.sampled_from(["com.microsoft", "ai.onnx", "other"]))
+            model.opset_import.append(onnx.helper.make_opsetid(node.domain, 1))
+        elif kind == "attribute":
+            name = data.draw(st.sampled_from(["axis", "to", "perm", "block_size", "output_dtype", "transB"]))
+            value = data.draw(st.integers(-3, 40))
+            node.attribute.append(onnx.helper.make_attribute(name, [value] if name == "perm" else value))
+        elif kind == "type":
+            tensors = model.graph.initializer
+            tensor = tensors[data.draw(st.integers(0, len(tensors) - 1))]
+            tensor.data_type = data.draw(st.integers(0, 30))
+        elif node.input:
+            node.input.pop()
+    survives(tmp_path, model.SerializeToString())

@@ -1,0 +1,410 @@
+"""Rewrites for speed: the same numbers, and in an engine fewer kernels."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
+from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine.layers import is_int8, name_parts, parse_log
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.graph import export
+from qdqbench.quantize.graph.export import ExportSettings, finish, trace
+from qdqbench.quantize.graph.index import GraphIndex, module_of
+from qdqbench.quantize.graph.rewrites import join_heads, shorten_gelu, unjoined_note
+from qdqbench.quantize.graph.weights import fold_weights
+from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Calibration
+
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    HEADS,
+    HIDDEN,
+    INT8,
+    LAYERS,
+    LINEARS,
+    Quantized,
+    calibrate,
+    calibration_batches,
+    copied,
+    padded_batch,
+    plan_of,
+    quantized,
+    recipe_with,
+    run_onnx,
+    tensor,
+    traced,
+)
+from ...support.tiny_layer import store
+
+Floats = npt.NDArray[np.floating[Any]]
+JOINED = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"]
+BATCHES = [padded_batch(), padded_batch((16, 16)), padded_batch((7, 7, 7)), padded_batch((5, 1, 2, 3))]
+PARTS = ("query", "key", "value")
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A call of a function while the export skips a rewrite."""
+
+    def call(rewrite: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(export, rewrite, lambda model: 0)
+            return function(*arguments)
+
+    return call
+
+
+def finished(folder: Path, name: str, compute: str, weights: str = "factored") -> onnx.ModelProto:
+    return finish(
+        traced(folder, name),
+        quantized(folder, name).plan,
+        ExportSettings(20, compute, weights),  # type: ignore[arg-type]
+    )
+
+
+def folded(graph: onnx.ModelProto) -> onnx.ModelProto:
+    fold_weights(graph)
+    return graph
+
+
+def joined_modules(graph: onnx.ModelProto) -> list[str]:
+    return [module_of(node.name) for node in graph.graph.node if node.name.endswith("/joined_Split")]
+
+
+def node_names(graph: onnx.ModelProto) -> list[str]:
+    return [node.name for node in graph.graph.node]
+
+
+class TestJoining:
+    @pytest.mark.parametrize("weights", ["channel", "factored"])
+    @pytest.mark.parametrize("name", JOINED)
+    def test_the_same_logits_bit_for_bit(
+        self, tiny_bert: Path, without: Any, name: str, weights: str
+    ) -> None:
+        joined = finished(tiny_bert, name, "fp32", weights)
+        apart = without("join_heads", finished, tiny_bert, name, "fp32", weights)
+        assert joined_modules(joined) == ATTENTIONS
+        assert joined_modules(apart) == []
+        for batch in BATCHES:
+            np.testing.assert_array_equal(run_onnx(joined, batch), run_onnx(apart, batch))
+
+    @pytest.mark.parametrize("name", JOINED)
+    def test_the_same_logits_in_fp16(self, tiny_bert: Path, without: Any, name: str) -> None:
+        joined = finished(tiny_bert, name, "fp16")
+        apart = without("join_heads", finished, tiny_bert, name, "fp16")
+        for batch in BATCHES:
+            wanted = run_onnx(apart, batch)
+            np.testing.assert_allclose(run_onnx(joined, batch), wanted, atol=2e-3, rtol=2e-3)
+
+    @pytest.mark.parametrize("compute", ["fp32", "fp16"])
+    @pytest.mark.parametrize("name", JOINED)
+    def test_the_graph_stays_sound(self, tiny_bert: Path, without: Any, name: str, compute: str) -> None:
+        joined = finished(tiny_bert, name, compute)
+        apart = without("join_heads", finished, tiny_bert, name, compute)
+        onnx.checker.check_model(joined, full_check=True)
+        names = node_names(joined)
+        assert len(set(names)) == len(names)
+        new = set(names) - set(node_names(apart))
+        assert Counter(module_of(each) for each in new) == dict.fromkeys(
+            ATTENTIONS, len(new) // LAYERS
+        )  # nothing is named into another module
+        products = [[n.name for n in g.graph.node if n.op_type == "MatMul"] for g in (joined, apart)]
+        assert products[0] == products[1]
+        outputs = [name for node in joined.graph.node for name in node.output]
+        assert len(set(outputs)) == len(outputs)
+
+    @pytest.mark.parametrize("name", JOINED)
+    def test_one_copy_moves_q_k_and_v(self, tiny_bert: Path, name: str) -> None:
+        graph = finished(tiny_bert, name, "fp32")
+        index = GraphIndex(graph)
+        for attention in ATTENTIONS:
+            path = "/" + attention.replace(".", "/").replace("layer/", "layer.")
+            concat = next(n for n in graph.graph.node if n.name == f"{path}/joined_Concat")
+            sources = [module_of(index.producers[each].name) for each in concat.input]
+            assert sources == [f"{attention}.{part}" for part in PARTS]
+            for part, source in zip(PARTS, concat.input, strict=True):
+                assert index.consumers[source] == [concat], part  # the copies of before are gone
+            np.testing.assert_array_equal(
+                tensor(graph, f"{path}/joined_shape"), [0, 0, 3, HEADS, HIDDEN // HEADS]
+            )
+
+    @pytest.mark.parametrize("name", JOINED)
+    def test_joins_are_counted_and_made_once(self, tiny_bert: Path, name: str) -> None:
+        graph = folded(traced(tiny_bert, name))
+        assert join_heads(graph) == LAYERS
+        before = graph.SerializeToString(deterministic=True)
+        assert join_heads(graph) == 0
+        assert graph.SerializeToString(deterministic=True) == before
+
+    @pytest.mark.parametrize(
+        "shape",
+        [[0, 0, HEADS, HIDDEN // HEADS], [0, 0, -1, HIDDEN // HEADS]],
+    )
+    @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
+    def test_a_constant_shape(self, tiny_bert: Path, name: str, shape: list[int]) -> None:
+        graph = folded(traced(tiny_bert, name))
+        index = GraphIndex(graph)
+        reshapes = [n for n in graph.graph.node if n.op_type == "Reshape" and n.name[-1] != "3"]
+        assert {index.producers[n.input[1]].op_type for n in reshapes[: 3 * LAYERS]} == {"Concat"}
+        apart = copied(graph)
+        assert join_heads(graph) == LAYERS  # with shapes as the exporter writes them
+        with_constants(apart, shape)
+        constant = copied(apart)
+        assert join_heads(constant) == LAYERS
+        for batch in BATCHES[:2]:
+            wanted = run_onnx(apart, batch)
+            np.testing.assert_array_equal(run_onnx(graph, batch), wanted)
+            np.testing.assert_array_equal(run_onnx(constant, batch), wanted)
+
+    @pytest.mark.parametrize("shape", [[0, 0, HEADS, -1], [0, 0, 1, 24]])  # 32 is no multiple of 24
+    def test_heads_of_unknown_size_stay(self, tiny_bert: Path, shape: list[int]) -> None:
+        graph = folded(traced(tiny_bert))
+        with_constants(graph, shape)
+        assert_untouched(graph)
+
+    def test_a_transpose_that_reverses_all_axes_stays(self, tiny_bert: Path) -> None:
+        graph = folded(traced(tiny_bert))
+        index = GraphIndex(graph)
+        for node in graph.graph.node:
+            source = index.producers.get(node.input[0]) if node.op_type == "Transpose" else None
+            if source is not None and source.op_type == "Reshape":
+                del node.attribute[:]  # no perm: its default
+        assert_untouched(graph)
+
+    def test_twins_stay(self, tiny_bert: Path) -> None:
+        model = load_model(str(tiny_bert))
+        plan = plan_of(recipe_with(), model)
+        twin = finish(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+        assert joined_modules(twin) == []
+        assert_untouched(twin)
+
+    @pytest.mark.parametrize(("part", "precision"), [("query", "fp16"), ("key", "fp16"), ("value", "fp32")])
+    def test_a_linear_that_is_not_int8_is_not_joined(
+        self, tiny_bert: Path, part: str, precision: str
+    ) -> None:
+        rules = [
+            {"match": "encoder.layer.*", "type": "Linear"} | INT8,
+            {"match": f"encoder.layer.0.*.{part}", "type": "Linear", "precision": precision},
+        ]
+        model, plan, _ = calibrate(tiny_bert, recipe_with(rules=rules))
+        assert f"{ATTENTIONS[0]}.{part}" in plan.high
+        graph = finish(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+        assert joined_modules(graph) == ATTENTIONS[1:]
+        onnx.checker.check_model(graph, full_check=True)
+
+    @pytest.mark.parametrize("part", PARTS)
+    def test_linears_of_another_input_scale_are_not_joined(self, tiny_bert: Path, part: str) -> None:
+        graph = traced(tiny_bert)
+        quantizer = f"/bert/encoder/layer.1/attention/self/{part}/input_quantizer/QuantizeLinear"
+        scale = next(n for n in graph.graph.node if n.name == quantizer).input[1]
+        store(graph, scale, tensor(graph, scale) * np.float32(1.0001))
+        plan = quantized(tiny_bert).plan
+        graph = finish(graph, plan, ExportSettings(20, "fp32", "factored"))
+        assert joined_modules(graph) == ATTENTIONS[:1]
+
+    def test_a_product_that_something_else_reads_is_not_joined(self, tiny_bert: Path) -> None:
+        graph = folded(traced(tiny_bert))
+        product = next(n for n in graph.graph.node if n.name.endswith("layer.0/attention/self/key/MatMul"))
+        graph.graph.node.append(helper.make_node("Neg", list(product.output), ["minus"], name="/x/Neg"))
+        assert join_heads(graph) == LAYERS - 1
+        assert joined_modules(graph) == ATTENTIONS[1:]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "joined", "says"),
+    [
+        ([], LAYERS, None),
+        ([], 1, "q, k and v of 1 of 2 attentions"),
+        ([], 0, "q, k and v of 2 of 2 attentions"),
+        (["0.attention.self.key"], LAYERS - 1, None),
+        (["0.attention.self.key"], 0, "q, k and v of 1 of 1 attentions"),
+        (["0.attention.self.key", "1.attention.self.query"], 0, None),
+    ],
+)
+def test_attentions_that_were_not_joined(left_out: list[str], joined: int, says: str | None) -> None:
+    """Only an attention with all of q, k and v in INT8 can be joined."""
+    plan = Plan(int8={name: "channel" for name in LINEARS if not name.endswith(tuple(left_out))})
+    note = unjoined_note(plan, joined)
+    assert (note is None) if says is None else (note is not None and note.startswith(says))
+
+
+def with_constants(graph: onnx.ModelProto, shape: list[int]) -> None:
+    """Give the Reshape of q, k and v a constant shape."""
+    index = GraphIndex(graph)
+    graph.graph.initializer.append(numpy_helper.from_array(np.array(shape, np.int64), f"shape {shape}"))
+    count = 0
+    for node in graph.graph.node:
+        reshape = index.producers.get(node.input[0]) if node.op_type == "Transpose" else None
+        if reshape is not None and reshape.op_type == "Reshape":
+            reshape.input[1] = f"shape {shape}"
+            count += 1
+    assert count == 3 * LAYERS
+
+
+def assert_untouched(graph: onnx.ModelProto) -> None:
+    before = graph.SerializeToString(deterministic=True)
+    assert join_heads(graph) == 0
+    assert graph.SerializeToString(deterministic=True) == before
+
+
+@functools.cache
+def one_gelu(dtype: str) -> Any:
+    """The sigmoid form of one tanh GELU; every operation rounds to `dtype`."""
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    graph = helper.make_graph(
+        [helper.make_node("Gelu", ["x"], ["y"], name="/act/Gelu", approximate="tanh")],
+        "gelu",
+        [helper.make_tensor_value_info("x", kind, ["n"])],
+        [helper.make_tensor_value_info("y", kind, ["n"])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    assert shorten_gelu(model) == 1
+    for constant in model.graph.initializer:
+        constant.CopyFrom(
+            numpy_helper.from_array(numpy_helper.to_array(constant).astype(dtype), constant.name)
+        )
+    onnx.checker.check_model(model, full_check=True)
+    assert "Gelu" not in {node.op_type for node in model.graph.node}
+    assert {module_of(node.name) for node in model.graph.node} == {"act"}
+    return ReferenceEvaluator(model)
+
+
+def sigmoid_form(x: Floats) -> Floats:
+    # infinite squares are meant, and the reference's sigmoid computes a branch that it then drops
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(one_gelu(x.dtype.name).run(None, {"x": x})[0])
+
+
+def gelu(x: Floats, approximate: str) -> Floats:
+    """PyTorch's, in float64."""
+    import torch
+
+    x64 = torch.from_numpy(x.astype(np.float64))
+    return np.asarray(torch.nn.functional.gelu(x64, approximate=approximate).numpy())
+
+
+class TestGelu:
+    @settings(deadline=None)
+    @given(x=arrays.arrays(np.float64, 8, elements=st.floats(-65504, 65504) | st.floats(-8, 8)))
+    @example(x=np.array([0.0, -0.0, 5e-324, -1e-300, 65504, -65504, 1, -1]))
+    def test_the_sigmoid_form_is_the_tanh_form(self, x: Floats) -> None:
+        np.testing.assert_allclose(sigmoid_form(x), gelu(x, "tanh"), rtol=1e-6, atol=1e-6)
+
+    def test_every_number_of_fp16(self) -> None:
+        every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+        x = every[np.isfinite(every)]
+        assert x.max() == -x.min() == 65504
+        found = sigmoid_form(x)
+        assert found.dtype == np.float16
+        assert np.isfinite(found).all()
+        wanted = gelu(x, "tanh")
+        np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2e-3, atol=5e-4)
+        np.testing.assert_array_equal(found[x > 6], x[x > 6])
+        assert not found[x < -8].any()
+
+    def test_the_forms_of_gelu_are_near(self) -> None:
+        """The figure that recipe.py and `models.use_tanh_gelu` give."""
+        dense = np.linspace(-10, 10, 2_000_001)
+        apart = np.abs(gelu(dense, "tanh") - gelu(dense, "none"))
+        assert 4.7e-4 < apart.max() <= 5e-4
+        assert 2.6 < abs(dense[apart.argmax()]) < 2.8
+
+    def test_exact_gelus_stay(self, tiny_bert: Path) -> None:
+        graph = finished(tiny_bert, "bert-int8-linears", "fp32")
+        gelus = [n for n in graph.graph.node if n.op_type == "Gelu"]
+        assert len(gelus) == LAYERS
+        before = graph.SerializeToString(deterministic=True)
+        assert shorten_gelu(graph) == 0
+        for node in gelus:
+            assert not node.attribute or node.attribute[0].s == b"none"
+        assert graph.SerializeToString(deterministic=True) == before
+
+    def test_only_the_tanh_form_is_rewritten(self) -> None:
+        nodes = [
+            helper.make_node("Gelu", ["x"], ["a"], name="/a/Gelu"),
+            helper.make_node("Gelu", ["a"], ["b"], name="/b/Gelu", approximate="tanh"),
+            helper.make_node("Gelu", ["b"], ["y"], name="/c/Gelu", approximate="none"),
+        ]
+        graph = helper.make_graph(
+            nodes,
+            "three",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        feeds = {"x": np.linspace(-6, 6, 101, dtype=np.float32)}
+        before = run_onnx(model, feeds)
+        assert shorten_gelu(model) == 1
+        onnx.checker.check_model(model, full_check=True)
+        assert [n for n in model.graph.node if n.op_type == "Gelu"] == [nodes[0], nodes[2]]
+        np.testing.assert_allclose(run_onnx(model, feeds), before, atol=1e-6)
+
+    @pytest.mark.parametrize("compute", ["fp32", "fp16"])
+    def test_in_a_model(self, tiny_bert: Path, without: Any, compute: str) -> None:
+        model, plan, _ = with_tanh_gelu(tiny_bert)
+        graph = trace(model, 20)
+        form = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
+        short, long = finish(graph, plan, form), without("shorten_gelu", finish, graph, plan, form)
+        onnx.checker.check_model(short, full_check=True)
+        names = node_names(short)
+        assert len(set(names)) == len(names)
+        modules = Counter(module_of(name) for name in set(names) - set(node_names(long)))
+        activations = [f"bert.encoder.layer.{i}.intermediate.intermediate_act_fn" for i in range(LAYERS)]
+        assert modules == dict.fromkeys(activations, 6)
+        assert [sum(n.op_type == "Gelu" for n in g.graph.node) for g in (short, long)] == [0, LAYERS]
+        for batch in BATCHES:
+            wanted = run_onnx(long, batch)
+            np.testing.assert_allclose(
+                run_onnx(short, batch), wanted, atol=1e-5 if compute == "fp32" else 0.15, rtol=0
+            )  # in FP16 a code on a rounding border may flip
+
+
+@functools.cache
+def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> Quantized:
+    model = load_model(str(folder))
+    use_tanh_gelu(model, "tiny")
+    plan = plan_of(recipe_with(name), model)
+    return Quantized(model, plan, ptq.calibrate(model, plan, iter(calibration_batches()), Calibration()))
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_an_engine_merges_q_k_and_v_and_moves_them_in_one_kernel(
+    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: Any, name: str
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    monkeypatch.setattr(trt, "find_gpu", lambda: None)  # ahead of time on any machine
+    backend = trt.choose_backend("tensorrt_rtx")
+    moves = {}
+    for form in ("joined", "apart"):
+        make = (finished, tiny_bert, name, "fp16")
+        graph = make[0](*make[1:]) if form == "joined" else without("join_heads", *make)
+        path = tmp_path / f"{form}.onnx"
+        onnx.save(graph, path)
+        built = trt.build_engine(path, backend, [Profile((1, 16), (8, 32), (16, 64))])
+        rows = parse_log(built.layer_lines)
+        for layer in range(LAYERS):
+            linears = [f"/bert/encoder/layer.{layer}/attention/self/{part}" for part in PARTS]
+            gemms = {f"{each}/MatMul" for each in linears}
+            (gemm,) = [row for row in rows if row.kind == "gemm" and gemms & set(name_parts(row))]
+            assert gemms <= set(name_parts(gemm))
+            assert is_int8(gemm)
+            biases = {f"{each}/Add" for each in linears}  # added by the kernels that move q, k and v
+            moving = [biases & set(row.onnx) for row in rows if biases & set(row.onnx)]
+            assert set.union(*moving) == biases
+            moves[form, layer] = len(moving)
+    wanted = {"joined": 1, "apart": 3}  # three show that the test sees what joining is for
+    assert moves == {(form, layer): count for form, count in wanted.items() for layer in range(LAYERS)}

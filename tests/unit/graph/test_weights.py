@@ -1,0 +1,349 @@
+"""INT8 codes of weights, and the two forms of their scales."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.eval.accuracy.parity import compare_layers
+from qdqbench.eval.accuracy.runners import session_of
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.graph.export import ExportSettings, finish, trace
+from qdqbench.quantize.graph.index import GraphIndex, module_of, prune
+from qdqbench.quantize.graph.weights import factor_scales, fold_weights, quantize
+
+from ...support.tiny_bert import (
+    INT8,
+    LAYERS,
+    LINEARS,
+    calibrate,
+    exported,
+    padded_batch,
+    quantized,
+    recipe_with,
+    run_onnx,
+    tensor,
+    traced,
+)
+from ...support.tiny_layer import store
+
+Floats = npt.NDArray[np.float32]
+ROWS, COLUMNS = 4, 6
+weights = arrays.arrays(np.float32, (ROWS, COLUMNS), elements=st.floats(-100, 100, width=32))
+scales = st.floats(2**-20, 1000, width=32)
+ties = arrays.arrays(np.float32, (ROWS, COLUMNS), elements=st.integers(-260, 260).map(lambda n: n / 2))
+
+
+@functools.cache
+def quantize_linear(axis: int) -> Callable[[Floats, Floats], npt.NDArray[np.int8]]:
+    """QuantizeLinear of ONNX Runtime."""
+    node = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"], axis=axis)
+    inputs = [
+        ("x", TensorProto.FLOAT, (ROWS, COLUMNS)),
+        ("s", TensorProto.FLOAT, None),
+        ("z", TensorProto.INT8, None),
+    ]
+    graph = helper.make_graph(
+        [node],
+        "q",
+        [helper.make_tensor_value_info(*value) for value in inputs],
+        [helper.make_tensor_value_info("y", TensorProto.INT8, (ROWS, COLUMNS))],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    session = session_of(model.SerializeToString(), "one QuantizeLinear")
+    return lambda x, s: session.run(None, {"x": x, "s": s, "z": np.zeros(s.shape, np.int8)})[0]
+
+
+@settings(deadline=None)
+@given(
+    weight=weights | ties,
+    scale=scales.map(np.float32).map(np.asarray)
+    | arrays.arrays(np.float32, ROWS, elements=scales)
+    | st.just(np.ones(ROWS, np.float32)),
+)
+@example(weight=np.full((ROWS, COLUMNS), -128.5, np.float32), scale=np.asarray(np.float32(1)))
+def test_codes_are_those_of_onnx_runtime_bit_for_bit(weight: Floats, scale: Floats) -> None:
+    np.testing.assert_array_equal(quantize(weight, scale, 0), quantize_linear(0)(weight, scale))
+
+
+@settings(deadline=None)
+@given(weight=weights, scale=arrays.arrays(np.float32, COLUMNS, elements=scales))
+def test_the_channel_axis(weight: Floats, scale: Floats) -> None:
+    codes = quantize(weight, scale, 1)
+    np.testing.assert_array_equal(codes, quantize_linear(1)(weight, scale))
+    np.testing.assert_array_equal(codes, quantize(weight.T, scale, 0).T)
+
+
+@settings(deadline=None)
+@given(weight=weights, scale=arrays.arrays(np.float32, ROWS, elements=scales))
+def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight: Floats, scale: Floats) -> None:
+    # both multiply by a reciprocal where QuantizeLinear divides: a tie may go either way
+    import torch
+
+    quotient = weight.astype(np.float64) / scale[:, None]
+    border = np.abs(np.abs(quotient - np.floor(quotient)) - 0.5) < 1e-4
+    codes = quantize(weight, scale, 0).astype(np.int32)
+    zero = torch.zeros(ROWS, dtype=torch.int32)
+    x, s = torch.from_numpy(weight), torch.from_numpy(scale)
+    theirs = torch.fake_quantize_per_channel_affine(x, s, zero, 0, -128, 127).numpy()
+    for fake in (theirs, modelopt(weight, scale)):
+        step = np.rint(fake.astype(np.float64) / scale[:, None]) - codes
+        assert not step[~border].any()
+        assert np.abs(step).max() <= 1
+
+
+def modelopt(weight: Floats, scale: Floats) -> Floats:
+    import torch
+
+    from qdqbench.quantize.fakequant.quantizers import import_modelopt
+
+    import_modelopt()
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    amax = torch.from_numpy(scale.astype(np.float64) * 127).float()[:, None]
+    quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=8, axis=0), amax=amax)
+    with torch.no_grad():
+        return np.asarray(quantizer(torch.from_numpy(weight)).numpy())
+
+
+def test_folded_codes_dequantize_to_the_fake_quant_weights(tiny_bert: Path) -> None:
+    model = quantized(tiny_bert).model
+    graph = exported(tiny_bert, compute="fp32")
+    for name in LINEARS:
+        linear = model.get_submodule(name)
+        codes, scale = (tensor(graph, f"{name}.weight_{part}") for part in ("int8", "scale"))
+        fake = linear.weight_quantizer(linear.weight).detach().numpy()
+        assert codes.dtype == np.int8
+        assert codes.shape == (linear.out_features, linear.in_features)  # K is contiguous
+        np.testing.assert_allclose(codes * scale[:, None], fake, rtol=1e-6, atol=0)
+
+
+class TestFolding:
+    def test_every_weight_is_int8_behind_one_dq(self, tiny_bert: Path) -> None:
+        graph = traced(tiny_bert)
+        before = graph.ByteSize()
+        assert fold_weights(graph) == LINEARS
+        prune(graph)
+        onnx.checker.check_model(graph, full_check=True)
+        elements = sum(tensor(graph, f"{name}.weight_int8").size for name in LINEARS)
+        assert before - graph.ByteSize() > 0.85 * 3 * elements  # three of four bytes, less the zero points
+        assert not any(
+            n.endswith(".weight") and n[:-7] in LINEARS for n in (t.name for t in graph.graph.initializer)
+        )
+        modules = {module_of(n.name) for n in graph.graph.node if n.op_type == "DequantizeLinear"}
+        assert modules == {f"{name}.{kind}_quantizer" for name in LINEARS for kind in ("weight", "input")}
+        assert not any("/layer/" in n.name for n in graph.graph.node)  # names as the exporter writes them
+        quantizers = [n for n in graph.graph.node if n.op_type == "QuantizeLinear"]
+        assert len(quantizers) == len(LINEARS)  # of the inputs
+
+    @pytest.mark.parametrize("weights", ["channel", "factored"])
+    def test_codes_are_stored_along_k_behind_a_transpose(self, tiny_bert: Path, weights: str) -> None:
+        graph = exported(tiny_bert, compute="fp32", weights=weights)
+        index = GraphIndex(graph)
+        found = []
+        for node in graph.graph.node:
+            transpose = index.producers.get(node.input[1]) if node.op_type == "MatMul" else None
+            if transpose is None or not transpose.name.endswith("/weight_quantizer/Transpose"):
+                continue
+            (perm,) = transpose.attribute
+            assert list(perm.ints) == [1, 0]
+            dq = index.producers[transpose.input[0]]
+            assert dq.op_type == "DequantizeLinear"
+            axis = [(item.name, item.i) for item in dq.attribute]
+            assert axis == ([("axis", 0)] if weights == "channel" else [])  # the channels are the rows
+            name = module_of(node.name)
+            assert {module_of(n.name) for n in (dq, transpose)} == {f"{name}.weight_quantizer"}
+            assert dq.input[0] == f"{name}.weight_int8"
+            found.append(name)
+        assert found == LINEARS
+
+    def test_folding_changes_no_number(self, tiny_bert: Path) -> None:
+        graph, batch = traced(tiny_bert), padded_batch()
+        before = run_onnx(graph, batch)
+        fold_weights(graph)
+        np.testing.assert_allclose(run_onnx(graph, batch), before, rtol=1e-5)
+
+    def test_a_shared_weight_is_refused(self, tiny_bert: Path) -> None:
+        graph = traced(tiny_bert)
+        weight = next(
+            n
+            for n in graph.graph.node
+            if n.op_type == "QuantizeLinear" and n.input[0] == f"{LINEARS[0]}.weight"
+        )
+        dq = next(n for n in graph.graph.node if n.input and n.input[0] == weight.output[0])
+        graph.graph.node.append(helper.make_node("Neg", [dq.output[0]], ["negated"], name="/x/Neg"))
+        with pytest.raises(CheckFailed, match=rf"quantized weight {LINEARS[0]}\.weight feeds 2 nodes"):
+            fold_weights(graph)
+
+    def test_nothing_to_fold(self, tiny_bert: Path) -> None:
+        graph = exported(tiny_bert)
+        before = graph.SerializeToString(deterministic=True)
+        assert fold_weights(graph) == []
+        assert graph.SerializeToString(deterministic=True) == before
+
+
+class TestFactoring:
+    def scalar(self, graph: onnx.ModelProto, name: str) -> float:
+        found = tensor(graph, f"{name}.weight_scalar")
+        assert found.shape == ()
+        return float(found)
+
+    def test_the_same_codes_and_the_same_scales(self, tiny_bert: Path) -> None:
+        channel, factored = (exported(tiny_bert, compute="fp32", weights=w) for w in ("channel", "factored"))
+        for name in LINEARS:
+            codes = [tensor(graph, f"{name}.weight_int8") for graph in (channel, factored)]
+            np.testing.assert_array_equal(*codes)
+            product = self.scalar(factored, name) * tensor(factored, f"{name}.weight_factor").astype(
+                np.float64
+            )
+            np.testing.assert_allclose(product, tensor(channel, f"{name}.weight_scale"), rtol=2e-7)
+        assert not any("weight_scale" in t.name for t in factored.graph.initializer)
+
+    def test_linears_of_one_input_share_the_scalar(self, tiny_bert: Path) -> None:
+        graph = exported(tiny_bert, compute="fp32")
+        scales = {name: tensor(graph, f"{name}.weight_scale") * 2.0**i for i, name in enumerate(LINEARS)}
+        for name, scale in scales.items():
+            store(graph, f"{name}.weight_scale", scale)
+        factor_scales(graph)
+        for layer in (LINEARS[:6], LINEARS[6:]):
+            for shared in (layer[:3], layer[3:4], layer[4:5], layer[5:]):
+                every = np.concatenate([scales[name] for name in shared])
+                found = {self.scalar(graph, name) for name in shared}
+                assert len(found) == 1
+                off_middle = np.log2(found.pop()) - np.log2(np.sqrt(every.min() * every.max()))
+                assert (
+                    abs(off_middle) <= 0.5 + 1e-6
+                )  # and a power of two, so codes times it are exact in FP16
+        assert all(np.log2(self.scalar(graph, name)) % 1 == 0 for name in LINEARS)
+        assert len({self.scalar(graph, name) for name in LINEARS}) >= 6
+
+    def test_the_same_layers_numerically(self, tiny_bert: Path) -> None:
+        model = quantized(tiny_bert).model
+        graph = exported(tiny_bert, compute="fp32", weights="factored")
+        rows = compare_layers(graph, model, [padded_batch()]).rows
+        assert len(rows) == len(LINEARS)
+        assert max(row.output_rel_error or 0.0 for row in rows) < 1e-5
+
+    def test_per_tensor_weights_stay_where_the_input_is_their_own(self, tiny_bert: Path) -> None:
+        name = "bert-int8-linears-per-tensor"
+        channel, factored = (exported(tiny_bert, name, "fp32", form) for form in ("channel", "factored"))
+        scales = {each: tensor(channel, f"{each}.weight_scale") for each in LINEARS}
+        shared = [each for each in LINEARS if ".self." in each]
+        assert len(shared) == 3 * LAYERS
+        names = {t.name for t in factored.graph.initializer}
+        assert {each for each in LINEARS if f"{each}.weight_factor" in names} == set(shared)
+        assert {each for each in LINEARS if f"{each}.weight_scale" in names} == set(LINEARS) - set(shared)
+        for each in set(LINEARS) - set(shared):
+            np.testing.assert_array_equal(tensor(factored, f"{each}.weight_scale"), scales[each])
+        for layer in (shared[:3], shared[3:]):
+            (scalar,) = {self.scalar(factored, each) for each in layer}
+            assert np.log2(scalar) % 1 == 0
+            for each in layer:
+                factor = tensor(factored, f"{each}.weight_factor")
+                assert factor.shape == ()
+                assert factor * np.float32(scalar) == scales[each]
+                assert np.float16(factor) == factor  # so FP16 loses none of it
+        for batch in (padded_batch(), padded_batch((7, 7))):
+            np.testing.assert_allclose(run_onnx(factored, batch), run_onnx(channel, batch), atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize("change", ["input scale", "alone"])
+    def test_per_tensor_weights_without_a_partner_stay(self, tiny_bert: Path, change: str) -> None:
+        """Only linears that read one tensor with one scale can merge."""
+        name = "bert-int8-linears-per-tensor"
+        graph = traced(tiny_bert, name)
+        fold_weights(graph)
+        for number, linear in enumerate(LINEARS[:3]):
+            quantizer = "/" + linear.replace(".", "/").replace("layer/", "layer.") + "/input_quantizer"
+            node = next(n for n in graph.graph.node if n.name == f"{quantizer}/QuantizeLinear")
+            if change == "input scale":
+                store(graph, node.input[1], tensor(graph, node.input[1]) * np.float32(1 + number))
+            else:  # each of the three reads its own copy of the tensor
+                copy = helper.make_node(
+                    "Identity", [node.input[0]], [f"copy{number}"], name=f"/copy{number}/Identity"
+                )
+                node.input[0] = f"copy{number}"
+                graph.graph.node.insert(list(graph.graph.node).index(node), copy)
+        factor_scales(graph)
+        names = {t.name for t in graph.graph.initializer if t.name.endswith(".weight_factor")}
+        assert names == {f"{each}.weight_factor" for each in LINEARS[6:9]}
+
+
+@pytest.fixture(scope="module")
+def gemms(tiny_bert: Path) -> Any:
+    """Everything in INT8: pooler and classifier are Gemms in the trace."""
+    found = calibrate(tiny_bert, recipe_with(rules=[{"match": "*"} | INT8]))
+    return found, trace(found.model, 20)
+
+
+@pytest.mark.parametrize("form", ["channel", "factored"])
+def test_gemms_become_matmul_and_add(gemms: Any, form: str) -> None:
+    (model, plan, _), graph = gemms
+    assert [n.name for n in graph.graph.node if n.op_type == "Gemm"] == [
+        "/bert/pooler/dense/Gemm",
+        "/classifier/Gemm",
+    ]
+    done = finish(graph, plan, ExportSettings(20, "fp32", form))  # type: ignore[arg-type]
+    operators = {n.name: n.op_type for n in done.graph.node}
+    assert "Gemm" not in operators.values()
+    assert operators["/classifier/Gemm"] == "MatMul"
+    assert operators["/classifier/Gemm_bias"] == "Add"
+    assert tensor(done, "classifier.weight_int8").shape == (3, 32)
+    rows = {row.name: row for row in compare_layers(done, model, [padded_batch()]).rows}
+    assert len(rows) == 14
+    assert max(row.output_rel_error or 0.0 for row in rows.values()) < 1e-5
+
+
+ONE = [[1.0, 2.0, 4.0], [-8.0, 0.5, 127.0]]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
+    """Y = X W + b with a weight scale per output channel, in both layouts of W and both forms of scales."""
+    weight = np.array(ONE, np.float32)  # [K, N]
+    scale = np.array([0.5, 0.25, 1.0], np.float32)
+    stored = np.ascontiguousarray(weight.T) if transposed else weight
+    axis = 0 if transposed else 1
+    initializers = {
+        "w": stored,
+        "s": scale,
+        "z": np.zeros(3, np.int8),
+        "b": np.array([1, 2, 3], np.float32),
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["w", "s", "z"], ["q"], name="/lin/weight_quantizer/Q", axis=axis),
+        helper.make_node(
+            "DequantizeLinear", ["q", "s", "z"], ["d"], name="/lin/weight_quantizer/DQ", axis=axis
+        ),
+        helper.make_node("Gemm", ["x", "d", *["b"] * bias], ["y"], name="/lin/Gemm", transB=transposed),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "one",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 2))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (2, 3))],
+        [numpy_helper.from_array(value, name) for name, value in initializers.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    x = np.array([[1, -2], [3, 0.5]], np.float32)
+    wanted = x @ weight + (initializers["b"] if bias else 0)
+    assert fold_weights(model) == ["lin"]
+    prune(model)
+    np.testing.assert_array_equal(tensor(model, "w_int8"), [[2, -16], [8, 2], [4, 127]])  # [N, K]
+    np.testing.assert_allclose(run_onnx(model, {"x": x}), wanted, rtol=1e-6)
+    factor_scales(model)
+    prune(model)
+    np.testing.assert_allclose(float(tensor(model, "w_scalar")), 0.5)
+    np.testing.assert_allclose(tensor(model, "w_factor"), [1, 0.5, 2])
+    np.testing.assert_allclose(run_onnx(model, {"x": x}), wanted, rtol=1e-6)
+    onnx.checker.check_model(model, full_check=True)

@@ -1,0 +1,324 @@
+"""Calibration methods side by side: the rows, one pass for all methods, and the table."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from qdqbench.eval.methods import results as methods_results
+from qdqbench.eval.methods.measure import Comparing
+from qdqbench.eval.methods.report import view, write_methods
+from qdqbench.eval.methods.results import Judged, Measured, Methods, Row, Scores, read_methods
+from qdqbench.eval.methods.sections import METHODS, sections, write_up
+from qdqbench.eval.methods.shared import calibrated, collect, widest
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.fakequant import quantizers
+from qdqbench.quantize.fakequant.quantizers import kind_of
+from qdqbench.quantize.recipe.schema import Calibration, load_recipe, parse_recipe
+from qdqbench.quantize.rundir.session import RunConfig, Session
+from qdqbench.quantize.tasks.task import Task
+
+from ...support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "methods.md"
+HOSTILE = "<script>alert(1)</script> | `x` ](javascript:1) \x1b[31m \u202e [red]"
+OWN = Calibration()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
+
+
+# Rows.
+
+
+def differing(section: Calibration, own: Calibration) -> set[str]:
+    return {name for name, value in section if value != getattr(own, name)}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        OWN,
+        Calibration(method="percentile/99.95", weights_method="mse", smooth=0.5, bias_correction=True),
+        Calibration(smooth="gain", method="entropy"),
+        Calibration(smooth=0.65),
+    ],
+)
+def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None:
+    found = sections(own, (), ())
+    assert found[0] == own
+    assert len(found) == len({section.model_dump_json() for section in found})
+    single = [section for section in found if len(differing(section, own)) == 1]
+    changed = {next(iter(differing(section, own))) for section in single}
+    assert changed == {"method", "smooth", "weights_method", "bias_correction", "split_outliers"}
+    assert {section.method for section in found} == {*METHODS, own.method}
+    assert {"none", own.smooth, "gain"} <= {section.smooth for section in found}
+    assert all(differing(section, own) <= {"method", "smooth"} or section in single for section in found)
+    assert 10 <= len(found) <= 18
+
+
+def test_named_methods_and_smoothings_make_the_grid() -> None:
+    found = sections(OWN, ("max", "mse"), ("none", "0.4", "gain"))
+    assert {(section.method, section.smooth) for section in found} == {
+        (method, smooth) for method in ("max", "mse") for smooth in ("none", 0.4, "gain")
+    }
+    assert all(differing(section, OWN) <= {"method", "smooth"} for section in found)
+
+
+def test_the_recipe_stays_when_it_is_not_named() -> None:
+    assert sections(OWN, ("entropy",), ("0.4",))[0] == OWN
+
+
+@pytest.mark.parametrize(
+    ("methods", "smooths", "named"),
+    [
+        (["average"], [], "average"),
+        (["percentile/30"], [], "percentile/30"),
+        ([], ["much"], "much"),
+        ([], ["1.5"], "1.5"),
+        ([], ["nan"], "nan"),
+    ],
+)
+def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)) as caught:
+        sections(OWN, methods, smooths)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
+def test_the_recipe_written_holds_the_section(name: str) -> None:
+    section = Calibration(method="percentile/99.99", smooth=0.5, weights_method="mse", bias_correction=True)
+    recipe, text = write_up(load_recipe(name), section)
+    again = parse_recipe(text, "recipe.yaml")
+    assert again.calibration == section
+    assert again.name == f"{name}-calibrated"
+    assert again.rules == load_recipe(name).rules
+    assert write_up(recipe, section)[0].name == again.name  # not twice
+
+
+# One pass.
+
+
+@pytest.mark.parametrize(
+    ("changes", "methods"),
+    [({}, METHODS), ({"smooth": 0.5}, ("max", "mse")), ({"weights_method": "mse"}, ("percentile/99.9",))],
+    ids=str,
+)
+def test_one_pass_answers_every_method_as_its_own_calibration(
+    folder: Path, changes: dict[str, Any], methods: tuple[str, ...]
+) -> None:
+    rules = [
+        *load_recipe("bert-int8-attention").model_dump(mode="json")["rules"],
+        {"match": "encoder.layer.1.output.dense", "method": "percentile/99.95"},
+    ]
+    recipe = recipe_with("bert-int8-attention", rules=rules, calibration=changes)
+    model, settings = load_model(str(folder)), recipe.calibration
+    shared = collect(model, plan_of(recipe, model), calibration_batches(), settings)
+    answers = set()
+    for method in methods:
+        section = Calibration.model_validate(settings.model_dump() | {"method": method})
+        model = load_model(str(folder))
+        plan = plan_of(recipe.model_copy(update={"calibration": section}), model)
+        record = ptq.calibrate(model, plan, calibration_batches(), section)
+        copied, states = calibrated(shared, plan)
+        assert states == record.quantizers
+        for batch in calibration_batches():
+            assert np.array_equal(quantizers.forward(copied, batch), quantizers.forward(model, batch))
+        answers.add(tuple(float(np.max(state.amax)) for state in states.values()))
+    assert len(answers) == len(methods)
+
+
+def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
+    recipe = recipe_with(calibration={"method": "entropy"})
+    model = load_model(str(folder))
+    plan = plan_of(recipe, model)
+    shared = collect(model, plan, calibration_batches(), recipe.calibration)
+    before = {name: float(q.amax.max()) for name, q in quantizers.enabled_quantizers(shared.model).items()}
+    copied, _ = calibrated(shared, plan)
+    for quantizer in quantizers.enabled_quantizers(copied).values():
+        quantizer.amax = quantizer.amax * 2
+    assert before == {n: float(q.amax.max()) for n, q in quantizers.enabled_quantizers(shared.model).items()}
+
+
+def test_widest_activation(folder: Path) -> None:
+    recipe = recipe_with()
+    model = load_model(str(folder))
+    shared = collect(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    found = widest(shared.states)
+    assert found is not None
+    name, ratio = found
+    ratios = [s.amax / s.rms for n, s in shared.states.items() if kind_of(n) != "weight" and s.rms]  # type: ignore[operator]
+    assert (kind_of(name), ratio) == ("input", max(ratios))
+    assert widest({}) is None
+
+
+def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:
+    model = load_model(str(folder))
+    model.bert.embeddings.word_embeddings.weight.data[7] = float("inf")
+    recipe = recipe_with()
+    with pytest.raises(CheckFailed):
+        collect(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+
+
+# The table.
+
+
+def comparison(delta: float) -> Comparison:
+    return Comparison(
+        delta={"f1": delta},
+        delta_stderr={"f1": 0.004},
+        n=400,
+        disagreements=5,
+        mcnemar_p=0.4,
+        within_noise=abs(delta) <= 0.008,
+        mean_abs_logit_diff=0.1,
+        sqnr_db=20.0,
+    )
+
+
+def row(method: str, value: float | None, *, best: bool = False, recipe: bool = False, **more: Any) -> Row:
+    measured = value and Measured(
+        divergence=value,
+        divergence_stderr=value / 10,
+        above_best=value - 0.001,
+        above_best_stderr=0.0002,
+        ties=value < 0.0014,
+        sqnr_db=None if best else 21.5,
+        amax_over_rms=44.4,
+        amax_over_rms_at="bert.encoder.layer.0.output.dense.input_quantizer",
+        validation={
+            split: Judged(metrics={"f1": 0.85}, vs_fp32=comparison(-0.02 if best else -0.001))
+            for split in more.pop("splits", ("validation",))
+        },
+        calibration_s=12.34,
+    )
+    return Row(
+        method=method,
+        smooth=more.get("smooth", "none"),
+        weights_method="max",
+        bias_correction=False,
+        recipe=recipe,
+        best=best,
+        measured=measured or None,
+        failure=None if measured else HOSTILE,
+    )
+
+
+def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
+    return Methods(
+        created="2026-01-01T00:00:00+00:00",
+        command=f"qdqbench methods {name}",
+        recipe=load_recipe("bert-int8-linears").model_dump(mode="json"),
+        model={"name": name, "sha256": "0"},
+        task={"name": "mrpc"},
+        data={"split": "train", "samples": 256, "calibration": 512, "rows": 3668},
+        seed=0,
+        batch_size=32,
+        metric="f1",
+        divergence="kl",
+        fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
+        rows=[
+            row("max", 0.005, recipe=True, splits=splits),
+            row("mse", 0.0013, splits=splits),
+            row("entropy", 0.001, best=True, smooth=0.65, splits=splits),
+            row("percentile/99.9", None),
+        ],
+        recipe_name="bert-int8-linears-calibrated",
+        notes=[f"a note {name}"],
+        timings={"total_s": 100.0},
+        environment={},
+    )
+
+
+def test_words_and_figures_of_the_table() -> None:
+    shown = view(table())
+    marks = {line.settings[0]: line.marks for line in shown.lines}
+    assert marks == {"max": "the recipe", "mse": "=", "entropy": "best", "percentile/99.9": ""}
+    own, _, best, failed = shown.lines
+    assert all(len(line.cells) == len(shown.columns) for line in (own, best))
+    assert own.cells[1] == "100%"
+    assert best.cells[1:3] == ["20%", "equal"]
+    assert "(noise)" in own.cells[-2]
+    assert "(noise)" not in best.cells[-2]
+    assert failed.failure
+    assert failed.cells == []
+    assert "entropy, smooth 0.65" in shown.headline
+    assert "-0.0200 ± 0.0040" in shown.headline
+    assert "train data only" in shown.caption
+    assert "Validation is the judge" in shown.caption
+
+
+def test_each_validation_split_has_its_columns() -> None:
+    shown = view(table(splits=("validation_matched", "validation_mismatched")))
+    assert [name for name in shown.columns if "F1" in name] == [
+        "F1 (matched)",
+        "F1 (matched) against FP32",
+        "F1 (mismatched)",
+        "F1 (mismatched) against FP32",
+    ]
+    assert all(len(line.cells) == len(shown.columns) for line in shown.lines if not line.failure)
+
+
+def test_files_hold_hostile_names(tmp_path: Path) -> None:
+    found = table(name=HOSTILE)
+    paths = write_methods(found, tmp_path)
+    assert [path.name for path in paths] == ["methods.json", "methods.md", "methods.html"]
+    assert read_methods(tmp_path) == found
+    html, markdown = paths[2].read_text(), paths[1].read_text()
+    assert "<script" not in html + re.sub(r"(?ms)^```.*?^```$", "", markdown)
+    assert "\x1b" not in html + markdown
+    assert not re.search(r"(?:src|href)=\"(?!#)", html)
+    assert html.count("<svg") == 2
+    widths = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_terminal_table_reads_nothing_as_markup() -> None:
+    from rich.console import Console
+
+    from qdqbench.eval.methods.report import summary
+
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(summary(table(name=HOSTILE)))
+    text = captured.get()
+    assert "[red]" in text
+    assert "\u202e" not in text
+    assert "Validation is the judge" in text
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "methods.json").write_text(
+        table().model_dump_json().replace('"schema_version":1', '"schema_version":9')
+    )
+    with pytest.raises(UserError, match="of this version"):
+        read_methods(tmp_path)
+
+
+@pytest.mark.parametrize("model", [Methods, Row, Measured, Judged, Scores], ids=lambda model: model.__name__)
+def test_every_field_is_documented(model: type[BaseModel]) -> None:
+    name = model.__name__
+    section = re.search(
+        rf"(?ms)^### [^\n]*\(`{name}`\)\n(.*?)(?=^##|\Z)", DOCUMENT.read_text(encoding="utf-8")
+    )
+    assert section is not None
+    assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(model.model_fields)
+    assert methods_results.FILE in DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])
+def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, match: str) -> None:
+    rules = [{"match": match, "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}]
+    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+    config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
+    cases = Comparing(Session(config, tiny_bert), 8)._cases()
+    split = {case.section.split_outliers for case in cases}
+    assert split == ({0, 64} if match == "encoder.layer.*" else {0})

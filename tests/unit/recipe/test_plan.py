@@ -1,0 +1,339 @@
+"""Rules against modules: which linear becomes what, and the sentences when a rule makes no sense."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import MAX_NAMED, name_list
+from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.recipe.plan import Plan, Scaling, matched, resolve
+from qdqbench.quantize.recipe.schema import Recipe, Rule, load_recipe
+
+from ...support.tiny_bert import INT8, OF_A_LAYER, recipe_with
+
+LAYER_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
+
+
+def modules(layers: int = 2, head_size: int = 16) -> dict[str, ModuleInfo]:
+    """The table of a BERT classifier."""
+    table = {
+        "": ModuleInfo("other"),
+        "bert": ModuleInfo("other"),
+        "bert.embeddings.word_embeddings": ModuleInfo("Embedding"),
+        "bert.embeddings.LayerNorm": ModuleInfo("LayerNorm"),
+    }
+    for layer in (f"bert.encoder.layer.{i}" for i in range(layers)):
+        attention = f"{layer}.attention.self"
+        table |= {layer: ModuleInfo("other"), attention: ModuleInfo("Attention", head_size)}
+        table[f"{attention}.softmax"] = ModuleInfo("Softmax")
+        table |= {f"{layer}.{name}": ModuleInfo("Linear") for name in OF_A_LAYER}
+        table |= {f"{layer}.{name}": ModuleInfo("LayerNorm") for name in LAYER_NORMS}
+    return table | {"bert.pooler.dense": ModuleInfo("Linear"), "classifier": ModuleInfo("Linear")}
+
+
+def plan_for(*rules: dict[str, str], **changes: object) -> Plan:
+    return resolve(recipe_with(rules=list(rules), **changes), modules(), "bert")
+
+
+def in_encoder(layers: int = 2) -> list[str]:
+    return [f"bert.encoder.layer.{layer}.{name}" for layer in range(layers) for name in OF_A_LAYER]
+
+
+def test_the_later_rule_wins() -> None:
+    plan = plan_for(
+        {"match": "encoder.layer.*"} | INT8,
+        {"match": "*.query", "weights": "int8/tensor", "input": "int8/tensor"},
+        {"match": "encoder.layer.1.*", "type": "Linear", "precision": "fp16"},
+        {"match": "encoder.layer.1.output.dense"} | INT8,
+    )
+    first = [name for name in in_encoder() if "layer.0" in name]
+    assert plan.int8 == dict.fromkeys(first, "channel") | {
+        "bert.encoder.layer.0.attention.self.query": "tensor",
+        "bert.encoder.layer.1.output.dense": "channel",
+    }
+    assert list(plan.high) == [
+        n for n in (*in_encoder(), "bert.pooler.dense", "classifier") if n not in plan.int8
+    ]
+    assert plan.fp32 == ()
+
+
+@pytest.mark.parametrize("pattern", ["encoder.layer.0.*", "bert.encoder.layer.0.*", "*.layer.0.*"])
+def test_patterns_with_and_without_the_prefix(pattern: str) -> None:
+    assert list(plan_for({"match": pattern} | INT8).int8) == [n for n in in_encoder() if ".0." in n]
+
+
+def test_the_prefix_is_cut_at_a_border_only() -> None:
+    table = {"bertram.dense": ModuleInfo("Linear")}
+    rule = Rule.model_validate({"match": "ram.dense"} | INT8)
+    assert matched(rule, table, "bert") == []
+    assert matched(rule.model_copy(update={"match": "bertram.dense"}), table, "") == ["bertram.dense"]
+
+
+def test_case_counts() -> None:
+    with pytest.raises(UserError, match=r"'\*layernorm' matches no LayerNorm .*output\.LayerNorm"):
+        plan_for({"match": "*layernorm", "type": "LayerNorm", "precision": "fp32"})
+
+
+def test_rules_that_match_nothing_are_all_named_with_near_names() -> None:
+    with pytest.raises(UserError) as error:
+        plan_for(
+            {"match": "encoder.layers.*"} | INT8,
+            {"match": "encoder.layer.*"} | INT8,
+            {"match": "*.intermediate.dens"} | INT8,
+            {"match": "*", "type": "Embedding", "precision": "fp32"},
+        )
+    message = str(error.value)
+    assert "rule 'encoder.layers.*' matches no Linear of this model; near names: encoder.layer.*." in message
+    assert "rule '*.intermediate.dens' matches no Linear" in message
+    assert "encoder.layer.*.intermediate.dense" in message.partition("'*.intermediate.dens'")[2]
+    assert "'encoder.layer.*'" not in message
+    assert "\n" not in message
+
+
+def test_a_class_that_the_model_lacks() -> None:
+    rule = {"match": "*", "type": "Embedding", "precision": "fp32"}
+    with pytest.raises(UserError, match=r"matches no Embedding: it has none"):
+        resolve(recipe_with(rules=[rule]), {"a": ModuleInfo("Linear")}, "")
+
+
+def test_near_names_do_not_repeat_layers() -> None:
+    with pytest.raises(UserError) as error:
+        resolve(recipe_with(rules=[{"match": "encoder.layer.*.querry"} | INT8]), modules(12), "bert")
+    assert str(error.value).count("attention.self.query") == 1
+
+
+@settings(deadline=None)
+@given(pattern=st.text(alphabet="*?[]!abdeklnorty.012", min_size=1, max_size=12) | st.just("*"))
+def test_only_linears_become_int8_whatever_the_pattern(pattern: str) -> None:
+    table = modules()
+    recipe = recipe_with(rules=[{"match": pattern} | INT8])
+    if not matched(recipe.rules[0], table, "bert"):
+        with pytest.raises(UserError, match="matches no Linear"):
+            resolve(recipe, table, "bert")
+        return
+    plan = resolve(recipe, table, "bert")
+    assert plan.int8
+    assert {table[name].kind for name in plan.int8} == {"Linear"}
+    assert sorted([*plan.int8, *plan.high]) == sorted(n for n, info in table.items() if info.kind == "Linear")
+
+
+def test_everything_is_every_linear_and_no_layernorm() -> None:
+    plan = plan_for({"match": "*"} | INT8)
+    assert list(plan.int8) == [*in_encoder(), "bert.pooler.dense", "classifier"]
+    assert plan.high == ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({"match": "*", "type": "LayerNorm"}, lambda name: name.endswith("LayerNorm")),
+        ({"match": "*", "type": "Softmax"}, lambda name: name.endswith("softmax")),
+        ({"match": "*.softmax"}, lambda name: name.endswith("softmax")),
+        ({"match": "encoder.layer.1.output.*"}, lambda name: name.startswith("bert.encoder.layer.1.output.")),
+        ({"match": "encoder.layer.1"}, lambda name: name.startswith("bert.encoder.layer.1")),
+        ({"match": "classifier"}, lambda name: name == "classifier"),
+    ],
+    ids=lambda value: value["match"] + value.get("type", "") if isinstance(value, dict) else "",
+)
+def test_fp32_islands(rule: dict[str, str], expected: object) -> None:
+    plan = plan_for(rule | {"precision": "fp32"})
+    assert list(plan.fp32) == [name for name in modules() if expected(name)]  # type: ignore[operator]
+
+
+def test_a_later_fp16_rule_opens_an_island_again() -> None:
+    plan = plan_for(
+        {"match": "encoder.layer.0", "precision": "fp32"},
+        {"match": "encoder.layer.0.output.dense", "precision": "fp16"},
+        {"match": "encoder.layer.0.*.query"} | INT8,
+    )
+    inside = [name for name in modules() if name.startswith("bert.encoder.layer.0")]
+    opened = ("bert.encoder.layer.0.output.dense", "bert.encoder.layer.0.attention.self.query")
+    assert list(plan.fp32) == [name for name in inside if name not in opened]
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_the_shipped_ffn_recipe(layers: int) -> None:
+    plan = resolve(load_recipe("bert-int8-ffn"), modules(layers), "bert")
+    names = ("intermediate.dense", "output.dense")
+    assert list(plan.int8) == [f"bert.encoder.layer.{i}.{name}" for i in range(layers) for name in names]
+    assert not any("attention" in name for name in plan.int8)
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "attentions"),
+    [
+        ("bert-int8-linears", "channel", 0),
+        ("bert-int8-linears-per-tensor", "tensor", 0),
+        ("bert-int8-attention", "channel", 12),
+    ],
+)
+def test_the_other_shipped_recipes(name: str, scales: str, attentions: int) -> None:
+    plan = resolve(load_recipe(name), modules(12), "bert")
+    assert plan.int8 == dict.fromkeys(in_encoder(12), scales)
+    assert plan.high == ("bert.pooler.dense", "classifier")
+    assert plan.attention == tuple(f"bert.encoder.layer.{i}.attention.self" for i in range(attentions))
+
+
+def test_the_fp16_twin_quantizes_nothing() -> None:
+    plan = resolve(load_recipe("bert-fp16"), modules(), "bert")
+    assert plan == Plan(high=(*in_encoder(), "bert.pooler.dense", "classifier"))
+
+
+class TestAttention:
+    recipe: Recipe = load_recipe("bert-int8-attention")
+
+    @pytest.mark.parametrize("size", [16, 32, 64])
+    def test_head_sizes_that_fuse(self, size: int) -> None:
+        assert len(resolve(self.recipe, modules(head_size=size), "bert").attention) == 2
+
+    @pytest.mark.parametrize("size", [8, 24, 128])
+    def test_head_sizes_that_do_not(self, size: int) -> None:
+        with pytest.raises(UserError, match=rf"head size of 16, 32 or 64 .* this model has {size};"):
+            resolve(self.recipe, modules(head_size=size), "bert")
+
+    def test_its_output_linear_must_be_int8(self) -> None:
+        rules = [rule.model_dump() for rule in self.recipe.rules]
+        rules.append({"match": "encoder.layer.1.attention.output.dense", "precision": "fp16"})
+        recipe = Recipe.model_validate(self.recipe.model_dump() | {"rules": rules})
+        with pytest.raises(
+            UserError, match=r"add a rule for bert\.encoder\.layer\.1\.attention\.output\.dense or"
+        ):
+            resolve(recipe, modules(), "bert")
+
+    def test_a_model_without_attention(self) -> None:
+        table = {name: info for name, info in modules().items() if info.kind != "Attention"}
+        with pytest.raises(UserError, match="no self-attention"):
+            resolve(self.recipe, table, "bert")
+
+    def by_rule(self, *rules: dict[str, object], attention: str = "fp16") -> Plan:
+        every = [{"match": "encoder.layer.*"} | INT8]
+        changes = {"rules": [*every, *rules], "attention": attention, "precision": {"keep": ["layernorm"]}}
+        return resolve(recipe_with(**changes), modules(), "bert")
+
+    def test_in_by_rule(self) -> None:
+        rule = {"match": "encoder.layer.1.*", "type": "Attention", "precision": "int8"}
+        assert self.by_rule(rule).attention == ("bert.encoder.layer.1.attention.self",)
+        assert self.by_rule(rule | {"match": "*"}).attention == tuple(
+            f"bert.encoder.layer.{i}.attention.self" for i in range(2)
+        )
+
+    def test_the_later_rule_wins(self) -> None:
+        both = {"match": "*", "type": "Attention", "precision": "int8"}
+        out = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "fp16"}
+        assert self.by_rule(both, out).attention == ("bert.encoder.layer.1.attention.self",)
+        assert len(self.by_rule(out, both).attention) == 2
+
+    @pytest.mark.parametrize("precision", ["fp16", "fp32"])
+    def test_out_by_rule_leaves_the_output_linear_free(self, precision: str) -> None:
+        out = {"match": "encoder.layer.0.attention.self", "type": "Attention", "precision": precision}
+        free = {"match": "encoder.layer.0.attention.output.dense", "precision": "fp16"}
+        plan = self.by_rule(out, free, attention="int8")
+        assert plan.attention == ("bert.encoder.layer.1.attention.self",)
+        assert "bert.encoder.layer.0.attention.output.dense" in plan.high
+        with pytest.raises(
+            UserError, match=r"add a rule for bert\.encoder\.layer\.0\.attention\.output\.dense"
+        ):
+            self.by_rule(free, attention="int8")
+
+    def test_a_whole_layer_out(self) -> None:
+        plan = self.by_rule({"match": "encoder.layer.1.*", "precision": "fp16"}, attention="int8")
+        assert plan.attention == ("bert.encoder.layer.0.attention.self",)
+        assert list(plan.int8) == in_encoder(1)
+
+    def test_sizes_count_where_it_is_int8_only(self) -> None:
+        table = modules(head_size=24)
+        out = {"match": "*", "type": "Attention", "precision": "fp16"}
+        recipe = recipe_with("bert-int8-attention", rules=[{"match": "encoder.layer.*"} | INT8, out])
+        assert resolve(recipe, table, "bert").attention == ()
+        table["bert.encoder.layer.0.attention.self"] = ModuleInfo("Attention", 32)
+        inside = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "int8"}
+        rules = [{"match": "encoder.layer.*"} | INT8, inside]
+        recipe = recipe_with(rules=rules, precision={"keep": ["layernorm"]})
+        assert resolve(recipe, table, "bert").attention == ("bert.encoder.layer.0.attention.self",)
+
+
+class TestScaling:
+    every = {"match": "*"} | INT8
+
+    def of(self, *rules: dict[str, object], **changes: object) -> dict[str, Scaling]:
+        plan = resolve(recipe_with(rules=[self.every, *rules], **changes), modules(), "bert")
+        assert set(plan.scaling) == {*plan.int8, *plan.attention}
+        return plan.scaling
+
+    def test_the_section_is_for_all(self) -> None:
+        calibration = {"method": "percentile/99.9", "weights_method": "mse"}
+        found = self.of(calibration=calibration)
+        assert set(found) == {*in_encoder(), "bert.pooler.dense", "classifier"}
+        assert {*found.values()} == {Scaling("percentile/99.9", "mse", "none")}
+
+    def test_the_section_smooths_what_reads_a_layernorm_and_attentions(self) -> None:
+        found = self.of(calibration={"smooth": 0.65}, attention="int8", precision={"keep": ["layernorm"]})
+        names = ("self", "query", "key", "value", "intermediate.dense")
+        smoothed = [name for name in found if name.endswith(names)]
+        assert len(smoothed) == 10
+        assert {name: scaling.smooth for name, scaling in found.items()} == (
+            dict.fromkeys(found, "none") | dict.fromkeys(smoothed, 0.65)
+        )
+
+    def test_rules_refine_field_by_field_and_the_later_wins(self) -> None:
+        found = self.of(
+            {"match": "encoder.layer.0.*", "method": "mse", "smooth": 0.3},
+            {"match": "*.output.dense", "smooth": 0.8},
+            {"match": "*.0.attention.output.dense", "type": "Linear", "weights_method": "mse"},
+            {"match": "encoder.layer.0.output.dense", "method": "entropy", "smooth": "none"},
+            calibration={"method": "percentile/99", "smooth": 0.5},
+        )
+        layer = "bert.encoder.layer."
+        assert found[f"{layer}0.attention.self.query"] == Scaling("mse", "max", 0.3)
+        assert found[f"{layer}0.attention.output.dense"] == Scaling("mse", "mse", 0.8)
+        assert found[f"{layer}0.output.dense"] == Scaling("entropy", "max", "none")
+        assert found[f"{layer}1.output.dense"] == Scaling("percentile/99", "max", 0.8)
+        assert found[f"{layer}1.intermediate.dense"] == Scaling("percentile/99", "max", 0.5)
+        assert found["classifier"] == Scaling("percentile/99", "max", "none")
+
+    def test_a_rule_can_quantize_and_refine_at_once(self) -> None:
+        both = {"match": "*.query", "method": "mse"} | INT8 | {"weights": "int8/tensor"}
+        plan = resolve(recipe_with(rules=[both]), modules(), "bert")
+        assert set(plan.int8.values()) == {"tensor"}
+        assert plan.scaling == dict.fromkeys(plan.int8, Scaling("mse"))
+
+    def test_refining_changes_no_placement(self) -> None:
+        plain = resolve(recipe_with(), modules(), "bert")
+        rules = [*recipe_with().model_dump(mode="json")["rules"], {"match": "*", "smooth": 0.5}]
+        refined = resolve(recipe_with(rules=rules), modules(), "bert")
+        assert (refined.int8, refined.high, refined.attention, refined.fp32) == (
+            plain.int8,
+            plain.high,
+            plain.attention,
+            plain.fp32,
+        )
+
+    def test_rules_that_refine_nothing_in_int8_are_all_named(self) -> None:
+        with pytest.raises(UserError) as error:
+            plan_for(
+                {"match": "encoder.layer.0.*"} | INT8,
+                {"match": "classifier", "method": "mse"},
+                {"match": "encoder.layer.1.*", "smooth": 0.5},
+                {"match": "encoder.layer.0.*", "smooth": 0.5},
+                {"match": "*", "type": "Attention", "method": "mse"},
+            )
+        message = str(error.value)
+        assert message.startswith("rules 'classifier', 'encoder.layer.1.*', '*' say how to calibrate, but")
+        assert "encoder.layer.0" not in message
+        assert "\n" not in message
+
+    def test_what_a_later_rule_keeps_in_fp16_cannot_be_refined(self) -> None:
+        with pytest.raises(UserError, match=r"rules '\*\.query' say how to calibrate"):
+            plan_for(
+                {"match": "*"} | INT8,
+                {"match": "*.query", "method": "mse"},
+                {"match": "*.query", "precision": "fp16"},
+            )
+
+
+def test_long_lists_are_cut() -> None:
+    names = [str(i) for i in range(MAX_NAMED + 3)]
+    assert name_list(names) == f"{', '.join(names[:MAX_NAMED])} and 3 more"
+    assert name_list(iter(names[:MAX_NAMED])) == ", ".join(names[:MAX_NAMED])
+    assert name_list([]) == ""

@@ -1,0 +1,342 @@
+"""Recipes: what validates, what is refused, and in which words."""
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.schema import (
+    MAX_RECIPE_BYTES,
+    Recipe,
+    dump_recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "recipe_bert_int8_linears.yaml"
+SHIPPED = [
+    "bert-fp16",
+    "bert-int8-attention",
+    "bert-int8-attention-qat",
+    "bert-int8-ffn",
+    "bert-int8-linears",
+    "bert-int8-linears-per-tensor",
+    "bert-int8-linears-per-tensor-qat",
+    "bert-int8-residual-qat",
+]
+HEAD = "version: 1\nname: a\n"
+INT8 = "weights: int8/channel, input: int8/tensor"
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse_recipe(text, "my.yaml")
+    message = str(error.value)
+    assert message.startswith("my.yaml")
+    assert "\n" not in message
+    return message
+
+
+def test_what_is_shipped() -> None:
+    assert list(shipped_recipes()) == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_round_trip(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.description
+    assert parse_recipe(dump_recipe(recipe), "dump") == recipe
+    assert recipe.quantizes == ("int8" in name)
+
+
+def test_the_resolved_recipe_is_as_the_golden_file() -> None:
+    # after a wanted change of the schema: qdqbench recipes show bert-int8-linears --resolved > the file
+    assert dump_recipe(load_recipe("bert-int8-linears")) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_a_minimal_recipe_quantizes_nothing() -> None:
+    recipe = parse_recipe(HEAD, "a")
+    assert not recipe.quantizes
+    assert recipe.rules == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        (HEAD + "atention: fp16", "atention", "attention"),
+        (HEAD + "calibration: {sampels: 3}", "calibration.sampels", "samples"),
+        (HEAD + "engine: {shapes: {lenght: [1, 2, 3]}}", "engine.shapes.lenght", "length"),
+        (HEAD + f"rules: [{{match: a, {INT8}, wieghts: x}}]", "rules.0.wieghts", "weights"),
+        (HEAD + "Gate: {}", "Gate", "gate"),
+        (HEAD + "export: {max_len: 3}", "export.max_len", "max_length"),
+        (HEAD + "export: {glue: tanh}", "export.glue", "gelu"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(text: str, key: str, nearest: str) -> None:
+    assert f"unknown key {key!r}, did you mean {nearest!r}?" in refusal(text)
+
+
+def test_the_gelu_of_a_recipe() -> None:
+    """Exact unless a recipe says otherwise, as every shipped INT8 recipe does."""
+    assert parse_recipe(HEAD, "a").export.gelu == "exact"
+    assert parse_recipe(HEAD + "export: {gelu: tanh}", "a").export.gelu == "tanh"
+    forms = {name: load_recipe(name).export.gelu for name in SHIPPED}
+    assert forms == {name: "tanh" if "int8" in name else "exact" for name in SHIPPED}
+
+
+def test_an_unknown_key_near_nothing_lists_the_keys() -> None:
+    assert "unknown key 'gate.xyzzy', known keys: max_drop, int8_layers" in refusal(HEAD + "gate: {xyzzy: 1}")
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    message = refusal(HEAD + "calibration: {samples: 0, batch_size: many}\ngate: {max_drop: 2}")
+    assert all(key in message for key in ("calibration.samples", "calibration.batch_size", "gate.max_drop"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no recipe"),
+        ("- 1\n- 2", "holds no recipe"),
+        ("just words", "holds no recipe"),
+        ("a: [1", "not valid recipe YAML"),
+        (HEAD + "name: b", "key 'name' stands twice, line 1"),
+        (HEAD + "gate: {max_drop: 0.1, max_drop: 0.2}", "key 'max_drop' stands twice, line 3"),
+        (HEAD + "rules: &a []\ngate: *a", "aliases (*a) are not allowed"),
+        (HEAD + "<<: {attention: int8}", "not valid recipe YAML"),
+        (HEAD + "qat: !!python/object/apply:os.system [true]", "not valid recipe YAML"),
+        ("name: a", "version: Field required"),
+        ("version: 1", "name: Field required"),
+        ("version: 2\nname: a", "version: Input should be 1"),
+        ("version: '1'\nname: a", "version"),
+        ("version: 1\nname: A B", "name: String should match"),
+        ("version: 1\nname: ../up", "name: String should match"),
+        (HEAD + "model: {family: gpt}", "model.family: Input should be 'bert'"),
+        (HEAD + "qat: {epoch: 1}", "unknown key 'qat.epoch', did you mean 'epochs'"),
+        (HEAD + "qat: {epochs: 0}", "qat.epochs"),
+        (HEAD + "qat: {distill: {logits: 0}}", "nothing to learn from"),
+        (HEAD + "export: {opset: 19}", "export.opset"),
+        (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
+        (HEAD + "export: {gelu: true}", "export.gelu"),
+        (HEAD + "gate: {max_drop: .nan}", "gate.max_drop"),
+        (HEAD + "calibration: {samples: -1}", "calibration.samples"),
+        (HEAD + "calibration: {seed: -1}", "calibration.seed"),
+        (HEAD + "rules: [{match: '', precision: fp16}]", "rules.0.match"),
+    ],
+)
+def test_refused(text: str, words: str) -> None:
+    assert words in refusal(text)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("weights: int8/channel", "give both weights and input"),
+        ("input: int8/tensor", "give both weights and input"),
+        (f"{INT8}, precision: fp16", "give either weights and input (INT8) or precision"),
+        ("type: Linear", "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate"),
+        (f"type: LayerNorm, {INT8}", "type LayerNorm is protected from Q/DQ by class"),
+        (f"type: Softmax, {INT8}", "type Softmax is protected from Q/DQ by class"),
+        ("weights: int8/channel, input: int8/channel", "rules.0.input"),
+        ("precision: int8", "precision int8 is for type Attention"),
+        ("precision: fp16, method: mse", "precision fp16 needs no calibration; drop method and smooth"),
+        ("type: LayerNorm, smooth: 0.5", "type LayerNorm is never quantized"),
+        (f"{INT8}, method: percentile/30", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, method: percentile/nan", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, method: median", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, smooth: 1.5", "rules.0.smooth"),
+        (f"{INT8}, smooth: -0.5", "rules.0.smooth"),
+        (f"{INT8}, smooth: .nan", "rules.0.smooth"),
+        (f"{INT8}, smooth: no", "rules.0.smooth"),  # YAML reads false, which is not alpha 0
+        (f"{INT8}, smooth: some", "rules.0.smooth"),
+        (f"{INT8}, method: percentile", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, method: percentile/50", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, method: percentile/100.1", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, method: percentile/inf", "none of max, mse, entropy and percentile/P"),
+        (f"{INT8}, weights_method: entropy", "rules.0.weights_method: Input should be 'max' or 'mse'"),
+        ("type: Attention, precision: int8, weights: int8/tensor, input: int8/tensor", "give either weights"),
+        ("type: Linear, precision: int8", "precision int8 is for type Attention"),
+        ("precision: fp32, smooth: 0.5", "precision fp32 needs no calibration"),
+        ("type: Embedding, method: max", "type Embedding is never quantized"),
+    ],
+)
+def test_a_half_given_rule(rule: str, words: str) -> None:
+    assert words in refusal(HEAD + f"rules: [{{match: '*', {rule}}}]")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("attention: int8", "precision.keep protects softmax"),
+        (
+            "attention: int8\nprecision: {keep: [layernorm]}\nexport: {max_length: 513}",
+            "lengths up to 512 only, and export.max_length is 513",
+        ),
+        (
+            "engine: {shapes: {batch: [4, 2, 8]}}",
+            "batch must be [min, opt, max] in rising order, not [4, 2, 8]",
+        ),
+        ("engine: {shapes: {length: [16, 128, 64]}}", "length must be [min, opt, max]"),
+        ("engine: {shapes: {length: [0, 1, 2]}}", "engine.shapes.length.0"),
+        ("engine: {shapes: {length: [1, 2]}}", "engine.shapes.length"),
+        (
+            "export: {max_length: 64}",
+            "engine.shapes.length goes to 128, but export.max_length truncates at 64",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_together(text: str, words: str) -> None:
+    assert words in refusal(HEAD + text)
+
+
+@pytest.mark.parametrize(
+    "method", ["max", "mse", "entropy", "percentile/99.99", "percentile/100", "percentile/50.5"]
+)
+@pytest.mark.parametrize("smooth", [0, 0.5, 1, "gain", "none"])
+def test_calibration_of_a_recipe_and_of_its_rules(method: str, smooth: float | str) -> None:
+    how = f"method: {method}, weights_method: mse, smooth: {smooth}"
+    recipe = parse_recipe(
+        HEAD + f"calibration: {{{how}, bias_correction: true}}\nrules: [{{match: '*', {how}}}]", "a"
+    )
+    for section in (recipe.calibration, recipe.rules[0]):
+        assert (section.method, section.weights_method, section.smooth) == (method, "mse", smooth)
+    assert recipe.rules[0].refines
+    assert recipe.calibration.bias_correction
+    assert not recipe.quantizes  # a rule that only refines asks for nothing in INT8
+    assert parse_recipe(dump_recipe(recipe), "again") == recipe
+
+
+def test_a_calibration_section_is_plain_unless_it_says_more() -> None:
+    section = parse_recipe(HEAD, "a").calibration
+    assert (section.method, section.weights_method, section.smooth, section.bias_correction) == (
+        "max",
+        "max",
+        "none",
+        False,
+    )
+
+
+ATTENTION_RULE = "rules: [{match: '*', type: Attention, precision: int8}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ATTENTION_RULE, "precision.keep protects softmax"),
+        (
+            f"{ATTENTION_RULE}\nprecision: {{keep: [layernorm]}}\nexport: {{max_length: 513}}",
+            "lengths up to 512 only, and export.max_length is 513",
+        ),
+    ],
+)
+def test_an_int8_attention_by_rule_is_held_to_the_same(text: str, words: str) -> None:
+    assert words in refusal(HEAD + text)
+    allowed = parse_recipe(HEAD + f"{ATTENTION_RULE}\nprecision: {{keep: [layernorm]}}", "a")
+    assert allowed.int8_attention
+    assert allowed.attention == "fp16"
+
+
+def test_int8_attention_up_to_512() -> None:
+    text = "attention: int8\nprecision: {keep: [layernorm]}\nexport: {max_length: 512}"
+    assert parse_recipe(HEAD + text, "a").attention == "int8"
+
+
+def test_an_alias_bomb_is_refused_at_once() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    start = time.perf_counter()
+    assert "aliases" in refusal("\n".join(lines))
+    assert time.perf_counter() - start < 5
+
+
+def test_deep_nesting_is_refused() -> None:
+    assert "not valid recipe YAML" in refusal("a: " + "[" * 20_000)
+
+
+class TestFiles:
+    def test_a_file_of_your_own(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text(HEAD + "description: für alle", encoding="utf-8")
+        assert load_recipe(str(path)).description == "für alle"
+
+    def test_a_huge_file_is_not_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "huge.yaml"
+        path.write_bytes(b"#" * (MAX_RECIPE_BYTES + 1))
+        with pytest.raises(UserError, match=f"is {MAX_RECIPE_BYTES + 1} bytes; a recipe has at most"):
+            load_recipe(str(path))
+
+    def test_bytes_that_are_not_utf8(self, tmp_path: Path) -> None:
+        path = tmp_path / "latin.yaml"
+        path.write_bytes(HEAD.encode() + "description: für alle".encode("latin-1"))
+        with pytest.raises(UserError, match=r"latin\.yaml is not UTF-8 text"):
+            load_recipe(str(path))
+
+    def test_no_such_recipe_names_the_nearest_and_all(self) -> None:
+        with pytest.raises(UserError, match="nearest is 'bert-int8-linears'") as error:
+            load_recipe("bert-int8-linear")
+        assert all(name in str(error.value) for name in SHIPPED)
+
+    @pytest.mark.parametrize("name", ["", ".", "/", "no\0name", "x" * 5000])
+    def test_a_name_that_is_no_file(self, name: str) -> None:
+        with pytest.raises(UserError, match="no recipe or file is called"):
+            load_recipe(name)
+
+
+keys = st.sampled_from([*Recipe.model_fields, "weights", "match", "shapes", "batch", "<<", "version: 1"])
+yamlish = st.lists(
+    keys
+    | st.sampled_from([*"{}[]:,&*!|>-?#\n '\"\t%@=~", "!!int ", "!!map ", "!!timestamp ", "0x_", "1:6"])
+    | st.text(max_size=4)
+).map(" ".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text() | yamlish)
+@example(text='version: !!int ""')
+@example(text='version: !!float ""')
+@example(text="version: !!bool maybe")
+@example(text="version: !!timestamp soon")
+@example(text="!!map [a]")
+@example(text="!!set [a]")
+@example(text="!!omap {a: b}")
+@example(text="? [a, b]\n: 1")
+@example(text="? {a: b}\n: 1")
+@example(text="1: 2")
+@example(text=HEAD + "null: 2")
+@example(text=HEAD + "rules: [{1: 2}]")
+@example(text=HEAD + "rules: {a: b}")
+@example(text=HEAD + "calibration: {samples: " + "9" * 5000 + "}")
+@example(text=HEAD + "gate: 2001-99-99")
+@example(text=HEAD + "=: 1")
+def test_random_text_is_a_recipe_or_a_user_error(text: str) -> None:
+    try:
+        recipe = parse_recipe(text, "random")
+    except UserError:
+        return
+    assert recipe.version == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(keys | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from(list(Recipe.model_fields)), json_values, max_size=3))
+def test_random_values_are_a_recipe_or_a_user_error(changes: dict[str, object]) -> None:
+    text = yaml.safe_dump({"version": 1, "name": "a"} | changes)
+    try:
+        recipe = parse_recipe(text, "random")
+    except UserError:
+        return
+    assert parse_recipe(dump_recipe(recipe), "again") == recipe

@@ -1,0 +1,199 @@
+"""The schema is documented, and the reports say what it holds, whatever the names are."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from qdqbench.eval.sensitivity import results as schema
+from qdqbench.eval.sensitivity.report import headline, summary, view, write_sensitivity
+from qdqbench.eval.sensitivity.results import Judged, Row, Sensitivity, ranking, read_sensitivity
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.schema import load_recipe
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "sensitivity.md"
+KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
+EVIL = "<script>alert(1)</script>[bold]|\x1b[31m"
+
+
+def judged(amount: float, drop: float = 0.001) -> Judged:
+    return Judged(
+        metric=0.9 - drop,
+        drop=drop,
+        drop_stderr=0.002,
+        within_noise=abs(drop) <= 0.004,
+        disagreements=3,
+        divergence=amount,
+        divergence_stderr=amount / 10,
+        sqnr_db=None if amount == 0 else 20.0,
+    )
+
+
+def row(name: str, group: Any, kind: str, layer: int | None, amounts: tuple[float, float | None]) -> Row:
+    only, rest = amounts
+    return Row(
+        name=name,
+        group=group,
+        kind=kind,
+        layer=layer,
+        modules=[f"bert.{name}"],
+        diagnostic=kind == "embeddings",
+        only=judged(only),
+        all_but=None if rest is None else judged(rest, 0.05),
+    )
+
+
+def sample(name: str = "a-model") -> Sensitivity:
+    rows = [
+        row(
+            f"encoder.layer.{layer}.{part}",
+            "linear",
+            kind,
+            layer,
+            (0.001 * (layer + place), 0.01 + place / 100),
+        )
+        for layer in range(3)
+        for place, (part, kind) in enumerate(KINDS.items())
+    ]
+    rows += [row("classifier", "linear", "classifier", None, (0.5, None))]
+    rows += [row("encoder.layer.1", "block", "block", 1, (0.01, 0.01))]
+    rows += [row("embeddings", "kind", "embeddings", None, (0.02, None))]
+    order = [row.modules[0] for row in ranking(rows)]
+    points = [(0, 0.05), (1, 0.04), (2, 0.02), (4, 0.01)]
+    return Sensitivity(
+        created="2026-01-01T00:00:00+00:00",
+        command=f"qdqbench sensitivity --model {name}",
+        recipe=load_recipe("bert-int8-linears").model_dump(mode="json"),
+        model={"name": name, "sha256": "0" * 64},
+        task={"name": "sst2"},
+        data={"samples": 512, "split": "train"},
+        seed=0,
+        batch_size=32,
+        metric="accuracy",
+        divergence="kl",
+        fp32=schema.Reference(metric=0.9, stderr=0.01),
+        full=judged(0.05, 0.03),
+        int8=order,
+        rows=rows,
+        curve=[
+            schema.CurvePoint(kept=kept, linears=order[:kept], attention=[], judged=judged(amount))
+            for kept, amount in points
+        ],
+        choice=schema.Choice(kept=2, reached=True, reason="it holds", file="recipe.yaml", recipe_name="r"),
+        notes=["a note"],
+        timings={"candidates_s": 200.0, "this_run_s": 220.0},
+        environment={"python": "3.11"},
+    )
+
+
+def models() -> dict[str, type[BaseModel]]:
+    found = [value for value in vars(schema).values() if isinstance(value, type)]
+    return {
+        each.__name__: each
+        for each in found
+        if issubclass(each, BaseModel) and each.__module__ == schema.__name__ and each.__name__[0] != "_"
+    }
+
+
+@pytest.mark.parametrize("name", models())
+def test_every_field_is_documented(name: str) -> None:
+    section = re.search(
+        rf"^### [^\n]*\(`{name}`\)\n(.*?)(?=^### |\Z)", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert section, name
+    assert re.findall(r"^\| `(\w+)` \|", section[1], re.MULTILINE) == list(models()[name].model_fields)
+
+
+def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
+    found = ranking(sample())
+    amounts = [row.only.divergence for row in found if row.only]
+    assert amounts == sorted(amounts, reverse=True)
+    assert len(found) == 9
+    assert "classifier" not in [row.name for row in found]
+
+
+def test_file_is_read_back(tmp_path: Path) -> None:
+    write_sensitivity(sample(), tmp_path)
+    assert read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"schema_version": 2}', "nothing"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sensitivity.json").write_text(text)
+    with pytest.raises(UserError, match=r"sensitivity\.json"):
+        read_sensitivity(tmp_path)
+
+
+def test_reports_hold_every_candidate(tmp_path: Path) -> None:
+    found = sample()
+    write_sensitivity(found, tmp_path)
+    for kind in ("md", "html"):
+        text = (tmp_path / f"sensitivity.{kind}").read_text()
+        for each in found.rows:
+            assert each.name in text
+        assert "not part of everything" in text
+        assert "2.00e-02 ± 2e-03" in text
+        assert "(noise)" in text
+    page = (tmp_path / "sensitivity.html").read_text()
+    assert page.count("<svg") == 3
+    assert not re.search(r"""(?:src|href)=["'](?!#)|url\((?!#)|https?://(?!www\.w3\.org)""", page)
+
+
+def test_tables_of_markdown_are_whole(tmp_path: Path) -> None:
+    write_sensitivity(sample(), tmp_path)
+    width = 0
+    for line in (tmp_path / "sensitivity.md").read_text().splitlines():
+        if not line.startswith("|"):
+            width = 0
+            continue
+        count = len(re.findall(r"(?<!\\)\|", line))
+        assert width in (0, count), line
+        width = count
+
+
+def test_headline_names_the_worst() -> None:
+    text = headline(sample())
+    assert "encoder.layer.2.output.dense, alone makes 8% of it" in text  # 0.004 of 0.05
+    assert "+0.0300 ± 0.0020." in text.replace(", divergence", ".")  # no noise
+
+
+def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    found = sample(EVIL)
+    found.notes.append(EVIL)
+    write_sensitivity(found, tmp_path)
+    page = (tmp_path / "sensitivity.html").read_text()
+    assert "<script" not in page
+    assert "\x1b" not in page + (tmp_path / "sensitivity.md").read_text()
+    HTMLParser().feed(page)
+    Console(width=80).print(summary(found))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "[bold]" in shown
+
+
+def test_terminal_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    Console(width=80).print(summary(sample()))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("layer.2.output.dense") and "noise" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_nothing_to_divide_by() -> None:
+    """A model that INT8 does not change at all."""
+    found = sample()
+    found.full = judged(0, 0)
+    for each in found.rows:
+        each.only = judged(0, 0)
+        each.all_but = each.all_but and judged(0, 0)
+    for point in found.curve:
+        point.judged = judged(0, 0)
+    shown = view(found)
+    assert "alone makes nothing" in shown.headline
+    assert all("nan" not in svg for svg in shown.charts)

@@ -1,0 +1,393 @@
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.tasks import rows as data
+from qdqbench.quantize.tasks.task import get_task
+
+SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
+TRICKY = [
+    "NA",
+    "12",
+    "null",
+    'a, "quoted" one',
+    "naïve ",
+    "",
+]  # each is a text, not a missing value or a number
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "##ly"]
+    return BertTokenizer(vocab={word: index for index, word in enumerate(words)})
+
+
+def write(path, columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        import pandas as pd
+
+        frame = pd.DataFrame(columns)
+        frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path)
+
+
+def sst2(path, rows=6, **columns):
+    write(path, {"sentence": ["good"] * rows, "label": [0, 1] * (rows // 2), "idx": range(rows)} | columns)
+
+
+def load(folder, task=SST2, split="validation", **options):
+    return data.load_split(task, str(folder), split, **options)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json", ".jsonl"])
+def test_formats_give_the_same_texts_and_labels(tmp_path, suffix):
+    sst2(tmp_path / f"sst2/validation{suffix}", sentence=TRICKY)
+    split = load(tmp_path)
+    assert split.dataset[:] == {"sentence": TRICKY, "label": [0, 1] * 3}
+    said = "1 of 6 texts in column 'sentence' of split 'validation' are empty"  # one of TRICKY
+    assert (split.rows, split.notes) == (6, (said,))
+    assert split.source == str(tmp_path / f"sst2/validation{suffix}")
+    assert len(split.fingerprint) == 64
+
+
+def test_task_folder_wins_then_the_folder_itself(tmp_path):
+    sst2(tmp_path / "validation.csv", 2)
+    assert load(tmp_path).rows == 2
+    sst2(tmp_path / "sst2/validation.csv", 4)
+    assert load(tmp_path).rows == 4
+
+
+def test_second_format_is_noted(tmp_path):
+    sst2(tmp_path / "validation.csv", 2)
+    sst2(tmp_path / "validation.parquet", 4)
+    split = load(tmp_path)
+    assert split.rows == 4
+    assert "validation.csv not" in split.notes[0]
+
+
+def test_partial_train_split_is_taken_and_noted_only_without_the_whole(tmp_path):
+    sst2(tmp_path / "train_subset.parquet", 2)
+    sst2(tmp_path / "validation_subset.parquet", 2)
+    assert "only a part of the train split" in load(tmp_path, split="train").notes[0]
+    with pytest.raises(UserError, match="no file"):
+        load(tmp_path, split="validation")
+    sst2(tmp_path / "train.parquet", 4)
+    assert load(tmp_path, split="train").notes == ()
+
+
+def test_shards_are_joined_in_order_and_must_be_complete(tmp_path):
+    sst2(tmp_path / "train-00001-of-00002.parquet", 2, sentence=["c", "d"])
+    with pytest.raises(UserError, match=r"1 shards.*say 2"):
+        load(tmp_path, split="train")
+    sst2(tmp_path / "train-00000-of-00002.parquet", 2, sentence=["a", "b"])
+    assert load(tmp_path, split="train").dataset[:]["sentence"] == ["a", "b", "c", "d"]
+
+
+def test_folder_names_with_wildcards(tmp_path):
+    sst2(tmp_path / "a[b]*/validation.csv")
+    assert load(tmp_path / "a[b]*").rows == 6
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    sst2(tmp_path / "a/validation.csv")
+    sst2(tmp_path / "b/validation.csv")
+    sst2(tmp_path / "c/validation.csv", label=[1, 0, 1, 0, 1, 0])
+    prints = [load(tmp_path / name).fingerprint for name in "abc"]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_limit_takes_the_first_rows_or_a_seeded_draw(tmp_path):
+    sst2(tmp_path / "validation.csv", 100, sentence=[str(row) for row in range(100)])
+    first = load(tmp_path, limit=3)
+    assert first.dataset[:]["sentence"] == ["0", "1", "2"]
+    assert first.notes == ("the first 3 of 100 rows of split 'validation'",)
+    drawn, longer, other = (
+        load(tmp_path, limit=limit, seed=seed).dataset[:]["sentence"]
+        for limit, seed in [(10, 5), (50, 5), (10, 6)]
+    )
+    assert drawn == longer[:10] != other
+    assert len(set(longer)) == 50
+    assert sorted(load(tmp_path, seed=5).dataset[:]["sentence"], key=int) == [str(row) for row in range(100)]
+    assert "500 samples asked for" in load(tmp_path, limit=500, seed=0).notes[0]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_samples_asked_for(tmp_path, limit):
+    with pytest.raises(UserError, match="at least 1"):
+        load(tmp_path, limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "message"),
+    [
+        (SST2, {"label": [0, 1, 2, 0, 1, 0]}, "from 0 to 2.*classes 0 to 1.*--num-labels"),
+        (SST2, {"label": [0, 1, -1, 0, 1, 0]}, "from -1 to 1.*unlabelled"),
+        (SST2, {"label": [-1] * 6}, "test splits of GLUE have no labels"),
+        (SST2, {"label": [0, 1, None, 0, 1, 0]}, "missing in 1 of 6 rows"),
+        (SST2, {"label": [None] * 6}, "missing in 6 of 6 rows"),
+        (SST2, {"label": ["a", "b"] * 3}, "map them to integers from 0 to 1"),
+        (SST2, {"label": [0.5] * 6}, "regression needs --num-labels 1"),
+        (SST2, {"sentence": ["a", "b", None, "d", None, "f"]}, "2 empty .* first in row 2"),
+        (SST2, {"sentence": [1, 2, 3, 4, 5, 6]}, "int64, not texts"),
+        (STSB, {}, r"sentence1 \(nearest: sentence\), sentence2 .*columns are sentence, label, idx"),
+    ],
+)
+def test_columns_that_do_not_fit(tmp_path, task, columns, message):
+    sst2(tmp_path / "validation.jsonl", **columns)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, task)
+
+
+def test_regression_labels_must_be_finite_numbers(tmp_path):
+    pair = {"sentence1": ["a", "b"], "sentence2": ["c", "d"]}
+    write(tmp_path / "validation.parquet", pair | {"label": [0.5, float("inf")]})
+    with pytest.raises(UserError, match="not finite in 1 of 2"):
+        load(tmp_path, STSB)
+    write(tmp_path / "test.parquet", pair | {"label": [-1.0, -1.0]})
+    with pytest.raises(UserError, match="test splits"):
+        load(tmp_path, STSB, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("validation.csv", "sentence,label\nhello, world,1\nhi, there,0\n", "more fields than its header"),
+        ("validation.csv", "sentence,label\nhi,0\nhello, world,1\n", "Expected 2 fields in line 3"),
+        ("validation.csv", "sentence,label\n", "has no rows"),
+        ("validation.csv", "", "No columns"),
+        ("validation.json", "[{", "as json"),
+        ("validation.jsonl", "", "has no rows"),
+        ("validation.parquet", "PAR1 cut off", "as parquet"),
+    ],
+)
+def test_damaged_files(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_says_what_was_looked_for_and_what_is_there(tmp_path):
+    sst2(tmp_path / "sst2/train.parquet")
+    with pytest.raises(
+        UserError, match=r"looked for .*sst2.test.*\.jsonl.*shards.*sst2 holds train\.parquet"
+    ):
+        load(tmp_path, split="test")
+    with pytest.raises(UserError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        load(tmp_path / "sst2/train.parquet")
+
+
+def test_hub_sets_are_asked_for_by_name_and_config(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split))
+        return datasets.Dataset.from_dict({"sentence": ["good"], "label": [1], "idx": [0]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    split = load("hub")
+    load("hub:owner/set", split="train")
+    load("hub:owner/set:config", split="train")
+    assert asked == [
+        ("nyu-mll/glue", "sst2", "validation"),
+        ("owner/set", None, "train"),
+        ("owner/set", "config", "train"),
+    ]
+    assert split.source == "hub nyu-mll/glue (sst2), split validation"
+    with pytest.raises(UserError, match="'reviews' is not in nyu-mll/glue"):
+        load("hub", get_task("reviews", text_columns=["sentence"], num_labels=2))
+    with pytest.raises(UserError, match="names no hub set"):
+        load("hub:set")
+
+
+def test_empty_hub_split(monkeypatch):
+    empty = datasets.Dataset.from_dict({"sentence": [], "label": []})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: empty)
+    with pytest.raises(UserError, match="has no rows"):
+        load("hub")
+
+
+def test_hub_failure_is_one_sentence_with_the_way_out(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach\nthe Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        UserError, match=r"cannot load split 'validation' of nyu-mll/glue \(sst2\).*--data FOLDER"
+    ):
+        load("hub")
+
+
+def test_loading_prints_nothing_and_leaves_nothing_behind(tmp_path):
+    sst2(tmp_path / "data/sst2/validation.parquet")
+    (tmp_path / "tmp").mkdir()
+    code = (
+        "from qdqbench.quantize.tasks import rows as data, task as tasks\n"
+        f"print(data.load_split(tasks.get_task('sst2'), {str(tmp_path / 'data')!r}, 'validation').rows)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("6\n", "")
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ["validation.parquet"]
+
+
+def test_encode_truncates_counts_and_keeps_the_order(tmp_path, tokenizer):
+    sst2(
+        tmp_path / "validation.csv",
+        sentence=["good " * 20, "goodly", "", "bad", "good bad good", "good bad good bad"],
+    )
+    encoded = data.encode(load(tmp_path), SST2, tokenizer, 5)
+    assert encoded.lengths.tolist() == [5, 4, 2, 3, 5, 5]
+    assert encoded.truncated == 2
+    assert encoded.input_ids[1].tolist() == [2, 5, 7, 3]
+    assert encoded.input_ids[1].dtype == encoded.labels.dtype == np.int64
+    assert encoded.labels.tolist() == [0, 1] * 3
+
+
+def test_encode_pairs_with_scores(tmp_path, tokenizer):
+    columns = {"sentence1": ["good", "good " * 9], "sentence2": ["bad bad", "bad"], "label": [1, 2.5]}
+    write(tmp_path / "validation.parquet", columns)
+    encoded = data.encode(load(tmp_path, STSB), STSB, tokenizer, 8)
+    assert encoded.token_type_ids[0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert encoded.input_ids[1].tolist() == [2, 5, 5, 5, 5, 3, 6, 3]  # the longer text is cut
+    assert encoded.labels.dtype == np.float32
+    assert encoded.truncated == 1
+
+
+def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
+    sst2(tmp_path / "validation.csv", sentence=["good " * count for count in range(1, 7)])
+    split = load(tmp_path)
+    whole = data.encode(split, SST2, tokenizer, 5)
+    monkeypatch.setattr(data, "CHUNK", 4)
+    samples = list(data.iter_encoded(split, SST2, tokenizer, 5))
+    assert [sample.row for sample in samples] == list(range(6))
+    assert [sample.input_ids.tolist() for sample in samples] == [ids.tolist() for ids in whole.input_ids]
+
+
+def test_max_length_without_room_and_slow_tokenizer(tmp_path, tokenizer):
+    sst2(tmp_path / "validation.csv")
+    split = load(tmp_path)
+    with pytest.raises(UserError, match="max_length 2 holds the 2 special tokens only"):
+        next(data.iter_encoded(split, SST2, tokenizer, 2))
+    slow = type("Slow", (), {"is_fast": False})()
+    with pytest.raises(UserError, match="Slow is not a fast tokenizer"):
+        next(data.iter_encoded(split, SST2, slow, 128))
+
+
+def encoded_of(lengths):
+    ids = [np.full(length, row + 10, dtype=np.int64) for row, length in enumerate(lengths)]
+    return data.Encoded(ids, [np.ones_like(row) for row in ids], np.zeros(len(ids), dtype=np.int64), 0)
+
+
+def check_batches(batches, lengths, batch_size):
+    """Every sample once, in its own row, with padding only where the mask is 0."""
+    seen = []
+    for rows, batch in batches:
+        assert len(rows) <= batch_size
+        assert batch["input_ids"].shape[1] == max(lengths[row] for row in rows)
+        assert {value.dtype for value in batch.values()} == {np.dtype(np.int64)}
+        for row, ids, mask, types in zip(rows, *batch.values(), strict=True):
+            assert mask.tolist() == [1] * lengths[row] + [0] * (len(mask) - lengths[row])
+            assert (ids == np.where(mask, row + 10, 9)).all()
+            assert (types == mask).all()
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=60)
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, batch_size=st.integers(1, 9))
+def test_sorted_batches(lengths, batch_size):
+    batches = list(data.sorted_batches(encoded_of(lengths), batch_size, pad_id=9))
+    check_batches(batches, lengths, batch_size)
+    assert len(batches) == -(-len(lengths) // batch_size)
+    widths = [batch["input_ids"].shape[1] for _, batch in batches]
+    assert widths == sorted(widths, reverse=True)
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, batch_size=st.integers(1, 9))
+def test_equal_length_batches_have_no_padding_and_hold_few_samples(lengths, batch_size):
+    encoded = encoded_of(lengths)
+    taken, given_back = 0, 0
+
+    def samples():
+        nonlocal taken
+        for row, (ids, types) in enumerate(zip(encoded.input_ids, encoded.token_type_ids, strict=True)):
+            # Held at this moment: less than a batch of each length.
+            assert taken - given_back <= (batch_size - 1) * len(set(lengths[:row]))
+            taken += 1
+            yield data.Sample(row, ids, types, False)
+
+    batches = []
+    for rows, batch in data.equal_length_batches(samples(), batch_size, pad_id=9):
+        given_back += len(rows)
+        assert batch["attention_mask"].all()
+        batches.append((rows, batch))
+    check_batches(batches, lengths, batch_size)
+
+
+class TestCalibrationBatches:
+    def made(self, folder, tokenizer, rows=10):
+        texts = ["good " * (1 + row % 4) for row in range(rows)]
+        sst2(folder / "train.csv", rows, sentence=texts)
+        split = load(folder, split="train", limit=rows, seed=1)
+        return data.CalibrationBatches(split, SST2, tokenizer, 5, 3, 0)
+
+    def test_each_pass_gives_the_same_batches(self, tmp_path, tokenizer):
+        batches = self.made(tmp_path, tokenizer)
+        first, second = list(batches), list(batches)
+        assert len(first) == len(second) > 3
+        for one, other in zip(first, second, strict=True):
+            assert set(one) == {"input_ids", "attention_mask", "token_type_ids"}
+            assert all((one[name] == other[name]).all() for name in one)
+
+    def test_a_pass_may_end_early(self, tmp_path, tokenizer):
+        batches = self.made(tmp_path, tokenizer)
+        head = next(iter(batches))
+        assert (next(iter(batches))["input_ids"] == head["input_ids"]).all()
+        assert sum(len(batch["input_ids"]) for batch in batches) == 10
+
+    def test_they_hold_no_padding_and_are_cut(self, tmp_path, tokenizer):
+        batches = list(self.made(tmp_path, tokenizer))
+        assert all(batch["attention_mask"].all() for batch in batches)
+        assert all(len(batch["input_ids"]) <= 3 for batch in batches)
+        assert {batch["input_ids"].shape[1] for batch in batches} == {3, 4, 5}
+
+    def test_samples_are_tokenized_when_they_are_asked_for(self, tmp_path, tokenizer, monkeypatch):
+        asked = []
+        encoded = data.iter_encoded
+
+        def watched(*args):
+            for sample in encoded(*args):
+                asked.append(sample.row)
+                yield sample
+
+        monkeypatch.setattr(data, "iter_encoded", watched)
+        batches = self.made(tmp_path, tokenizer, rows=40)
+        assert asked == []
+        next(iter(batches))
+        assert len(asked) < 10

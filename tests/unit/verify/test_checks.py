@@ -1,0 +1,510 @@
+"""What counts as a wrong engine, on arrays: noise of the size of quantization passes, faults do not."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes
+
+from qdqbench.eval.accuracy.runners import onnxruntime_runner
+from qdqbench.eval.stages import engine
+from qdqbench.eval.verify.bisect import run_onnxruntime
+from qdqbench.eval.verify.checks import (
+    MIN_LIMIT,
+    BlockSums,
+    Cost,
+    check_answers,
+    check_padding,
+    check_shape,
+    failures,
+)
+from qdqbench.eval.verify.engine import (
+    Case,
+    batch_of,
+    block_cases,
+    padding_answers,
+    shape_cases,
+    verify_engine,
+    widest,
+)
+from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.core.results import BlockCheck, Verification
+from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.engine.backend import Profile
+from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.rows import Encoded
+from qdqbench.quantize.tasks.task import get_task
+
+from ...support.tiny_bert import exported, padded_batch, quantized
+from ..runs.test_report import Page, sample, written
+
+SST2, STSB = get_task("sst2"), get_task("stsb")
+PROFILE = Profile((1, 16), (32, 128), (64, 128))
+RUN = "runs/x"
+
+
+def hidden(seed: int = 0, shape: tuple[int, ...] = (12, 20, 24)) -> tuple[Any, Any, Any]:
+    """Reference, FP32 output 10% away from it, and a mask; padded positions are huge."""
+    rng = np.random.default_rng(seed)
+    reference = rng.normal(size=shape).astype(np.float32)
+    mask = np.arange(shape[1]) < rng.integers(4, shape[1] + 1, shape[0])[:, None]
+    reference[~mask] = 1e6
+    return reference, reference + 0.1 * rng.normal(size=shape).astype(np.float32), mask.astype(np.int64)
+
+
+def check(got: Any, reference: Any, plain: Any, mask: Any) -> BlockCheck:
+    sums = BlockSums("layer.0")
+    sums.add(got, reference, plain, mask)
+    return sums.check()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), size=st.floats(0, 0.07))
+def test_noise_below_the_cost_of_quantization_holds(seed: int, size: float) -> None:
+    reference, plain, mask = hidden(seed)
+    noise = np.random.default_rng(seed + 1).normal(size=reference.shape)
+    row = check(reference + size * noise, reference, plain, mask)
+    assert row.holds
+    assert row.error == pytest.approx(size, rel=0.1, abs=1e-6)
+    assert row.limit == row.quantization_error == pytest.approx(0.1, rel=0.1)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), factor=st.floats(1.03, 3))
+def test_a_wrong_scale_below_the_cost_of_quantization_fails(seed: int, factor: float) -> None:
+    """3% is far under the 10% that quantization costs, but rounding noise is no factor."""
+    reference, plain, mask = hidden(seed)
+    row = check(reference * factor, reference, plain, mask)
+    assert not row.holds
+    assert row.systematic_error == pytest.approx(factor - 1, rel=1e-3)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 999), size=st.floats(0.04, 2))
+def test_a_lost_bias_fails(seed: int, size: float) -> None:
+    reference, plain, mask = hidden(seed)
+    rng = np.random.default_rng(seed + 1)
+    bias = size * rng.choice([-1.0, 1.0], reference.shape[2])
+    noise = 0.04 * rng.normal(size=reference.shape)
+    assert not check(reference + noise + bias, reference, plain, mask).holds
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_fails(bad: float) -> None:
+    reference, plain, mask = hidden()
+    got = reference.copy()
+    got[3, 1, 5] = bad
+    row = check(got, reference, plain, mask)
+    assert not row.holds
+    assert (row.nonfinite, row.nonfinite_shapes) == (1, [[12, 20]])
+    assert row.error is row.position_error is row.systematic_error is None
+    json.loads(row.model_dump_json())
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e30])
+def test_padding_does_not_count(value: float) -> None:
+    reference, plain, mask = hidden()
+    got = reference.copy()
+    got[mask == 0] = value
+    row = check(got, reference, plain, mask)
+    assert row.holds
+    assert row.error == 0
+    assert row.n == mask.sum()
+
+
+def test_one_wrong_position_of_many_fails() -> None:
+    reference, plain, mask = hidden(shape=(64, 40, 24))
+    got = reference.copy()
+    got[5, 2] = -got[5, 2]
+    row = check(got, reference, plain, mask)
+    assert row.error is not None
+    assert row.error <= row.limit
+    assert not row.holds
+    assert row.position_error == pytest.approx(2, rel=1e-3)
+
+
+def test_without_quantization_one_percent_is_the_limit() -> None:
+    reference, _, mask = hidden()
+    noise = np.random.default_rng(1).normal(size=reference.shape)
+    assert check(reference + 0.004 * noise, reference, reference, mask).holds
+    assert not check(reference + 0.012 * noise, reference, reference, mask).holds
+    assert check(reference, reference, reference, mask).limit == MIN_LIMIT
+
+
+@settings(deadline=None)
+@given(shape=array_shapes(min_dims=3, max_dims=3, min_side=2, max_side=6), seed=st.integers(0, 99))
+def test_batches_add_up(shape: tuple[int, ...], seed: int) -> None:
+    reference, plain, mask = hidden(seed, (shape[0], shape[1] + 3, shape[2]))
+    got = reference + 0.03 * np.random.default_rng(seed).normal(size=reference.shape)
+    sums = BlockSums("layer.0")
+    for row in range(len(got)):
+        one = slice(row, row + 1)
+        sums.add(got[one], reference[one], plain[one], mask[one])
+    parts, whole = sums.check().model_dump(), check(got, reference, plain, mask).model_dump()
+    for name, value in whole.items():
+        assert parts[name] == (
+            pytest.approx(value, rel=1e-6, abs=1e-9) if isinstance(value, float) else value
+        )
+
+
+def logits(n: int = 256, labels: int = 2, noise: float = 0.0, seed: int = 0) -> Any:
+    """One set of answers; `noise` is added by another seed, so that sets with noise are paired."""
+    base = np.random.default_rng(7).normal(size=(n, labels)) * 2
+    return (base + noise * np.random.default_rng(seed).normal(size=base.shape)).astype(np.float32)
+
+
+def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float = 0.01) -> Any:
+    labels_of = got.shape[1]
+    fp32 = logits(len(got), labels_of)
+    reference = logits(len(got), labels_of, 0.2, 1) if reference is None else reference
+    truth = logits(len(got), labels_of, 1.0, 5)
+    labels = truth[:, 0] if task.is_regression else truth.argmax(1)
+    cost = Cost.of(reference, fp32)
+    return check_answers(task, got, reference, fp32, labels, cost=cost, max_drop=max_drop, seed=0)
+
+
+@pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (get_task("mnli"), 3), (STSB, 1)])
+def test_another_rounding_of_the_recipe_passes(task: Any, labels: int) -> None:
+    """As far from FP32 as the reference is, and independent of it: rounding can do no worse."""
+    row = answers(logits(labels=labels, noise=0.2, seed=2), task)
+    assert row.holds, row
+    assert row.mean_abs_logit_diff > row.quantization_mean_abs_logit_diff
+    assert (row.disagreements is None) == task.is_regression
+
+
+@pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (STSB, 1)])
+@pytest.mark.parametrize("fault", ["relative error 0.8", "constant", "other samples", "shifted"])
+def test_wrong_answers_fail(task: Any, labels: int, fault: str) -> None:
+    right = logits(labels=labels, noise=0.2, seed=1)
+    wrong = {
+        "relative error 0.8": logits(labels=labels, noise=1.6, seed=3),
+        "constant": np.tile(right[:1], (len(right), 1)),
+        "other samples": np.roll(right, 1, axis=0),
+        "shifted": right + 1.0,
+    }[fault]
+    assert not answers(wrong, task).holds
+
+
+def test_nan_answers_fail_without_numbers() -> None:
+    got = logits()
+    got[4, 0] = np.nan
+    row = answers(got)
+    assert not row.holds
+    assert (row.nonfinite, row.drop, row.ks_p) == (1, None, None)
+    json.loads(row.model_dump_json())
+
+
+def test_a_drop_over_the_gate_fails() -> None:
+    reference = logits(noise=0.2, seed=1)
+    truth = logits(noise=1.0, seed=5).argmax(1)
+    got = reference.copy()
+    right = np.flatnonzero(reference.argmax(1) == truth)[:20]
+    got[right] = got[right][:, ::-1]
+    row = answers(got, reference=reference)
+    assert row.drop == pytest.approx(20 / 256)
+    assert row.drop > row.drop_limit
+    assert not row.holds
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.floats(0, 0.1), seed=st.integers(0, 99))
+def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: int) -> None:
+    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    base = logits(16)
+    settings_of = np.stack(
+        [base + size * np.random.default_rng(seed + i).normal(size=base.shape) for i in range(3)]
+    )
+    assert check_padding(settings_of, cost).holds
+    settings_of[1] = base[::-1]
+    assert not check_padding(settings_of, cost).holds
+    settings_of[1] = np.nan
+    row = check_padding(settings_of, cost)
+    assert (row.holds, row.nonfinite) == (False, 16)
+
+
+def test_one_sample_that_padding_changes_fails() -> None:
+    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    settings_of = np.stack([logits(16)] * 3)
+    settings_of[1, 3] += 10
+    assert not check_padding(settings_of, cost).holds
+
+
+def test_the_cost_has_a_floor_where_nothing_is_quantized() -> None:
+    same = logits()
+    cost = Cost.of(same, same)
+    assert cost.mean == pytest.approx(0.01 * np.sqrt((same**2).mean()), rel=1e-4)
+    assert cost.worst == pytest.approx(5 * cost.mean)
+
+
+def test_a_shape() -> None:
+    got, reference = logits(4), logits(4)
+    got[0, 0], got[1, 1] = np.nan, got[1, 1] + 0.5
+    row = check_shape(got, reference, (4, 16), "padded")
+    assert (row.nonfinite, row.max_abs_logit_diff) == (1, pytest.approx(0.5))
+    assert check_shape(np.full_like(got, np.inf), reference, (4, 16), "padded").max_abs_logit_diff is None
+
+
+def encoded(lengths: Any) -> Encoded:
+    tokens = [np.arange(1, n + 1, dtype=np.int64) for n in lengths]
+    return Encoded(tokens, [np.ones_like(t) for t in tokens], np.zeros(len(tokens), np.int64), 0)
+
+
+lengths_of = st.lists(st.integers(1, 128), min_size=1, max_size=60).map(lambda v: np.array(v, np.int64))
+
+
+@settings(deadline=None)
+@given(lengths=lengths_of, seed=st.integers(0, 9))
+def test_cases_fit_the_profile_and_cover_it(lengths: Any, seed: int) -> None:
+    cases = shape_cases(lengths, [PROFILE], seed)
+    for case in [*cases, *block_cases(lengths, PROFILE, seed)]:
+        batch = batch_of(encoded(lengths), case, pad_id=0)
+        assert batch["input_ids"].shape == (len(case.rows), case.length)
+        assert PROFILE.min[0] <= len(case.rows) <= PROFILE.max[0]
+        assert PROFILE.min[1] <= case.length <= PROFILE.max[1]
+        assert np.array_equal(batch["attention_mask"].sum(1), lengths[case.rows])
+        assert ((batch["input_ids"] > 0) == batch["attention_mask"]).all()
+        if case.what == "equal lengths" and case in cases:
+            assert batch["attention_mask"].all()
+    assert {len(case.rows) for case in cases} == {1, 32, 64}
+    assert {"shortest", "longest"} <= {case.what for case in cases}
+    longest = next(case for case in cases if case.what == "longest")
+    assert lengths[longest.rows[0]] == lengths.max()
+    assert cases == shape_cases(lengths, [PROFILE], seed)
+
+
+def test_samples_that_are_longer_than_the_engine_takes_are_left_out() -> None:
+    lengths = np.array([8, 20, 100])
+    short = Profile((1, 16), (4, 32), (8, 64))
+    drawn = {
+        row
+        for case in [*shape_cases(lengths, [short], 0), *block_cases(lengths, short, 0)]
+        for row in case.rows
+    }
+    assert drawn == {0, 1}
+
+
+def test_the_same_samples_in_three_settings() -> None:
+    lengths = np.array([20, 5, 90, 31])
+    seen = []
+
+    def run(batch: dict[str, Any]) -> Any:
+        seen.append(batch["input_ids"].shape)
+        return np.stack([batch["input_ids"].sum(1), batch["attention_mask"].sum(1)], 1).astype(np.float32)
+
+    found = padding_answers(run, encoded(lengths), [2, 0, 1], [Profile((1, 8), (2, 8), (2, 8)), PROFILE], 0)
+    assert found.shape == (3, 3, 2)
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+    assert found[0][:, 1].tolist() == [90, 20, 5]
+    assert {(1, 128), (1, 16), (1, 90), (1, 20), (64, 90)} == set(seen)
+    assert widest([Profile((1, 8), (2, 8), (2, 8)), PROFILE]) == PROFILE
+
+
+def verification(**changes: Any) -> Verification:
+    reference, plain, mask = hidden()
+    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    fields = {
+        "reference": "fake_quant",
+        "seed": 0,
+        "blocks": [check(reference, reference, plain, mask)],
+        "stitched_int8_gemms": 12,
+        "shapes": [check_shape(logits(4), logits(4), (4, 16), "padded")],
+        "padding": check_padding(np.stack([logits(8)] * 3), cost),
+        "answers": answers(logits(noise=0.2, seed=1)),
+        "warnings": [],
+        "failures": [],
+        "passed": True,
+    }
+    return Verification.model_validate(fields | changes)
+
+
+def test_a_right_engine_has_no_failures() -> None:
+    assert failures(verification(), RUN) == []
+
+
+def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> None:
+    reference, plain, mask = hidden()
+    bad = reference.copy()
+    bad[0, 0, 0] = np.nan
+    shape = check_shape(np.full((4, 2), np.nan), logits(4), (4, 16), "padded")
+    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    wrong = verification(
+        blocks=[check(reference * 2, reference, plain, mask), check(bad, reference, plain, mask)],
+        shapes=[shape],
+        padding=check_padding(np.stack([logits(8), logits(8)[::-1]]), cost),
+        answers=answers(np.roll(logits(), 1, axis=0)),
+    )
+    lines = failures(wrong, RUN)
+    assert len(lines) == 5
+    assert all("qdqbench inspect runs/x --bisect" in line for line in lines)
+    for line, part in zip(
+        lines,
+        [
+            "layer.0 is wrong for the reference's own input: relative error 1 is over 0.1",
+            "layer.0 makes 1 NaN or infinite numbers in batches of 12 x 20",
+            "batches of shape padded 4 x 16",
+            "the same sample alone, padded and in a large batch differs",
+            "answers differ from fake_quant",
+        ],
+        strict=True,
+    ):
+        assert part in line
+
+
+def test_a_case_is_padded_with_the_pad_token() -> None:
+    batch = batch_of(encoded([3, 2]), Case("padded", [0, 1], 5), pad_id=9)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [1, 2, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert batch["token_type_ids"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+
+
+class OnnxRunner:
+    """ONNX Runtime in the place of an engine on a GPU; `spoil` changes what the whole engine answers."""
+
+    spoil: Any = staticmethod(lambda batch, got: got)
+
+    def __init__(self, path: Any, graph: Any) -> None:
+        self.run = onnxruntime_runner(graph)
+
+    def __call__(self, batch: Any) -> Any:
+        return type(self).spoil(batch, self.run(batch))
+
+    def __enter__(self) -> "OnnxRunner":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def onnx_engine(model: onnx.ModelProto, sidecar: Any, gemms: Any = ()) -> Any:
+    """The cut graph on ONNX Runtime."""
+    yield (
+        SimpleNamespace(run=lambda feeds: run_onnxruntime(model, feeds)),
+        SimpleNamespace(int8_gemms=len(gemms)),
+    )
+
+
+@pytest.fixture
+def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of the tiny model whose engine is ONNX Runtime."""
+    task, made = get_task("mnli"), quantized(tiny_bert)
+    fp32 = load_model(str(tiny_bert))
+    lengths = np.random.default_rng(0).integers(3, 30, 80)
+    samples = [padded_batch((int(n),), seed) for seed, n in enumerate(lengths)]
+    logits_of = {
+        name: np.concatenate([forward(model, batch).numpy() for batch in samples])
+        for name, model in (("fp32", fp32), ("fake_quant", made.model))
+    }
+    labels = logits_of["fp32"].argmax(1)
+    (tmp_path / "logits").mkdir()
+    for name, values in logits_of.items():
+        arrays = {"validation_matched.logits": values, "validation_matched.labels": labels}
+        np.savez(tmp_path / "logits" / f"{name}.npz", **arrays)
+    onnx.save(exported(tiny_bert), tmp_path / "model.int8.onnx")
+    built = {"backend": "tensorrt", "version": "10.0.0.6", "compute_capability": ["8.9"], "file": "x.engine"}
+    built |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 12, "expected_int8_gemms": 12, "not_int8": []}
+    built |= {"attention_fused": 2, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
+    (tmp_path / "build.json").write_text(json.dumps(built))
+    sidecar = SimpleNamespace(
+        profiles=[Profile((1, 8), (8, 32), (16, 32))],
+        backend="tensorrt",
+        version="10.0.0.6",
+        compute_capability=["8.9"],
+    )
+    monkeypatch.setattr("qdqbench.quantize.engine.build.check_sidecar", lambda *_: sidecar)
+    monkeypatch.setattr("qdqbench.quantize.runtime.runner.EngineRunner", OnnxRunner)
+    monkeypatch.setattr("qdqbench.eval.verify.blocks.engine_of", onnx_engine)
+    tokens = [(b["input_ids"][0], b["token_type_ids"][0]) for b in samples]
+    encoded_split = Encoded([t[0] for t in tokens], [t[1] for t in tokens], labels, 0)
+    return SimpleNamespace(
+        folder=tmp_path,
+        config=SimpleNamespace(task=task, seed=0, batch_size=8),
+        notes=[],
+        recipe=load_recipe("bert-int8-linears"),
+        plan=made.plan,
+        fp32_model=fp32,
+        fake_quant_model=made.model,
+        pad_id=0,
+        eval_splits={"validation_matched": (None, encoded_split)},
+        progress=lambda done, total: None,
+    )
+
+
+def test_a_right_engine_is_verified(session: Any) -> None:
+    found = verify_engine(session)
+    assert found.failures == []
+    assert found.passed
+    assert found.reference == "fake_quant"
+    assert [row.name for row in found.blocks] == ["embeddings", "layer.0", "layer.1", "head"]
+    assert found.stitched_int8_gemms == 12
+    assert found.answers.n == 80
+    assert any("_gemm_mha_v2" in line for line in found.warnings)
+    assert Verification.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        (
+            lambda batch, got: np.full_like(got, np.nan),
+            "NaN or infinite logits for batches of shape padded 1 x",
+        ),
+        (lambda batch, got: got if len(got) < 16 else got[::-1], "alone, padded and in a large batch"),
+        (lambda batch, got: got if batch["attention_mask"].all() else -got, "answers differ from fake_quant"),
+    ],
+)
+def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, spoil: Any, part: str) -> None:
+    monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(spoil))
+    found = verify_engine(session)
+    assert not found.passed
+    assert any(part in line for line in found.failures)
+    assert all(row.holds for row in found.blocks)
+    Verification.model_validate_json(found.model_dump_json())
+
+
+def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
+        monkeypatch.setattr("qdqbench.quantize.core.gpu.find_gpu", lambda gpu=gpu: gpu)
+        (record,) = engine.verify(session)
+        assert why in json.loads(record.read_text())["skipped"]
+
+
+def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqbench.quantize.core.gpu.find_gpu", lambda: Gpu("L4", "8.9", None))
+    monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda batch, got: got * np.nan))
+    (record,) = engine.verify(session)
+    assert not Verification.model_validate_json(record.read_text()).passed
+    (skipped,) = engine.engine(session)
+    assert "NaN" in json.loads(skipped.read_text())["skipped"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_report_shows_it(right: bool, tmp_path: Path) -> None:
+    reference, plain, mask = hidden()
+    found = verification()
+    if not right:
+        found = verification(
+            blocks=[check(reference * np.nan, reference, plain, mask)],
+            answers=answers(logits() * np.nan),
+            passed=False,
+        )
+    markdown, html = written(sample(verification=found), tmp_path)
+    page = Page(html)
+    assert not page.open
+    for text in (markdown, page.text):
+        assert "Engine outputs" in text
+        assert "layer.0" in text
+        assert ("not a number" in text) != right
+        assert ("have NaN or infinite logits" in text) != right
+    assert ("This does not hold" in markdown) != right
+    assert ("1 / 1" if right else "0 / 1") in page.text
