@@ -66,7 +66,7 @@ def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
                     yield finding("scale-mismatch", label(node), why)
                     yield from _check_scale(graph, node)
                 continue
-            if source is None or graph.constant_tensor(name) is not None:  # a weight, or INT8 given as input
+            if source is None or graph.index.stored(name) is not None:  # a weight, or INT8 given as input
                 yield from _check_scale(graph, node)
             elif not _is_integer(source):
                 made = f"{source.op_type} {label(source)!r}"

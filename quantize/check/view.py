@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import label
-from qdqbench.quantize.graph.index import Array, GraphIndex, attribute
+from qdqbench.quantize.graph.index import MAX_STEPS, Array, GraphIndex
 
-MAX_STEPS = 64
 MATMULS = ("MatMul", "Gemm")
 _QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")
 
@@ -23,11 +21,6 @@ _QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")
 # scalar; an Add, a ReLU or a Mul by a vector does not [measured].
 _RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
 MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
-
-_NUMBERS = [
-    TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE,
-    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64,
-]  # fmt: skip
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 # What lies between q·kᵀ and softmax: scaling, masks, casts, Q/DQ.
@@ -102,34 +95,11 @@ class CheckGraph:
 
     def value(self, name: str) -> Array | None:
         """Numeric value of an initializer, a Constant node or a Cast of one; None for anything computed."""
-        targets: list[int] = []
-        for _ in range(MAX_STEPS):
-            tensor = self.constant_tensor(name)
-            node = self.index.producers.get(name)
-            if tensor is not None:
-                return _cast(numpy_helper.to_array(tensor), targets[::-1])
-            if node is None or operator(node) != "Cast":
-                return None
-            targets.append(attribute(node, "to"))
-            name = node.input[0]
-        return None
-
-    def constant_tensor(self, name: str) -> TensorProto | None:
-        """The tensor of an initializer or of a Constant node that holds one."""
-        tensor = self.index.initializers.get(name)
-        node = self.index.producers.get(name)
-        if tensor is None and node is not None and operator(node) == "Constant":
-            tensor = next((item.t for item in node.attribute if item.name == "value"), None)
-        return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
+        return self.index.constant(name, ("Cast",))
 
     def origin(self, name: str) -> tuple[onnx.NodeProto | None, str]:
         """The node that made a tensor before it was moved (None: not computed), and that node's output."""
-        for _ in range(MAX_STEPS):
-            node = self.index.producers.get(name)
-            if node is None or operator(node) not in MOVES:
-                return node, name
-            name = node.input[0]
-        return node, name
+        return self.index.origin(name, MOVES)
 
     def operand(self, name: str) -> Operand:
         """Follow a tensor back to its DequantizeLinear through data movement and scalar factors."""
@@ -156,7 +126,7 @@ class CheckGraph:
         for _ in range(MAX_STEPS):
             node, name = self.origin(name)
             if node is None or operator(node) == "Constant":
-                return self.constant_tensor(name) is not None
+                return self.index.stored(name) is not None
             if not is_quantize(node):
                 return False
             name = node.input[0]
@@ -167,7 +137,7 @@ class CheckGraph:
         node = self.index.producers.get(name)
         if node is not None and is_quantize(node):
             name = node.input[0]
-        tensor = self.constant_tensor(name)
+        tensor = self.index.stored(name)
         return None if tensor is None else list(tensor.dims)
 
     def reach(self, start: str, through: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
@@ -215,7 +185,7 @@ class CheckGraph:
         if operator(node) not in ("Mul", "Div"):
             return None
         for factor, other in ((1, 0), (0, 1)):
-            tensor = self.constant_tensor(node.input[factor])
+            tensor = self.index.stored(node.input[factor])
             if tensor is not None and all(size == 1 for size in tensor.dims):
                 return str(node.input[other]) if node.op_type == "Mul" or factor == 1 else None
         return None
@@ -261,16 +231,6 @@ class CheckGraph:
                 seen.update(fresh)
                 todo.extend(fresh)
         return None, quantized
-
-
-def _cast(value: Array, targets: list[int]) -> Array | None:
-    """The value after Casts to these types; None where one of them, or the value, is not a real number."""
-    for target in targets:
-        if target not in _NUMBERS:
-            return None
-        with np.errstate(all="ignore"):
-            value = value.astype(onnx.helper.tensor_dtype_to_np_dtype(target))
-    return None if value.dtype.kind in "OSUc" else value
 
 
 def _permutation(node: onnx.NodeProto) -> tuple[int, ...] | None:

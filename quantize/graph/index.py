@@ -1,14 +1,22 @@
 """Small, shared readings of an ONNX graph: producers, consumers and constants."""
 
 from collections import defaultdict
+from collections.abc import Collection
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 
 Array = npt.NDArray[np.generic]
+MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
+# The exporter writes equal initializers once, the others as Identity; a Reciprocal is of smoothing's factors.
+FOLDED = ("Identity", "Cast", "Reciprocal")
+_NUMBERS = [
+    TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
+    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64,
+]  # fmt: skip
 
 
 class GraphIndex:
@@ -17,7 +25,7 @@ class GraphIndex:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
         self.graph = model.graph
-        self._constants: dict[str, Array | None] = {}
+        self._constants: dict[tuple[str, tuple[str, ...]], Array | None] = {}
 
     @cached_property
     def initializers(self) -> dict[str, onnx.TensorProto]:
@@ -38,35 +46,66 @@ class GraphIndex:
                 found[name].append(node)
         return found
 
-    def constant(self, name: str) -> Array | None:
-        """Value of an initializer or a Constant node, or a Cast, Identity or Reciprocal of one; else None."""
-        if name not in self._constants:
-            self._constants[name] = self._read_constant(name)
-        return self._constants[name]
+    def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
+        """What made a tensor before operators of `moves` passed it on (None: not computed), and its name then."""
+        for _ in range(MAX_STEPS):
+            node = self.producers.get(name)
+            if node is None or _standard(node) not in moves or not node.input:
+                break
+            name = node.input[0]
+        return self.producers.get(name), name
 
-    def _read_constant(self, name: str) -> Array | None:
-        if name in self.initializers:
-            return numpy_helper.to_array(self.initializers[name])
-        node = self.producers.get(name)
-        if node is not None and node.op_type == "Constant":
-            return constant_value(node)
-        if node is None or node.op_type not in ("Identity", "Cast", "Reciprocal"):
-            return None
-        value = self.constant(node.input[0])
-        if value is None or node.op_type == "Identity":  # the exporter writes equal initializers once
-            return value
-        if node.op_type == "Reciprocal":  # of smoothing's factors, behind an INT8 residual
-            return np.asarray(np.reciprocal(value))
-        return value.astype(onnx.helper.tensor_dtype_to_np_dtype(attribute(node, "to")))
+    def stored(self, name: str) -> onnx.TensorProto | None:
+        """The tensor of an initializer or of a Constant node; None for anything computed, and for text."""
+        tensor, node = self.initializers.get(name), self.producers.get(name)
+        if tensor is None and node is not None and _standard(node) == "Constant":
+            tensor = next((_tensor(item) for item in node.attribute), None)
+        return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
+
+    def constant(self, name: str, through: tuple[str, ...] = FOLDED) -> Array | None:
+        """Number that a graph holds, directly or behind nodes of the operators `through`; else None."""
+        if (name, through) not in self._constants:
+            self._constants[name, through] = self._read_constant(name, through)
+        return self._constants[name, through]
+
+    def _read_constant(self, name: str, through: tuple[str, ...]) -> Array | None:
+        steps: list[onnx.NodeProto] = []
+        while (tensor := self.stored(name)) is None:
+            node = self.producers.get(name)
+            if node is None or _standard(node) not in through or len(steps) == MAX_STEPS:
+                return None
+            steps.append(node)
+            name = node.input[0]
+        value: Array = numpy_helper.to_array(tensor)
+        for node in reversed(steps):
+            with np.errstate(all="ignore"):
+                if node.op_type == "Reciprocal":
+                    value = np.asarray(np.reciprocal(value))
+                elif node.op_type == "Cast":
+                    if (target := attribute(node, "to")) not in _NUMBERS:
+                        return None
+                    value = value.astype(onnx.helper.tensor_dtype_to_np_dtype(target))
+        return None if value.dtype.kind in "OSUc" else value
 
 
-def constant_value(node: onnx.NodeProto) -> Array:
-    """Value of a Constant node that holds a tensor, int or float attribute."""
-    return np.asarray(
-        numpy_helper.to_array(node.attribute[0].t)
-        if node.attribute[0].name == "value"
-        else onnx.helper.get_attribute_value(node.attribute[0])
-    )
+def _standard(node: onnx.NodeProto) -> str:
+    """Operator of a node, or '' for one of another domain."""
+    return str(node.op_type) if node.domain in ("", "ai.onnx") else ""
+
+
+def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
+    """What the attribute of a Constant node holds, where it is a tensor or numbers."""
+    if item.name == "value":
+        return item.t
+    kind = {
+        "value_float": np.float32,
+        "value_floats": np.float32,
+        "value_int": np.int64,
+        "value_ints": np.int64,
+    }
+    if item.name not in kind:
+        return None
+    return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(item), kind[item.name]))
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:

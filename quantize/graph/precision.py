@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.graph.index import GraphIndex, attribute, constant_value, module_of
+from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 FP16_MAX = 65504.0
@@ -23,11 +23,8 @@ def constants_to_initializers(model: onnx.ModelProto) -> None:
     index = GraphIndex(model)
     kept = []
     for node in model.graph.node:
-        value = None
-        if node.op_type == "Constant":
-            value = constant_value(node)
-        elif node.op_type in ("Cast", "Reciprocal"):  # what torch's own folding leaves
-            value = index.constant(node.output[0])
+        folded = node.op_type in ("Constant", "Cast", "Reciprocal")  # what torch's own folding leaves
+        value = index.constant(node.output[0]) if folded else None
         if value is None:
             kept.append(node)
         else:

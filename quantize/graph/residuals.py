@@ -6,11 +6,10 @@ from typing import Any
 import onnx
 from onnx import numpy_helper
 
-from qdqbench.quantize.graph.index import GraphIndex, module_of
+from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of
 
 _NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
 _MOVES = ("Cast", "Identity", "Reshape", "Dropout")
-_MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
     """The tensor that a Q rounds, before the factors of smoothing; its scale and these factors."""
     way: list[Any] = [_value(index, q.input[1])]
     name = _still(index, q.input[0])
-    for _ in range(_MAX_STEPS):
+    for _ in range(MAX_STEPS):
         node = index.producers.get(name)
         before = _unscaled(index, node) if node is not None else None
         if node is None or before is None:
@@ -74,7 +73,7 @@ def _rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
 
 def _dequantize(index: GraphIndex, name: str) -> onnx.NodeProto | None:
     """The DequantizeLinear of an activation behind a tensor, across moves and factors of smoothing."""
-    for _ in range(_MAX_STEPS):
+    for _ in range(MAX_STEPS):
         node = index.producers.get(_still(index, name))
         if node is None:
             return None
@@ -109,18 +108,9 @@ def _value(index: GraphIndex, name: str) -> Any:
 
 def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
     """The tensor of an initializer or of a Constant node, moved or not; files of any origin come here."""
-    name = _still(index, name)
-    node = index.producers.get(name)
-    if name in index.initializers or node is None or node.op_type != "Constant":
-        return index.initializers.get(name)
-    return next((item.t for item in node.attribute if item.name == "value"), None)
+    return index.stored(_still(index, name))
 
 
 def _still(index: GraphIndex, name: str) -> str:
     """A tensor before it was moved."""
-    for _ in range(_MAX_STEPS):
-        node = index.producers.get(name)
-        if node is None or node.op_type not in _MOVES or not node.input:
-            break
-        name = node.input[0]
-    return name
+    return index.origin(name, _MOVES)[1]
