@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 from qdqbench.eval.report.formats import datatype
@@ -21,7 +21,7 @@ from qdqbench.eval.report.svg import (
     svg_of,
 )
 from qdqbench.quantize.core.results import LayerRow, Results
-from qdqbench.quantize.engine.layers import is_attention, is_int8
+from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 
 STYLES = {  # a kind looks the same in every chart; colour is never the only difference
@@ -117,12 +117,10 @@ def _measured(results: Results) -> dict[str, Cell]:
     asked = set(results.quantized_layers)
     linears = [*results.quantized_layers, *results.high_precision_layers]
     found: dict[str, list[LayerRow]] = {module: [] for module in linears}
-    covering: dict[str, list[LayerRow]] = defaultdict(list)
-    for row in results.engine.layers:
-        for node in filter(_MATMUL.search, row.onnx):
-            covering[node].append(row)
-    for node, rows in covering.items():
-        found.setdefault(module_of(node), []).extend(_computing(rows, node))
+    layers = results.engine.layers
+    matmuls = {node for row in layers for node in row.onnx if _MATMUL.search(node)}
+    for node, copies in computing_rows(layers, matmuls).items():
+        found.setdefault(module_of(node), []).extend(chain.from_iterable(copies))
     wrong = {module_of(node) for node in results.engine.not_int8}
     cells = {}
     for module, rows in found.items():
@@ -135,14 +133,6 @@ def _measured(results: Results) -> dict[str, Cell]:
         as_asked = module not in wrong and (not int8 or name == "INT8")
         cells[module] = Cell(name, as_asked, f"{module}: {kernels}")
     return cells
-
-
-def _computing(rows: list[LayerRow], node: str) -> list[LayerRow]:
-    """The kernels that multiply, not those that list the node because they finish its result."""
-    gemms = [row for row in rows if row.kind == "gemm"]
-    named = [row for row in gemms if node in re.split(r"\+| \[|_myl", row.name)]
-    fused = [row for row in rows if row.kind == "runtime_fusion" or is_attention(row)]
-    return named or gemms or fused or rows
 
 
 def _runs_in(row: LayerRow) -> str:

@@ -47,7 +47,7 @@ class GraphIndex:
         return found
 
     def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
-        """What made a tensor before operators of `moves` passed it on (None: not computed), and its name then."""
+        """What made a tensor before operators of `moves` passed it on (None: not computed), and its name."""
         for _ in range(MAX_STEPS):
             node = self.producers.get(name)
             if node is None or _standard(node) not in moves or not node.input:
