@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.placement.space import Params, Space
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.secrets import hide_credentials
 
 if TYPE_CHECKING:
     import optuna
@@ -68,10 +69,10 @@ def open_study(storage: str, name: str, settings: dict[str, Any]) -> "optuna.Stu
             load_if_exists=True,
         )
     except (SQLAlchemyError, ImportError, ValueError, optuna.exceptions.OptunaError) as error:
-        what = " ".join(str(error).split())[:200]
+        what = hide_credentials(" ".join(str(error).split()))[:200]
         raise UserError(
-            f"the study cannot be kept in {_hidden(storage)} ({what}); give --storage a SQLAlchemy URL such "
-            "as sqlite:///study.db, with its driver installed"
+            f"the study cannot be kept in {hide_credentials(storage)} ({what}); give --storage a SQLAlchemy "
+            "URL such as sqlite:///study.db, with its driver installed"
         ) from error
     known = study.user_attrs.get("settings")
     if known is None:
@@ -277,12 +278,6 @@ def _started(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time(), 1)
     except psutil.Error:
         return None
-
-
-def _hidden(url: str) -> str:
-    """A database URL without its password."""
-    head, separator, tail = url.rpartition("@")
-    return f"{head.partition('://')[0]}://***{separator}{tail}" if separator else url
 
 
 def default_storage(folder: Path) -> str:

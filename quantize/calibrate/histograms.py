@@ -25,6 +25,7 @@ BINS = 4096  # the range is at most twice the largest value, so 2,048 bins or mo
 CODES = 128  # magnitudes of INT8: an amax below that many bins is not tried
 CANDIDATES = 128  # values of the amax that MSE and entropy try
 MAX_COUNT = 2**30  # ModelOpt takes counts as int32
+CHUNK = 2**22  # values that are counted at a time: torch.histc counts in float32, which stops at 2^24
 WEIGHT_CLIPS = (0.4, 1.0, 0.02)  # smallest and largest part of a weight's max that MSE tries, and the step
 
 
@@ -41,7 +42,8 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
     """One pass over the data, memory of one histogram of |x|, and an amax by the method at the end.
 
     ModelOpt's own collection adds bins while larger values come, without bound. Here the bins stay and their
-    width doubles: pairs are merged, so a count is never wrong, only coarser.
+    width doubles: pairs are merged, so a count is never wrong, only coarser. Values are counted in chunks
+    that float32 counts exactly, and the chunks are added up in int64.
     """
 
     def __init__(self, method: str) -> None:
@@ -53,19 +55,22 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self._amax: torch.Tensor | None = None
 
     def collect(self, x: torch.Tensor) -> None:
-        """Add |x| of one batch, any shape."""
-        magnitudes = x.detach().float().abs().flatten()
-        largest = float(magnitudes.max())
+        """Add |x| of one batch, any shape and floating type; needs memory for CHUNK values beside it."""
+        values = x.detach().flatten()
+        low, high = values.aminmax()
+        largest = max(-float(low), float(high))
         self._amax = None
         if largest == 0:
-            self.counts[0] += magnitudes.numel()
+            self.counts[0] += values.numel()
             return
         while self.limit and largest > self.limit:
             self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2, int)])
             self.limit *= 2
         self.limit = self.limit or largest
         self.largest = max(self.largest, largest)
-        self.counts += torch.histc(magnitudes, bins=BINS, min=0, max=self.limit).cpu().numpy().astype(int)
+        for chunk in values.split(CHUNK):
+            found = torch.histc(chunk.float().abs(), bins=BINS, min=0, max=self.limit)
+            self.counts += found.cpu().numpy().astype(np.int64)
 
     def reset(self) -> None:
         """Forget all values."""

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from qdqbench.quantize.core.secrets import hide_credentials
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
@@ -32,7 +34,7 @@ def console() -> Any:
 
 
 def command_line() -> str:
-    """What was typed, as a shell takes it."""
+    """What was typed, as a shell takes it, without the passwords in URLs."""
     import shlex
 
-    return shlex.join(["qdqbench", *sys.argv[1:]])
+    return shlex.join(["qdqbench", *(hide_credentials(word) for word in sys.argv[1:])])

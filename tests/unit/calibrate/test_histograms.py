@@ -99,6 +99,34 @@ def test_the_cut_into_batches_moves_amax_by_a_bin_width(values: Floats, cuts: li
     assert abs(float(one) - float(other)) <= 1.001 * max(whole.limit, parted.limit) / BINS
 
 
+@settings(deadline=None)
+@given(
+    values=hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(-(2.0**20), 2.0**20, width=32)),
+    chunk=st.integers(1, 250),
+)
+def test_chunks_count_what_one_histogram_of_all_counts(values: Floats, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(histograms, "CHUNK", chunk)
+        found = collected([values])
+    magnitudes = torch.from_numpy(values).abs()
+    if found.limit:
+        assert found.limit == found.largest == float(magnitudes.max())
+        whole = torch.histc(magnitudes, bins=BINS, min=0, max=found.limit)
+        assert found.counts.tolist() == whole.to(torch.int64).tolist()
+    assert found.counts.sum() == values.size
+
+
+def test_counts_are_exact_beyond_what_float32_counts() -> None:
+    equal, larger = 2**24 + 1000, 2**20
+    calibrator = ActivationCalibrator("percentile/90")
+    calibrator.collect(torch.cat([torch.full((equal,), 0.5), torch.ones(larger)]))
+    assert calibrator.counts.sum() == equal + larger
+    assert calibrator.counts[BINS // 2] == equal
+    amax = calibrator.compute_amax()
+    assert amax is not None
+    assert float(amax) == pytest.approx(0.5, rel=0.01)  # 94% of all values
+
+
 def test_the_order_of_batches_hardly_matters_to_any_method() -> None:
     parts = np.array_split(heavy_tailed(0, outliers=20).ravel(), 7)
     for method in METHODS:
