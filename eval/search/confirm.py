@@ -13,10 +13,10 @@ from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.rundir.pipeline import code_hash
 from qdqbench.quantize.runtime.runner import EngineRunner
 from qdqbench.quantize.tasks.metrics import Floats, compute
 from qdqbench.quantize.tasks.sources import source_fingerprint
@@ -148,7 +148,7 @@ def _kept(work: Workspace, name: str, make: Callable[[], Logits]) -> Logits:
     task = session.config.task
     data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
     asked = [data, session.config.limit, session.recipe.export.max_length]
-    key = hash_of([work.identity, *asked, code_hash()])[:12]
+    key = hash_of([work.identity, *asked, made_with()])[:12]
     path = session.folder / "validated" / f"{name}-{key}.npz"
     if path.is_file():
         with np.load(path) as stored:

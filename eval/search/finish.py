@@ -17,8 +17,8 @@ from qdqbench.eval.search.trials import trials_of
 from qdqbench.eval.search.worker import Worker
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.identity import versions
 from qdqbench.quantize.recipe.schema import parse_recipe
-from qdqbench.quantize.rundir.pipeline import versions
 
 RECIPE = "recipe.yaml"
 

@@ -15,10 +15,10 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.family import layer_of
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.pipeline import code_hash
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.metrics import Floats, compute
 from qdqbench.quantize.tasks.rows import encode
@@ -199,7 +199,7 @@ class Workspace:
 
     def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
 
-        key = hash_of([plan_key(recipe, plan), self.identity, code_hash()])[:24]
+        key = hash_of([plan_key(recipe, plan), self.identity, made_with()])[:24]
         if key in self._records:
             return self._records[key]
         path = self.session.folder / "calibrations" / f"{key}.json"

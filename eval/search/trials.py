@@ -31,6 +31,7 @@ from qdqbench.eval.sensitivity.results import sensitivity_file
 from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.rundir.session import Session
@@ -75,6 +76,7 @@ def _settings(session: Session, options: Options, source: Source) -> dict[str, A
     recipe, task = session.recipe, session.config.task
     kept = recipe.model_dump(mode="json", exclude={"name", "description", "gate"})
     return {
+        **made_with(),
         "model": session.model_sha256,
         "task": task.model_dump(mode="json"),
         "data": source_fingerprint(task, session.data_source, recipe.calibration.split),

@@ -24,9 +24,9 @@ from qdqbench.eval.sensitivity.suffixes import Floats, Held, Suffixes, watch_nor
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.pipeline import code_hash, versions
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
@@ -108,8 +108,7 @@ class Measurement:
             "samples": self.samples,
             "batch_size": config.batch_size,
             "seed": config.seed,
-            "versions": versions(),
-            "code": code_hash(),
+            **made_with(),
         }
         return Ledger(self.session.folder / PARTIAL, json.loads(json.dumps(settings)))
 

@@ -68,7 +68,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
             self.limit *= 2
         self.limit = self.limit or largest
         self.largest = max(self.largest, largest)
-        for chunk in values.split(CHUNK):
+        for chunk in torch.split(values, CHUNK):
             found = torch.histc(chunk.float().abs(), bins=BINS, min=0, max=self.limit)
             self.counts += found.cpu().numpy().astype(np.int64)
 

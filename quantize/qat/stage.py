@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.qat.files import write_trained
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.rundir.session import Session
@@ -121,6 +122,7 @@ def _identity(session: Session, settings: Qat, record: CalibrationRecord, finger
     placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
     return {
         "job": "qat",
+        **made_with(),
         "model": session.model_sha256,
         "task": session.config.task.model_dump(mode="json"),
         "data": fingerprint,

@@ -1,12 +1,9 @@
 """The order of the stages, and which of them can be skipped because nothing changed."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.resources import files as files_of
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +11,13 @@ from pydantic import ValidationError
 
 from qdqbench.quantize.core import files, interrupt
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.usage import measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
 MANIFEST = "stages.json"
-VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -127,29 +124,12 @@ def ancestors(stages: dict[str, Stage], targets: Iterable[str]) -> list[Stage]:
     return [stage for name, stage in stages.items() if name in wanted]
 
 
-def versions() -> dict[str, str]:
-    """Installed versions that outputs depend on."""
-    return {name: metadata.version(name) for name in VERSIONED}
-
-
-@functools.lru_cache
-def code_hash() -> str:
-    """SHA-256 over this package's source, so that outputs of other code are not reused."""
-    digest = hashlib.sha256()
-    for package in ("qdqbench.quantize", "qdqbench.eval"):
-        root = Path(str(files_of(package)))
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
     """Hash of everything that a stage's outputs depend on."""
     needs = {name: manifest.stages[name].outputs for name in stage.needs if name in manifest.stages}
     known = {
         "stage": stage.name,
-        "versions": versions(),
-        "code": code_hash(),
+        **made_with(),
         "needs": needs,
         "inputs": stage.inputs(session),
     }

@@ -12,6 +12,7 @@ import numpy as np
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.environment import environment
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.load import (
     load_encoder,
@@ -186,6 +187,7 @@ def _identity(request: Request, data: _Data, settings: Training) -> dict[str, An
 
     return {
         "job": "finetune",
+        **made_with(),
         "model": model_fingerprint(request.base),
         "task": request.task.model_dump(mode="json"),
         "data": data.fingerprint,

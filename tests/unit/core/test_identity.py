@@ -1,0 +1,89 @@
+"""Nothing is reused or resumed that other code or other libraries began."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqbench.eval.search import trials
+from qdqbench.eval.search.results import Source
+from qdqbench.eval.search.worker import Options
+from qdqbench.eval.sensitivity import measure
+from qdqbench.quantize.calibrate.record import CalibrationRecord
+from qdqbench.quantize.core import identity
+from qdqbench.quantize.qat import stage as qat
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.training import Training
+from qdqbench.quantize.rundir import pipeline
+from qdqbench.quantize.rundir.session import RunConfig, Session
+from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.train import finetune
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    for name in ("model", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "train.csv").write_text("sentence,label\na,0\n")
+    recipe = load_recipe("bert-int8-attention-qat")
+    config = RunConfig(
+        recipe=recipe, model=str(tmp_path / "model"), task=GLUE["sst2"], data=str(tmp_path / "data")
+    )
+    return Session(config, tmp_path)
+
+
+def stage_key(session: Session) -> Any:
+    stage = pipeline.Stage("a", lambda _: [], (), lambda _: 1)
+    return pipeline._key(session, stage, pipeline._Manifest())
+
+
+def qat_identity(session: Session) -> Any:
+    record = CalibrationRecord.model_construct(amax={}, method="max")
+    return qat._identity(session, qat.settings_of(session), record, "f")
+
+
+def finetune_identity(session: Session) -> Any:
+    request = finetune.Request(
+        base=session.model_name,
+        task=GLUE["sst2"],
+        data="d",
+        folder=session.folder,
+        settings=Training(),
+        seeds=1,
+        max_length=64,
+        keep_head=False,
+        limit=None,
+        command="",
+    )
+    data = finetune._Data.__new__(finetune._Data)
+    data.fingerprint = "f"
+    return finetune._identity(request, data, Training())
+
+
+def search_settings(session: Session) -> Any:
+    source = Source.model_construct(mode="engine", gpu="a", backend="b", version="1")
+    return trials._settings(session, Options(), source)
+
+
+def sensitivity_settings(session: Session) -> Any:
+    made = measure.Measurement(session, 8)
+    split = type("Split", (), {"fingerprint": "f"})()
+    made.__dict__["draw"] = (split, None)
+    (session.folder / measure.PARTIAL).unlink(missing_ok=True)
+    assert made.ledger.found == {}
+    return json.loads((session.folder / measure.PARTIAL).read_text())
+
+
+@pytest.mark.parametrize(
+    "identity_of", [stage_key, qat_identity, finetune_identity, search_settings, sensitivity_settings]
+)
+@pytest.mark.parametrize("changed", ["versions", "_code_hash"])
+def test_another_version_is_another_identity(
+    identity_of: Any, changed: str, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copy.deepcopy(identity_of(session))
+    assert identity_of(session) == before
+    monkeypatch.setattr(identity, changed, lambda: {"torch": "0.1"})
+    assert identity_of(session) != before
