@@ -63,13 +63,13 @@ def kernels(layer: int, prefix: str) -> list[LayerRow]:
         )
 
     qkv = [f"attention/self/{name}/MatMul" for name in ("query", "key", "value")]
-    rows = [row(f"{base}/{'+'.join(qkv)}_myl0", "gemm", qkv, "Int8", "Float")]
-    rows += [row("__myl_MulCastAddReshTran", "kgen", [node], "Float", "Half") for node in qkv]
+    rows = [row("+".join(f"{base}/{node}" for node in qkv) + "_myl0_1", "gemm", qkv, "Int8", "Float")]
+    rows += [row("__myl_MulCastAddReshTran_myl0_4", "kgen", [node], "Float", "Half") for node in qkv]
     products = ["attention/self/MatMul_1", "attention/self/Softmax", "attention/self/MatMul"]
-    rows.append(row("_gemm_mha_v2_myl0", "kgen", products, "Half Half Half Half", "Int8"))
+    rows.append(row("_gemm_mha_v2_myl0_2", "kgen", products, "Half Half Half Half", "Int8"))
     for node in ("attention/output/dense/MatMul", "intermediate/dense/MatMul", "output/dense/MatMul"):
-        rows.append(row(f"{base}/{node}_myl0", "gemm", [node], "Int8", "Float"))
-        rows.append(row("__myl_MulCastAddReshAddCast", "kgen", [node], "Half Float", "Half Int8"))
+        rows.append(row(f"{base}/{node}_myl0_3", "gemm", [node], "Int8", "Float"))
+        rows.append(row("__myl_MulCastAddReshAddCast_myl0_5", "kgen", [node], "Half Float", "Half Int8"))
     return rows
 
 
@@ -78,7 +78,7 @@ def engine(layers: int, prefix: str) -> EngineResult:
     for node in ("/bert/pooler/dense/Gemm", "/classifier/Gemm"):
         table.append(
             LayerRow(
-                name="__myl_FcAddTanh",
+                name="__myl_FcAddTanh_myl0_6",
                 kind="runtime_fusion",
                 onnx=[node],
                 inputs=["Half"],
@@ -247,7 +247,7 @@ def failed() -> Results:
     node = "/bert/encoder/layer.2/intermediate/dense/MatMul"
     for row in built.layers:
         if node in row.onnx and row.kind == "gemm":
-            row.kind, row.name, row.outputs = "runtime_fusion", "__myl_CastMulFcMul", ["Half"]
+            row.kind, row.name, row.outputs = "runtime_fusion", "__myl_CastMulFcMul_myl0_3", ["Half"]
     built.int8_gemms, built.not_int8 = 35, [node]
     failures = ["accuracy dropped by 0.0310, more than 0.0100", f"not in INT8: {node}"]
     stages = sample().stages | {"onnxruntime": measured({"accuracy": 0.8658}, -0.031, within_noise=False)}
