@@ -5,12 +5,13 @@ of two latencies that were taken in the same process within the same seconds.
 """
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench import loop
 from qdqbench.eval.bench.clocks import gpu_uuid
@@ -130,24 +131,15 @@ def alone_on_gpu() -> Iterator[None]:
     Raises:
         UserError: something does.
     """
-
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     path = Path(tempfile.gettempdir()) / f"qdqbench-{gpu_uuid() or 'gpu'}.lock"
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
-    with path.open("rb") as stream:  # of another user, it may be
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                "another process times engines on this GPU, and both would measure each other; give each "
-                "worker a GPU of its own with CUDA_VISIBLE_DEVICES"
-            ) from error
-        yield
+    try:
+        with FileLock(path, timeout=0, mode=0o666):  # for every user of the GPU
+            yield
+    except Timeout as error:
+        raise UserError(
+            "another process times engines on this GPU, and both would measure each other; give each "
+            "worker a GPU of its own with CUDA_VISIBLE_DEVICES"
+        ) from error
 
 
 class EngineTimer:

@@ -20,8 +20,8 @@ class Gpu:
 def find_gpu() -> Gpu | None:
     """First GPU that CUDA shows to this process, or None.
 
-    Asks the driver library itself, as TensorRT does: torch may be a CPU build, and nvidia-smi does not heed
-    CUDA_VISIBLE_DEVICES.
+    Asks the driver library itself, as TensorRT does: torch may be a CPU build, and NVML (pynvml) neither
+    heeds CUDA_VISIBLE_DEVICES nor counts GPUs in CUDA's order.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

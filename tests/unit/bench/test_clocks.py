@@ -1,43 +1,13 @@
-"""Clock and power from nvidia-smi: parsed, matched to who ran, and absent in words."""
+"""Clock and power from NVML: matched to who ran, and absent in words."""
 
-import math
-import stat
-import sys
 import time
-from datetime import datetime
 
+import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Sample, medians, parse
-
-
-def stamp(when: float) -> str:
-    return datetime.fromtimestamp(when).strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
-
-
-def test_a_line_of_nvidia_smi():
-    now = time.time()
-    found = parse(f"{stamp(now)}, 1980, 612.34, 45\n")
-    assert found is not None
-    assert math.isclose(found.time, now, abs_tol=0.002)
-    assert (found.clock_mhz, found.power_w, found.temperature_c) == (1980.0, 612.34, 45.0)
-
-
-@pytest.mark.parametrize("missing", ["[N/A]", "[Not Supported]", "[Unknown Error]", ""])
-def test_what_the_gpu_does_not_tell_is_none(missing):
-    found = parse(f"{stamp(0)}, 1980, {missing}, 45")
-    assert found is not None
-    assert found.power_w is None
-    assert found.clock_mhz == 1980.0
-
-
-@pytest.mark.parametrize(
-    "line", ["", "No devices were found", "timestamp, 1, 2, 3", "1, 2, 3", "a, b, c, d, e"]
-)
-def test_other_lines_are_no_samples(line):
-    assert parse(line) is None
+from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Sample, medians
 
 
 @given(
@@ -57,47 +27,103 @@ def test_medians_are_of_the_windows_alone(points, start, width):
         assert found.temperature_c == 40.0
 
 
-SMI = """#!{python}
-import sys, time
-from datetime import datetime
-assert "--id=GPU-7" in sys.argv, sys.argv
-assert "--query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu" in sys.argv
-while True:
-    print(datetime.now().strftime("%Y/%m/%d %H:%M:%S.%f")[:-3] + ", 1755, 400.5, 50", flush=True)
-    time.sleep(0.02)
-"""
+class Nvml:
+    """What NVML answers of one GPU, GPU-7, in its own units; an error is raised."""
+
+    def __init__(self):
+        self.started, self.ended = 0, 0
+        self.clock, self.power, self.temperature = 1755, 400500, 50
+
+    def init(self):
+        self.started += 1
+
+    def shutdown(self):
+        self.ended += 1
+
+    def by_uuid(self, uuid):
+        if uuid != "GPU-7":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return "handle"
+
+    def by_index(self, index):
+        assert index == 0
+        return "handle"
+
+    def tell(self, name, *wanted):
+        def answer(*given):
+            assert given == ("handle", *wanted)
+            value = getattr(self, name)
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return answer
 
 
-def script(folder, text):
-    path = folder / "nvidia-smi"
-    path.write_text(text.format(python=sys.executable))
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    return (str(path),)
+@pytest.fixture
+def nvml(monkeypatch):
+    found = Nvml()
+    for name, function in {
+        "nvmlInit": found.init,
+        "nvmlShutdown": found.shutdown,
+        "nvmlDeviceGetHandleByUUID": found.by_uuid,
+        "nvmlDeviceGetHandleByIndex": found.by_index,
+        "nvmlDeviceGetClockInfo": found.tell("clock", pynvml.NVML_CLOCK_SM),
+        "nvmlDeviceGetPowerUsage": found.tell("power"),
+        "nvmlDeviceGetTemperature": found.tell("temperature", pynvml.NVML_TEMPERATURE_GPU),
+    }.items():
+        monkeypatch.setattr(pynvml, name, function)
+    return found
 
 
-def test_a_background_process_is_read_and_ended(tmp_path):
-    with GpuMonitor("GPU-7", script(tmp_path, SMI)) as monitor:
-        start, deadline = time.time() - 0.01, time.time() + 20
-        while monitor.during([(start, time.time())]) == Clocks() and time.time() < deadline:
-            time.sleep(0.02)
-        assert monitor.during([(start, time.time())]) == Clocks(1755.0, 400.5, 50.0)
+def wait_for(monitor, start):
+    deadline = time.time() + 20
+    while monitor.during([(start, time.time())]) == Clocks() and time.time() < deadline:
+        time.sleep(0.02)
+    return monitor.during([(start, time.time())])
+
+
+@pytest.mark.parametrize("uuid", ["GPU-7", None])
+def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid):
+    with GpuMonitor(uuid) as monitor:
+        assert wait_for(monitor, time.time() - 0.01) == Clocks(1755.0, 400.5, 50.0)
         assert monitor.during([(0.0, 1.0)]) == Clocks()
-        process = monitor._process
+        thread = monitor._thread
     assert monitor.reason is None
-    assert process is not None
-    assert process.poll() is not None
+    assert thread is not None
+    assert not thread.is_alive()
+    assert (nvml.started, nvml.ended) == (1, 1)
 
 
-def test_a_process_that_fails_gives_its_reason(tmp_path):
-    text = "#!{python}\nprint('No devices were found')\nraise SystemExit(6)\n"
-    with GpuMonitor(None, script(tmp_path, text)) as monitor:
+def test_what_the_gpu_does_not_tell_is_none(nvml):
+    nvml.power = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    with GpuMonitor("GPU-7") as monitor:
+        assert wait_for(monitor, time.time() - 0.01) == Clocks(1755.0, None, 50.0)
+    assert monitor.reason is None
+
+
+def test_a_gpu_that_tells_nothing_gives_its_reason(nvml):
+    nvml.clock = nvml.power = nvml.temperature = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    with GpuMonitor("GPU-7") as monitor:
+        time.sleep(0.02)
+    assert monitor.samples == []
+    assert monitor.reason == "NVML gave no reading: GPU is lost"
+
+
+def test_another_gpu_than_nvml_knows_gives_its_reason(nvml):
+    with GpuMonitor("GPU-8") as monitor:
         assert monitor._thread is not None
         monitor._thread.join()
-    assert monitor.reason is not None
-    assert "gave no reading: No devices were found" in monitor.reason
+    assert monitor.reason == "NVML gave no reading: Not Found"
+    assert nvml.ended == 1
 
 
-def test_no_nvidia_smi():
-    with GpuMonitor(None, ("no-such-nvidia-smi",)) as monitor:
+def test_no_driver(nvml, monkeypatch):
+    def missing():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    with GpuMonitor(None) as monitor:
         assert monitor.during([(0, time.time())]) == Clocks()
-    assert monitor.reason == "no-such-nvidia-smi is not installed"
+    assert monitor.reason == "NVML does not start (NVML Shared Library Not Found)"
+    assert nvml.ended == 0

@@ -92,7 +92,7 @@ class Monitor:
 
 
 class Blind(Monitor):
-    reason = "nvidia-smi is not installed"
+    reason = "NVML does not start (NVML Shared Library Not Found)"
 
     def during(self, windows):
         return Clocks()
@@ -254,7 +254,7 @@ def test_clocks_that_nothing_reads_are_null_and_said(machine, target):
     machine.monitor = Blind
     found = run_bench(target, OPTIONS, command="")
     assert row(found.cells[0], "int8").clock_mhz is None
-    assert found.warnings == ["clock, power and temperature were not read: nvidia-smi is not installed"]
+    assert found.warnings == [f"clock, power and temperature were not read: {Blind.reason}"]
 
 
 def test_every_finished_cell_is_saved(machine, target):
