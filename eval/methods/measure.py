@@ -23,7 +23,8 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.family import splittable
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Calibration, Recipe
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import Encoded

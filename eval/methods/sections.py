@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from qdqbench.eval.methods.results import RECIPE
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.recipe.schema import Calibration, Recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 
 METHODS = ("max", "percentile/99.9", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 ALPHA = 0.65  # of SmoothQuant where the recipe does not smooth

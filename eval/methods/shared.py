@@ -10,7 +10,7 @@ from qdqbench.quantize.calibrate.record import QuantizerState, require_plausible
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant.quantizers import Batch, kind_of
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.recipe.sections import Calibration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -30,7 +30,8 @@ from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import choose
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Calibration, Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task

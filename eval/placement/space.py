@@ -18,7 +18,8 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.family import layer_of, linear_kind
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import INT8_HEAD_SIZES, Plan, matched, resolve
-from qdqbench.quantize.recipe.schema import Recipe, Rule, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.sections import Rule
 
 Unit = tuple[int, str]  # layer and kind
 Params = dict[str, Any]

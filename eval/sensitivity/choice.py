@@ -10,7 +10,8 @@ from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Judged
 from qdqbench.quantize.encoders.family import splittable
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import matched, resolve
-from qdqbench.quantize.recipe.schema import Recipe, Rule, dump_recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
+from qdqbench.quantize.recipe.sections import Rule
 
 FILE = "recipe.yaml"
 SHARE = 0.5  # of the divergence of everything in INT8 that may be left

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from qdqbench.quantize.fakequant import quantizers
-from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Batch
 
 if TYPE_CHECKING:

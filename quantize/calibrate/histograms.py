@@ -14,7 +14,7 @@ import torch
 
 from qdqbench.quantize.fakequant.quantizers import kind_of
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import percentile_of
+from qdqbench.quantize.recipe.sections import percentile_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of versions of transformers that ModelOpt did not test

@@ -32,7 +32,7 @@ from qdqbench.quantize.fakequant.quantizers import (
     seen_by,
 )
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.recipe.sections import Calibration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

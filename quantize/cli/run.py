@@ -10,7 +10,7 @@ import typer
 from qdqbench.quantize.cli import options, progress, terminal
 from qdqbench.quantize.cli.terminal import Json, Run, console, print_json
 
-recipes_app = typer.Typer(no_args_is_help=True, help="List, show and validate recipes.")
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show, validate and document recipes.")
 
 
 @recipes_app.command("list")
@@ -54,6 +54,19 @@ def recipes_validate(recipe: list[str]) -> None:
     for name in recipe:
         load_recipe(name)
         console().print(f"{name}: valid", highlight=False)
+
+
+@recipes_app.command("schema")
+def recipes_schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/recipe.md instead.")] = False,
+) -> None:
+    """Print the JSON Schema of a recipe: editors complete and check YAML with it."""
+    from qdqbench.quantize.recipe import reference
+
+    if markdown:
+        sys.stdout.write(reference.markdown())
+    else:
+        print_json(reference.json_schema())
 
 
 def run(  # noqa: PLR0913, PLR0917  (a command's options)

@@ -11,7 +11,8 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.encoders.family import SMOOTHED, linear_kind, residual_readers, splittable
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.recipe.schema import Recipe, Rule
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.sections import Rule
 
 INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
 

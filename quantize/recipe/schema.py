@@ -5,203 +5,61 @@ import os
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.sections import (
+    FORMS,
+    Calibration,
+    Engine,
+    Export,
+    Gate,
+    ModelSection,
+    Precision,
+    Rule,
+    Section,
+)
 from qdqbench.quantize.recipe.training import Qat
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
-Positive = Annotated[int, Field(gt=0)]
-Range = tuple[Positive, Positive, Positive]
-# how the amax of an activation follows from what calibration saw: "percentile/99.99" clips 0.01% of it
-Method = Annotated[str, AfterValidator(lambda text: _method(text))]  # noqa: PLW0108  (defined below)
-WeightMethod = Literal["max", "mse"]
-# SmoothQuant with this alpha; "gain" moves the gain of the LayerNorm before into the linear. Strict, as YAML
-# reads `no` as false, which is not alpha 0.
-Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "none"]
 
 
-def percentile_of(method: str) -> float | None:
-    """Percentile of a method such as "percentile/99.99", else None."""
-    kind, _, value = method.partition("/")
-    try:
-        return float(value) if kind == "percentile" else None
-    except ValueError:
-        return None
-
-
-def _method(text: str) -> str:
-    percentile = percentile_of(text)
-    if text not in ("max", "mse", "entropy") and not (percentile and 50 < percentile <= 100):
-        raise ValueError(
-            f"method {text!r} is none of max, mse, entropy and percentile/P with P from 50 to 100, such as "
-            "percentile/99.99"
-        )
-    return text
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSection(_Section):
-    """Which models the recipe is for."""
-
-    family: Literal["bert"] = "bert"
-
-
-class Precision(_Section):
-    """Compute precision, and the classes that never see Q/DQ."""
-
-    compute: Literal["fp16", "fp32"] = "fp16"
-    keep: tuple[Literal["layernorm", "softmax"], ...] = ("layernorm", "softmax")
-
-
-class Rule(_Section):
-    """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
-
-    match: str = Field(min_length=1)
-    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = None
-    weights: Literal["int8/channel", "int8/tensor"] | None = None
-    input: Literal["int8/tensor"] | None = None
-    precision: Literal["int8", "fp16", "fp32"] | None = None  # int8: of an Attention or a Residual
-    method: Method | None = None  # of the activations; this and the next two refine the calibration section
-    weights_method: WeightMethod | None = None
-    smooth: Smooth | None = None
-
-    @model_validator(mode="after")
-    def _one_intent(self) -> "Rule":
-        if (self.weights is None) != (self.input is None):
-            raise ValueError("give both weights and input: a GEMM with one INT8 operand runs in FP16")
-        if self.weights is not None and self.precision is not None:
-            raise ValueError("give either weights and input (INT8) or precision (fp16 or fp32)")
-        if self.weights is None and self.precision is None and not self.refines:
-            raise ValueError(
-                "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate: method, "
-                "weights_method, smooth"
-            )
-        if self.weights is not None and self.type not in (None, "Linear"):
-            raise ValueError(f"type {self.type} is protected from Q/DQ by class; only Linear becomes INT8")
-        if self.precision == "int8" and self.type not in ("Attention", "Residual"):
-            raise ValueError(
-                "precision int8 is for type Attention and type Residual; a Linear takes weights and input"
-            )
-        if self.refines and self.precision in ("fp16", "fp32"):
-            raise ValueError(f"precision {self.precision} needs no calibration; drop method and smooth")
-        if self.refines and self.type == "Residual":
-            raise ValueError("a Residual is calibrated as the linears that read the same tensor; name those")
-        if self.refines and self.type not in (None, "Linear", "Attention"):
-            raise ValueError(f"type {self.type} is never quantized, so it has no calibration")
-        return self
-
-    @property
-    def refines(self) -> bool:
-        """Whether the rule says how to calibrate."""
-        return any(value is not None for value in (self.method, self.weights_method, self.smooth))
-
-
-class Calibration(_Section):
-    """Data and method that set each amax."""
-
-    split: str = "train"
-    samples: Positive = 512
-    batch_size: Positive = 32
-    method: Method = "max"
-    weights_method: WeightMethod = "max"
-    smooth: Smooth = "none"  # of linears that read a LayerNorm, and of q against k; a rule can smooth others
-    # channels that each feed-forward gets for copies of its outliers; by 32, as INT8 kernels need alignment
-    split_outliers: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = 0
-    bias_correction: bool = False  # of the INT8 linears of the encoder
-    seed: Annotated[int, Field(ge=0)] = 0
-
-
-class Export(_Section):
-    """Form of the ONNX file."""
-
-    opset: Annotated[int, Field(ge=20, le=22)] = 20
-    max_length: Annotated[int, Field(ge=8, le=8192)] = 128
-    weights: Literal["auto", "channel", "factored"] = "auto"
-    qkv: Literal["merged", "separate"] = "merged"  # GEMMs of q, k and v in the factored form
-    gelu: Literal["exact", "tanh"] = "exact"  # of the INT8 graph; tanh is off by 5e-4 at most, and faster
-
-
-class Shapes(_Section):
-    """Minimum, optimum and maximum of the optimization profile."""
-
-    batch: Range = (1, 32, 128)
-    length: Range = (16, 128, 128)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "Shapes":
-        for name, values in (("batch", self.batch), ("length", self.length)):
-            if list(values) != sorted(values):
-                raise ValueError(f"{name} must be [min, opt, max] in rising order, not {list(values)}")
-        return self
-
-
-# tags keep pydantic from reporting a wrong key once for each form
-_FORMS = ("mapping", "list")
-_OneOrMore = Annotated[
-    Annotated[Shapes, Tag("mapping")] | Annotated[tuple[Shapes, ...], Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, (list, tuple)) else "mapping"),
-]
-
-
-class Engine(_Section):
-    """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
-
-    backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = "auto"
-    shapes: _OneOrMore = Shapes()
-    compute_capability: str | None = None  # ahead-of-time builds; null: the GPU that is here
-
-    @model_validator(mode="after")
-    def _some(self) -> "Engine":
-        if not self.profiles:
-            raise ValueError("shapes is an empty list; give one mapping of batch and length, or several")
-        return self
-
-    @property
-    def profiles(self) -> tuple[Shapes, ...]:
-        """Shapes of every optimization profile."""
-        return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes
-
-
-class Gate(_Section):
-    """What must hold for exit status 0."""
-
-    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.01
-    int8_layers: Literal["all"] | None = "all"
-    min_speedup: Annotated[float, Field(gt=0)] | None = None  # over the FP16 twin; judged by `search`
-
-
-class Recipe(_Section):
+class Recipe(Section):
     """A whole recipe, validated without loading a model."""
 
-    version: Literal[1]
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
-    description: str = ""
-    model: ModelSection = ModelSection()
-    precision: Precision = Precision()
-    rules: tuple[Rule, ...] = ()
-    attention: Literal["fp16", "int8"] = "fp16"
-    residual: Literal["fp16", "int8"] = "fp16"  # what each LayerNorm of the encoder adds to a linear's output
-    calibration: Calibration = Calibration()
-    export: Export = Export()
-    engine: Engine = Engine()
-    qat: Qat | None = None
-    gate: Gate = Gate()
+    version: Literal[1] = Field(description="Version of this format.")
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Names run directories, files and rows of tables."
+    )
+    description: str = Field(default="", description="One line for `qdqbench recipes list`.")
+    model: ModelSection = Field(default=ModelSection(), description="Which models the recipe is for.")
+    precision: Precision = Field(
+        default=Precision(), description="Compute precision, and what stays out of INT8."
+    )
+    rules: tuple[Rule, ...] = Field(
+        default=(), description="What becomes INT8, and exceptions; read in order, and the later one wins."
+    )
+    attention: Literal["fp16", "int8"] = Field(
+        default="fp16",
+        description="q, k, v, softmax and output of every attention; rules of type Attention differ.",
+    )
+    residual: Literal["fp16", "int8"] = Field(
+        default="fp16",
+        description="What each LayerNorm of the encoder adds to a linear's output; rules of type Residual "
+        "change it.",
+    )
+    calibration: Calibration = Field(default=Calibration(), description="Data and method that set each amax.")
+    export: Export = Field(default=Export(), description="Form of the ONNX file.")
+    engine: Engine = Field(
+        default=Engine(), description="Where the ONNX file is built, and for which shapes."
+    )
+    qat: Qat | None = Field(
+        default=None, description="Training after PTQ, with its Q/DQ in place; null: none."
+    )
+    gate: Gate = Field(default=Gate(), description="What must hold for exit status 0.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
@@ -338,7 +196,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _explain(error: ValidationError) -> str:
     parts = []
     for item in error.errors():
-        location = tuple(part for part in item["loc"] if part not in _FORMS)
+        location = tuple(part for part in item["loc"] if part not in FORMS)
         where = ".".join(str(part) for part in location)
         if item["type"] == "extra_forbidden":
             keys = _keys_at(location[:-1])

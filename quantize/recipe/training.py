@@ -15,21 +15,48 @@ class Training(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    epochs: Annotated[float, Field(gt=0, le=1000)] = 4
-    max_steps: Positive | None = None  # end there, if the epochs go on
-    learning_rate: Rate = 5e-5
-    batch_size: Positive = 32  # samples of one optimizer step, over all GPUs and accumulated parts
-    accumulate: Positive = 1  # parts of a GPU's share of the batch, for memory
-    warmup: Fraction = 0.1  # share of the steps
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    weight_decay: Weight = 0.01
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    dropout: Fraction | None = None  # null: the model's own
-    precision: Literal["auto", "bf16", "tf32", "fp32"] = "auto"  # auto: bf16 autocast where the GPU has it
-    evaluations: Positive = 10  # on the held-out rows, spread over the run
-    patience: Positive | None = None  # evaluations without gain that end the run
-    holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the train split, 1,000 rows at most
-    seed: Annotated[int, Field(ge=0)] = 0
+    epochs: Annotated[float, Field(gt=0, le=1000)] = Field(
+        default=4, description="Passes over the training rows."
+    )
+    max_steps: Positive | None = Field(
+        default=None, description="Steps that end the epochs early; null: none."
+    )
+    learning_rate: Rate = Field(default=5e-5, description="Of AdamW, after warm-up.")
+    batch_size: Positive = Field(
+        default=32, description="Samples of one optimizer step, over all GPUs and accumulated parts."
+    )
+    accumulate: Positive = Field(
+        default=1, description="Parts that a GPU's share of the batch is split into."
+    )
+    warmup: Fraction = Field(default=0.1, description="Share of the steps in which the learning rate rises.")
+    schedule: Literal["linear", "cosine", "constant"] = Field(
+        default="linear", description="Course of the learning rate after warm-up."
+    )
+    weight_decay: Weight = Field(default=0.01, description="Of matrices.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="Gradients are clipped to it."
+    )
+    dropout: Fraction | None = Field(
+        default=None, description="Of hidden states and attention; null: the model's own."
+    )
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
+        default="auto",
+        description="Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto "
+        "(bf16 where the GPU has it). bf16 rounds as coarsely as INT8.",
+    )
+    evaluations: Positive = Field(
+        default=10,
+        description="Evaluations on the held-out rows, spread over the run, each with a checkpoint.",
+    )
+    patience: Positive | None = Field(
+        default=None, description="Evaluations without gain that end the run; null: none do."
+    )
+    holdout: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        default=0.1, description="Share of the train split to judge on, 1,000 rows at most."
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Of head, held-out rows, order and dropout."
+    )
 
 
 class Distill(BaseModel):
@@ -37,10 +64,16 @@ class Distill(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    logits: Weight = 1.0  # KL divergence of the answers; squared error for regression
-    hidden: Weight = 0.0  # squared error of every layer's output, relative to its power
-    labels: Weight = 0.0  # cross entropy; squared error for regression
-    temperature: Annotated[float, Field(gt=0)] = 1.0  # of the logits
+    logits: Weight = Field(
+        default=1.0, description="Weight of the KL divergence of the answers; squared error for regression."
+    )
+    hidden: Weight = Field(
+        default=0.0, description="Weight of the squared error of every layer's output, relative to its power."
+    )
+    labels: Weight = Field(
+        default=0.0, description="Weight of the cross entropy with the labels; squared error for regression."
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Divides the logits.")
 
     @model_validator(mode="after")
     def _some(self) -> "Distill":
@@ -52,10 +85,24 @@ class Distill(BaseModel):
 class Qat(Training):
     """Quantization-aware training after PTQ, with its placement; the `qat` section of a recipe."""
 
-    epochs: Annotated[float, Field(gt=0, le=1000)] = 3
-    learning_rate: Rate = 2e-5
-    precision: Literal["auto", "bf16", "tf32", "fp32"] = "tf32"  # bf16 rounds as coarsely as INT8
-    dropout: Fraction | None = 0.0  # the student starts as a near copy of its teacher
-    amax: Literal["frozen", "learnt"] = "frozen"
-    amax_learning_rate: Rate = 1e-3  # relative to amax
-    distill: Distill = Distill()
+    epochs: Annotated[float, Field(gt=0, le=1000)] = Field(
+        default=3, description="Passes over the training rows."
+    )
+    learning_rate: Rate = Field(default=2e-5, description="Of AdamW, after warm-up.")
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
+        default="tf32",
+        description="Arithmetic: tf32 (where the GPU has it, else fp32), fp32, bf16 (autocast), or auto "
+        "(bf16 where the GPU has it). bf16 rounds as coarsely as INT8.",
+    )
+    dropout: Fraction | None = Field(
+        default=0.0,
+        description="Of hidden states and attention; null: the model's own. The student starts as a "
+        "near copy of its teacher.",
+    )
+    amax: Literal["frozen", "learnt"] = Field(
+        default="frozen",
+        description="frozen: the calibrated scales stay; learnt: the ratio of each amax to its calibrated "
+        "value is trained (LSQ, arXiv 1902.08153).",
+    )
+    amax_learning_rate: Rate = Field(default=1e-3, description="Of learnt amax, relative to its value.")
+    distill: Distill = Field(default=Distill(), description="Parts of the loss.")

@@ -22,7 +22,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 
 from ...support.tiny_bert import (

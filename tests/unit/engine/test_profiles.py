@@ -17,7 +17,8 @@ from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.recipe.schema import Shapes, dump_recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.sections import Shapes
 from qdqbench.quantize.rundir import artifacts, session
 
 HEAD = "version: 1\nname: x\n"

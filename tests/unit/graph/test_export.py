@@ -20,7 +20,8 @@ from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, default_weight_form, finish, save, trace
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.recipe.schema import Calibration, load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support.tiny_bert import (
     LAYERS,

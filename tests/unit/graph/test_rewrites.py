@@ -27,7 +27,7 @@ from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.rewrites import join_heads, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.weights import fold_weights
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support.tiny_bert import (
     ATTENTIONS,

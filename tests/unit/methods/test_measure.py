@@ -20,7 +20,8 @@ from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant.quantizers import kind_of
-from qdqbench.quantize.recipe.schema import Calibration, load_recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task
 

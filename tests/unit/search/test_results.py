@@ -27,7 +27,8 @@ from qdqbench.eval.search.results import (
 )
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.results import Comparison
-from qdqbench.quantize.recipe.schema import Gate, load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import Gate
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "search.md"
 

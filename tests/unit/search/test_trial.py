@@ -15,7 +15,8 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Calibration, Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.task import GLUE
 
 from ...support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert

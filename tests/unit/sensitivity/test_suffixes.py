@@ -16,7 +16,7 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Calibration
+from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support import tiny_bert
 

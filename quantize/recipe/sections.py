@@ -1,0 +1,266 @@
+"""The sections of a recipe; what each field means is said here, and docs/recipe.md is written from it."""
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+Positive = Annotated[int, Field(gt=0)]
+Range = tuple[Positive, Positive, Positive]
+WeightMethod = Literal["max", "mse"]
+METHOD_PATTERN = r"^(max|mse|entropy|percentile/[0-9.]+)$"  # for editors; _method judges
+Method = Annotated[
+    str,
+    AfterValidator(lambda text: _method(text)),  # noqa: PLW0108  (defined below)
+    WithJsonSchema({"type": "string", "pattern": METHOD_PATTERN}),
+]
+# strict, as YAML reads `no` as false, which is not alpha 0
+Smooth = Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["gain", "none"]
+
+
+def percentile_of(method: str) -> float | None:
+    """Percentile of a method such as "percentile/99.99", else None."""
+    kind, _, value = method.partition("/")
+    try:
+        return float(value) if kind == "percentile" else None
+    except ValueError:
+        return None
+
+
+def _method(text: str) -> str:
+    percentile = percentile_of(text)
+    if text not in ("max", "mse", "entropy") and not (percentile and 50 < percentile <= 100):
+        raise ValueError(
+            f"method {text!r} is none of max, mse, entropy and percentile/P with P from 50 to 100, such as "
+            "percentile/99.99"
+        )
+    return text
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """Which models the recipe is for."""
+
+    family: Literal["bert"] = Field(
+        default="bert", description="Encoder family; its config has this `model_type`."
+    )
+
+
+class Precision(Section):
+    """Compute precision, and the classes that never see Q/DQ."""
+
+    compute: Literal["fp16", "fp32"] = Field(
+        default="fp16", description="Datatype of everything that is not in INT8; Q/DQ scales stay FP32."
+    )
+    keep: tuple[Literal["layernorm", "softmax"], ...] = Field(
+        default=("layernorm", "softmax"),
+        description="Classes without Q/DQ, whatever a rule matches; INT8 attention needs `[layernorm]`.",
+    )
+
+
+class Rule(Section):
+    """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
+
+    match: str = Field(
+        min_length=1,
+        description="Glob on the module's name, with or without the base model's; `*` crosses dots. A rule "
+        "that matches nothing is an error.",
+    )
+    type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = Field(
+        default=None, description="Only modules of this class; null: of any."
+    )
+    weights: Literal["int8/channel", "int8/tensor"] | None = Field(
+        default=None,
+        description="INT8 weights with a scale per output channel, or one in all; with `input`.",
+    )
+    input: Literal["int8/tensor"] | None = Field(
+        default=None, description="INT8 input with one scale; with `weights`."
+    )
+    precision: Literal["int8", "fp16", "fp32"] | None = Field(
+        default=None,
+        description="fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual.",
+    )
+    method: Method | None = Field(
+        default=None,
+        description="As `calibration.method`, for activations of the matched modules; null: as there.",
+    )
+    weights_method: WeightMethod | None = Field(
+        default=None, description="As `calibration.weights_method`, for the matched linears; null: as there."
+    )
+    smooth: Smooth | None = Field(
+        default=None,
+        description="As `calibration.smooth`, for the matched modules, attention outputs too (the factors go "
+        "into v); null: as there.",
+    )
+
+    @model_validator(mode="after")
+    def _one_intent(self) -> "Rule":
+        if (self.weights is None) != (self.input is None):
+            raise ValueError("give both weights and input: a GEMM with one INT8 operand runs in FP16")
+        if self.weights is not None and self.precision is not None:
+            raise ValueError("give either weights and input (INT8) or precision (fp16 or fp32)")
+        if self.weights is None and self.precision is None and not self.refines:
+            raise ValueError(
+                "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate: method, "
+                "weights_method, smooth"
+            )
+        if self.weights is not None and self.type not in (None, "Linear"):
+            raise ValueError(f"type {self.type} is protected from Q/DQ by class; only Linear becomes INT8")
+        if self.precision == "int8" and self.type not in ("Attention", "Residual"):
+            raise ValueError(
+                "precision int8 is for type Attention and type Residual; a Linear takes weights and input"
+            )
+        if self.refines and self.precision in ("fp16", "fp32"):
+            raise ValueError(f"precision {self.precision} needs no calibration; drop method and smooth")
+        if self.refines and self.type == "Residual":
+            raise ValueError("a Residual is calibrated as the linears that read the same tensor; name those")
+        if self.refines and self.type not in (None, "Linear", "Attention"):
+            raise ValueError(f"type {self.type} is never quantized, so it has no calibration")
+        return self
+
+    @property
+    def refines(self) -> bool:
+        """Whether the rule says how to calibrate."""
+        return any(value is not None for value in (self.method, self.weights_method, self.smooth))
+
+
+class Calibration(Section):
+    """Data and method that set each amax."""
+
+    split: str = Field(default="train", description="Split that the samples are drawn from.")
+    samples: Positive = Field(default=512, description="Samples, drawn without replacement.")
+    batch_size: Positive = Field(
+        default=32, description="Samples of a batch at most; all of one length, so no padding token is seen."
+    )
+    method: Method = Field(
+        default="max",
+        description="How the amax of an activation follows from what calibration saw: max, mse, entropy or "
+        "percentile/P (P over 50, at most 100; percentile/99.99 clips 0.01%).",
+    )
+    weights_method: WeightMethod = Field(
+        default="max",
+        description="Amax of weights: max, or mse, which clips where the squared error is least.",
+    )
+    smooth: Smooth = Field(
+        default="none",
+        description="SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the "
+        "linear) or none; of linears that read a LayerNorm, and of q against k in an INT8 attention. Factors "
+        "are powers of two.",
+    )
+    split_outliers: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = Field(
+        default=0,
+        description="Channels that each feed-forward gets for copies of its outlier channels; by 32, as INT8 "
+        "kernels need alignment.",
+    )
+    bias_correction: bool = Field(
+        default=False,
+        description="Add the mean error of each INT8 linear of the encoder to its bias, where that helps it.",
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the draw.")
+
+
+class Export(Section):
+    """Form of the ONNX file."""
+
+    opset: Annotated[int, Field(ge=20, le=22)] = Field(default=20, description="ONNX opset.")
+    max_length: Annotated[int, Field(ge=8, le=8192)] = Field(
+        default=128,
+        description="Tokens of a sample, special tokens included; longer ones are cut in every stage.",
+    )
+    weights: Literal["auto", "channel", "factored"] = Field(
+        default="auto",
+        description="Form of per-channel weights: channel (a DQ with one scale per output channel), factored "
+        "(a DQ with one scale and a Mul behind the MatMul; the codes are the same), or auto (factored for "
+        "TensorRT-RTX, channel for TensorRT).",
+    )
+    qkv: Literal["merged", "separate"] = Field(
+        default="merged",
+        description="In the factored form: q, k and v with the same scalar, so that an engine makes one GEMM "
+        "of them, or with three.",
+    )
+    gelu: Literal["exact", "tanh"] = Field(
+        default="exact",
+        description="GELU of the INT8 graph: the model's own, or its tanh form, which is off by 5e-4 at most "
+        "and faster.",
+    )
+
+
+class Shapes(Section):
+    """Minimum, optimum and maximum of the optimization profile."""
+
+    batch: Range = Field(default=(1, 32, 128), description="Samples: [min, opt, max] in rising order.")
+    length: Range = Field(
+        default=(16, 128, 128), description="Tokens of a sample: [min, opt, max] in rising order."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Shapes":
+        for name, values in (("batch", self.batch), ("length", self.length)):
+            if list(values) != sorted(values):
+                raise ValueError(f"{name} must be [min, opt, max] in rising order, not {list(values)}")
+        return self
+
+
+# tags keep pydantic from reporting a wrong key once for each form
+FORMS = ("mapping", "list")
+_OneOrMore = Annotated[
+    Annotated[Shapes, Tag("mapping")] | Annotated[tuple[Shapes, ...], Tag("list")],
+    Discriminator(lambda value: "list" if isinstance(value, (list, tuple)) else "mapping"),
+]
+
+
+class Engine(Section):
+    """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
+
+    backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
+        default="auto",
+        description="Library that builds the engine; auto: TensorRT where it is installed and "
+        "a GPU is there, else TensorRT-RTX.",
+    )
+    shapes: _OneOrMore = Field(
+        default=Shapes(), description="Shapes of one optimization profile, or a list of several."
+    )
+    compute_capability: str | None = Field(
+        default=None,
+        description='Target of an ahead-of-time build, such as "8.9"; null: the GPU that is here.',
+    )
+
+    @model_validator(mode="after")
+    def _some(self) -> "Engine":
+        if not self.profiles:
+            raise ValueError("shapes is an empty list; give one mapping of batch and length, or several")
+        return self
+
+    @property
+    def profiles(self) -> tuple[Shapes, ...]:
+        """Shapes of every optimization profile."""
+        return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes
+
+
+class Gate(Section):
+    """What must hold for exit status 0."""
+
+    max_drop: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.01,
+        description="Largest drop of the primary metric from FP32, absolute (0.01 is one point).",
+    )
+    int8_layers: Literal["all"] | None = Field(
+        default="all",
+        description="all: the engine must run in INT8 what the recipe asks for; null: not judged.",
+    )
+    min_speedup: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Least speed-up over the FP16 twin, a factor; judged by `search` only."
+    )
