@@ -21,7 +21,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import build, gemm_names, require_int8, sidecar_path
 from qdqbench.quantize.engine.profiles import choose
-from qdqbench.quantize.graph import export as exporter
+from qdqbench.quantize.graph.export import ExportSettings, trace, write
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -67,13 +67,8 @@ def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Pla
     Raises:
         UserError, CheckFailed: the export fails.
     """
-
-    form = weight_form(session)
-    traced = exporter.trace(model, recipe.export.opset)
-    settings = exporter.ExportSettings(
-        recipe.export.opset, recipe.precision.compute, form, recipe.export.qkv == "merged"
-    )
-    exporter.save(exporter.finish(traced, plan, settings), path, recipe.name)
+    settings = ExportSettings.of(recipe, weight_form(session))
+    write(trace(model, settings.opset), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
     return Exported(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))
 

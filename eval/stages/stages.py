@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 
 from qdqbench.eval.accuracy.logits import evaluate
 from qdqbench.eval.accuracy.parity import compare_layers
@@ -15,8 +16,7 @@ from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import available_backends
-from qdqbench.quantize.graph import export as exporter
-from qdqbench.quantize.graph.export import ExportSettings, save
+from qdqbench.quantize.graph.export import Compute, ExportSettings, trace, write
 from qdqbench.quantize.qat.files import remove_checkpoints
 from qdqbench.quantize.qat.stage import qat as train
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form
@@ -93,23 +93,16 @@ def fake_quant(session: Session) -> list[Path]:
 
 def export(session: Session) -> list[Path]:
     """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
-
-    recipe, plan = session.recipe, session.plan
-    form = weight_form(session)
-    twin = exporter.trace(session.fp32_model, recipe.export.opset)
-    jobs = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
+    recipe, form = session.recipe, weight_form(session)
+    twin = trace(session.fp32_model, recipe.export.opset)
+    jobs: list[tuple[onnx.ModelProto, Compute | None, str]] = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
     if recipe.quantizes:
-        jobs.append(
-            (exporter.trace(session.fake_quant_model, recipe.export.opset), recipe.precision.compute, INT8)
-        )
-    paths = []
+        jobs.append((trace(session.fake_quant_model, recipe.export.opset), None, INT8))
     for number, (traced, compute, name) in enumerate(jobs):
-        merge = recipe.export.qkv == "merged"
-        settings = ExportSettings(recipe.export.opset, compute, form, merge)  # type: ignore[arg-type]
-        save(exporter.finish(traced, plan, settings, session.notes), session.folder / name, recipe.name)
-        paths.append(session.folder / name)
+        settings = ExportSettings.of(recipe, form, compute)
+        write(traced, session.plan, settings, session.folder / name, session.notes)
         session.progress(number + 1, len(jobs))
-    return paths
+    return [session.folder / name for _, _, name in jobs]
 
 
 def check(session: Session) -> list[Path]:
@@ -123,8 +116,6 @@ def check(session: Session) -> list[Path]:
 
 def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, layer by layer, on padded batches."""
-    import onnx
-
     path = session.folder / "parity.json"
     result = compare_layers(
         onnx.load(graph_path(session)), session.fake_quant_model, _parity_batches(session)

@@ -1,8 +1,8 @@
 """Export to strongly typed ONNX: the one place with exporter flags.
 
 TorchScript export of the FP32 fake-quant model, then INT8 weights, then FP16 compute with FP32 Q/DQ scales.
-The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half model gives FP16 scales that
-overflow with per-channel weights (facts, ONNX export).
+The TorchDynamo exporter fails on ModelOpt's quantizers, and exporting a half model gives FP16 scales, with
+which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it scales them: they overflow.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from qdqbench.quantize.graph.precision import constants_to_initializers, drop_no
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.weights import factor_scales, fold_weights
 from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 OUTPUT = "logits"
 IR_VERSION = 10  # the newest that TensorRT 10 and ONNX Runtime 1.23 both read
 WeightForm = Literal["channel", "factored"]
+Compute = Literal["fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,17 @@ class ExportSettings:
     """How a model becomes ONNX."""
 
     opset: int
-    compute: Literal["fp16", "fp32"]
+    compute: Compute
     weights: WeightForm
     merge_qkv: bool = True  # one scalar for the factored weights of q, k and v, so that an engine merges them
+    recipe: str = ""  # its name, for the metadata
+
+    @classmethod
+    def of(cls, recipe: Recipe, weights: WeightForm, compute: Compute | None = None) -> "ExportSettings":
+        """What a recipe asks for; a twin may compute in another type."""
+        export = recipe.export
+        compute = compute or recipe.precision.compute
+        return cls(export.opset, compute, weights, export.qkv == "merged", recipe.name)
 
 
 def default_weight_form(backend: str) -> WeightForm:
@@ -120,6 +130,17 @@ def finish(
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)
     return model
+
+
+def write(
+    traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
+) -> None:
+    """`finish` a traced model and `save` it: INT8, or a twin where it has no quantizers.
+
+    Raises:
+        CheckFailed: as both raise it.
+    """
+    save(finish(traced, plan, settings, notes), path, settings.recipe)
 
 
 def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
