@@ -27,7 +27,8 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.encoders.load import load_model, quiet_transformers
+from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.recipe.plan import resolve
@@ -118,7 +119,7 @@ def _models(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         num_labels=2,
     )
     recipe = load_recipe(options.recipe)
-    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+    with tempfile.TemporaryDirectory() as folder, quiet("transformers"):
         transformers.BertForSequenceClassification(config).save_pretrained(folder)
         plain = load_model(folder)
         sdpa = transformers.BertForSequenceClassification.from_pretrained(folder, attn_implementation="sdpa")

@@ -13,7 +13,8 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import load_model, load_tokenizer, quiet_transformers
+from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.load import load_model, load_tokenizer
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
@@ -234,7 +235,7 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
     stamp.unlink(missing_ok=True)
     settings: dict[str, Any] = {**shape, "intermediate_size": 4 * shape["hidden_size"], "num_labels": 2}
     config = BertConfig(**settings)
-    with torch.random.fork_rng(devices=[]), quiet_transformers():
+    with torch.random.fork_rng(devices=[]), quiet("transformers"):
         torch.manual_seed(seed)
         BertForSequenceClassification(config).save_pretrained(folder)
     files.write_json(stamp, wanted)

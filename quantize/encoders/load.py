@@ -1,7 +1,6 @@
 """Load a BERT-class classifier and its tokenizer, with an attention whose every tensor can be quantized."""
 
 import hashlib
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import sha256
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def load_model(name: str) -> "PreTrainedModel":
     from transformers import AutoModelForSequenceClassification
 
     _register_attention()
-    with quiet_transformers(), _explained(name):
+    with quiet("transformers"), _explained(name):
         config = _supported_config(name)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name,
@@ -79,7 +79,7 @@ def load_encoder(
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    with quiet_transformers(), _explained(name):
+    with quiet("transformers"), _explained(name):
         config = _supported_config(name)
         known = config.num_labels
         config.num_labels = num_labels
@@ -134,7 +134,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    with quiet_transformers(), _explained(name, "tokenizer"):
+    with quiet("transformers"), _explained(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
@@ -192,25 +192,6 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
             if isinstance(activation, GELUActivation):
                 setattr(module, child, ACT2FN[TANH])
     model.config.hidden_act = TANH
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice from transformers while a model is loaded."""
-    from transformers.utils import logging as untyped
-
-    logging: Any = untyped
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from qdqbench.quantize.calibrate.splitting import merge
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.core.training_results import TrainingRun
-from qdqbench.quantize.encoders.load import quiet_transformers
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers
 from qdqbench.quantize.qat.modelopt import save_modelopt
 from qdqbench.quantize.rundir.session import QAT, Session
@@ -28,10 +28,10 @@ def write_trained(
 
     folder = session.folder / QAT
     trained = trained_record(model, record)
-    with files.atomic_folder(folder / "model") as temporary, quiet_transformers():
+    with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
         _save_plain(session, model, trained, temporary)
     write_record(folder / "calibration.json", trained)
-    with files.atomic_folder(folder / "modelopt") as temporary, quiet_transformers():
+    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
         save_modelopt(model, temporary)
     require_rebuilt(session, model)
     files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import load_model, quiet_transformers
+from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
 
@@ -46,7 +47,7 @@ def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:
 
     if any(quantizer.backend == BACKEND for quantizer in enabled_quantizers(model).values()):
         raise RuntimeError("the model computes as in training; settle(model) before it is saved")
-    with quiet_transformers():
+    with quiet("transformers"):
         model.save_pretrained(folder)
     with torch.no_grad():
         safe_save(modelopt_state(model), folder / STATE)

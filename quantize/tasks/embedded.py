@@ -1,18 +1,17 @@
 """The default without a model or a network: a generated sentence task and a small BERT trained on it."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks.sentences import LABELS, sentences, vocabulary
-from qdqbench.quantize.tasks.sources import quiet
 from qdqbench.quantize.tasks.task import EMBEDDED
 
 if TYPE_CHECKING:
@@ -73,29 +72,13 @@ def write_embedded(
         raise UserError(f"{folder} holds something else than the embedded default; give another folder")
     with files.atomic_folder(folder) as temporary:
         _write_data(temporary / "data" / EMBEDDED.name, seed, size)
-        with _no_bars():
+        with quiet("transformers"):
             tokenizer = _tokenizer()
             model = _train(temporary / "data", tokenizer, seed, size, progress or (lambda _: None))
             model.save_pretrained(temporary / "model")
             tokenizer.save_pretrained(temporary / "model")
         files.write_json(temporary / marker.name, made)
     return run
-
-
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """Silence the progress bars of transformers: a run has its own."""
-    from transformers.utils import logging
-
-    bars: Any = logging  # its functions have no annotations
-    silence = bars.is_progress_bar_enabled()
-    if silence:
-        bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if silence:
-            bars.enable_progress_bar()
 
 
 def _write_data(folder: Path, seed: int, size: Size) -> None:
@@ -114,7 +97,7 @@ def _write_data(folder: Path, seed: int, size: Size) -> None:
     for split, part in splits.items():
         texts, labels = zip(*part, strict=True)
         columns = {"sentence": texts, "label": labels, "idx": range(len(part))}
-        with quiet():
+        with quiet("datasets"):
             datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
 
 

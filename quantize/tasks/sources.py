@@ -1,15 +1,12 @@
 """Where a split comes from: the hub, or files in a folder."""
 
 import atexit
-import contextlib
 import glob
 import hashlib
-import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.tasks.task import GLUE, Task
 
 if TYPE_CHECKING:
@@ -56,30 +54,6 @@ def _cache_folder() -> str:
     return folder
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what `datasets` logs before it raises, and its progress bars: a run has its own."""
-    import datasets
-    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    bars = not datasets.are_progress_bars_disabled()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    if bars:
-        datasets.disable_progress_bars()
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()
-            enable_progress_bars()
-
-
 def _reason(error: BaseException) -> str:
     """The innermost cause, in one line."""
     while error.__cause__ is not None:
@@ -104,7 +78,7 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
         )
     name = f"{repository} ({config})" if config else repository
     try:
-        with quiet():
+        with quiet("datasets"):
             dataset = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
@@ -127,7 +101,7 @@ def _load_folder(task: Task, folder: Path, split: str) -> Split:
         options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
     names = ", ".join(str(path) for path in paths)
     try:
-        with quiet():
+        with quiet("datasets"):
             dataset = datasets.load_dataset(
                 kind,
                 data_files={"data": [glob.escape(str(path.resolve())) for path in paths]},

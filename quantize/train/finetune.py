@@ -13,12 +13,12 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.environment import environment
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.identity import made_with
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.load import (
     load_encoder,
     load_tokenizer,
     model_fingerprint,
-    quiet_transformers,
 )
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
@@ -173,7 +173,7 @@ def _one(request: Request, data: _Data, settings: Training, accelerator: "Accele
         update={"folder": f"{folder.name}/model", **_validate(request, data, model, accelerator)}
     )
     if accelerator.is_main_process:
-        with files.atomic_folder(folder / "model") as temporary, quiet_transformers():
+        with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
             model.save_pretrained(temporary)
             data.tokenizer.save_pretrained(temporary)
         write_finished(folder / RECORD, identity, run)

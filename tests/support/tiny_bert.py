@@ -12,7 +12,8 @@ from onnx import numpy_helper
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate import record as calibration
-from qdqbench.quantize.encoders.load import load_model, quiet_transformers
+from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -71,7 +72,7 @@ def write_tiny_bert(folder: Path, model: Any = None) -> Path:
     """Save a model (by default a new one) and the tokenizer."""
     from transformers import BertTokenizer
 
-    with quiet_transformers():
+    with quiet("transformers"):
         (model or new_bert()).save_pretrained(folder)
     vocabulary = {piece: index for index, piece in enumerate(VOCABULARY)}
     BertTokenizer(vocab=vocabulary, model_max_length=128).save_pretrained(folder)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.load import (
     describe_model,
     load_model,
     load_tokenizer,
     model_fingerprint,
-    quiet_transformers,
     use_tanh_gelu,
 )
 from qdqbench.quantize.encoders.modules import module_table
@@ -57,7 +57,7 @@ def test_the_attention_is_that_of_transformers(tiny_bert: Path, lengths: tuple[i
     import torch
     from transformers import BertForSequenceClassification
 
-    with quiet_transformers():
+    with quiet("transformers"):
         theirs = BertForSequenceClassification.from_pretrained(tiny_bert, attn_implementation="eager").eval()
     batch = padded_batch(lengths)
     ours = load_model(str(tiny_bert))
@@ -202,7 +202,7 @@ class TestRefused:
         assert "cannot load model" in failure(load_model, tmp_path)
 
     def test_no_classifier_head(self, folder: Path) -> None:
-        with quiet_transformers():
+        with quiet("transformers"):
             new_bert().bert.save_pretrained(folder)
         message = failure(load_model, folder)
         assert "lacks weights for classifier.bias, classifier.weight: it is not fine-tuned" in message

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import load_model, quiet_transformers
+from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import native, quantizers
 from qdqbench.quantize.qat.modelopt import STATE, WEIGHTS, load_modelopt, save_modelopt
 
@@ -94,7 +95,7 @@ def test_modelopt_itself_reads_it(tiny_bert: Path, tmp_path: Path) -> None:
 
     model = calibrate(tiny_bert, recipe_with(**RECIPES["smooth"])).model
     save_modelopt(model, tmp_path)
-    with quiet_transformers():
+    with quiet("transformers"):
         theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     ours, state = model.state_dict(), theirs.state_dict()
     assert ours.keys() == state.keys()
