@@ -130,6 +130,8 @@ def prepare_study(
 ) -> tuple[Space, str]:
     """The ranking and the first trials of a study, made by one worker while the others wait.
 
+    The claim stands in the database, and is no file lock: workers on several machines share nothing else.
+
     Args:
         study: just opened.
         rank: the ranked space, and where the ranking comes from.
@@ -162,7 +164,11 @@ def mark_worker(trial: "optuna.Trial") -> None:
 
 
 def revive(study: "optuna.Study") -> int:
-    """Fail the trials of dead processes of this machine and queue them again; returns how many."""
+    """Fail the trials of dead processes of this machine and queue them again; returns how many.
+
+    Optuna's heartbeat alone, which decides about other machines, would leave a killed worker's trial, and whoever
+    waits for the last trials, for GRACE_S; what runs on this machine is known at once.
+    """
     import optuna
 
     optuna.storages.fail_stale_trials(study)
@@ -203,6 +209,7 @@ def requeue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial") -> None:
 
 
 def _retry(study: "optuna.Study", trial: "FrozenTrial") -> None:
+    """Queue a dead process's trial again; Optuna's own callback would copy who ran it and what it measured."""
     attempt = int(trial.user_attrs.get("attempt", 1))
     if attempt >= MOST_ATTEMPTS:
         return
