@@ -166,8 +166,8 @@ def mark_worker(trial: "optuna.Trial") -> None:
 def revive(study: "optuna.Study") -> int:
     """Fail the trials of dead processes of this machine and queue them again; returns how many.
 
-    Optuna's heartbeat alone, which decides about other machines, would leave a killed worker's trial, and whoever
-    waits for the last trials, for GRACE_S; what runs on this machine is known at once.
+    Optuna's heartbeat decides about other machines; here it would let a killed worker's trial, and all who
+    wait for it, lie for GRACE_S, where the process table knows at once.
     """
     import optuna
 
@@ -209,7 +209,7 @@ def requeue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial") -> None:
 
 
 def _retry(study: "optuna.Study", trial: "FrozenTrial") -> None:
-    """Queue a dead process's trial again; Optuna's own callback would copy who ran it and what it measured."""
+    """Queue a dead process's trial again; Optuna's callback would copy who ran it."""
     attempt = int(trial.user_attrs.get("attempt", 1))
     if attempt >= MOST_ATTEMPTS:
         return
