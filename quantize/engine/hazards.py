@@ -4,8 +4,9 @@ One table. Faults that show in the graph itself, such as FP16 scales with per-ch
 form, are found by `qdqbench check`, whatever the version.
 """
 
-import re
 from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,11 @@ class Hazard:
 
     def applies(self, backend: str, version: str, compute_capability: str | None) -> bool:
         """Whether an engine of this backend, version and GPU has the fault."""
-        here = _numbers(version)
+        here = _parsed(version)
         return (
             backend == self.backend
-            and (self.since is None or here >= _numbers(self.since))
-            and (self.fixed is None or here < _numbers(self.fixed))
+            and (self.since is None or here >= _parsed(self.since))
+            and (self.fixed is None or here < _parsed(self.fixed))
             and self.compute_capability in (None, compute_capability)
         )
 
@@ -67,13 +68,12 @@ def hazards(backend: str, version: str, compute_capability: str | None) -> list[
 
 def is_older(version: str, other: str) -> bool:
     """Whether a version (of a backend or a driver) comes before another."""
-    return _numbers(version) < _numbers(other)
+    return _parsed(version) < _parsed(other)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Release numbers without trailing zeros: `10.0.1.6` is later than `10.0.1`, `10.0` equals `10.0.0`."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+def _parsed(version: str) -> Version:
+    """What is no version comes before all."""
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return Version("0")
