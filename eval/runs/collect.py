@@ -26,6 +26,7 @@ from qdqbench.quantize.core.results import (
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.load import describe_model
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.tasks.sources import source_commit
 
 if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
@@ -54,7 +55,12 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
         recipe=config.recipe.model_dump(mode="json"),
         model=_model(session),
         task=config.task.model_dump(mode="json"),
-        data={"source": session.data_source, "evaluation": split_rows, **_calibration(folder, quantized)},
+        data={
+            "source": session.data_source,
+            "revision": source_commit(config.task, session.data_source),
+            "evaluation": split_rows,
+            **_calibration(folder, quantized),
+        },
         seed=config.seed,
         quantized_layers=list(session.plan.int8),
         high_precision_layers=list(session.plan.high),
@@ -165,7 +171,7 @@ def _model(session: "Session") -> dict[str, Any]:
     from dataclasses import asdict
 
     model = session.fp32_model
-    info = asdict(describe_model(session.model_name, model))
+    info = asdict(describe_model(session.model_name, model, session.config.revision))
     return info | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "embedded": session.config.model is None,

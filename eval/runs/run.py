@@ -9,7 +9,9 @@ from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Timing
+from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.pipeline import ancestors, forget_others, run_stages
 from qdqbench.quantize.rundir.session import Session
 
@@ -34,7 +36,7 @@ def run_until(
         The results where the report was written, else None.
 
     Raises:
-        UserError: no stage of that name in this run.
+        UserError: no stage of that name in this run, or data that the recipe's engine would not take.
     """
     listed = stages(session)
     if until in (None, "report"):
@@ -54,11 +56,22 @@ def run_until(
             for file in REPORT:
                 (session.folder / file).unlink(missing_ok=True)
 
-    timings = run_stages(session, ancestors(listed, targets), announce)
+    needed = ancestors(listed, targets)
+    made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
+    timings = run_stages(session, made, announce)
+    if {"verify", "engine"} & {stage.name for stage in needed}:
+        _require_room(session)
+    timings |= run_stages(session, needed[len(made) :], announce)
     if until not in (None, "report"):
         return None
     show("report", False)
     return _report(session, timings)
+
+
+def _require_room(session: Session) -> None:
+    """Evaluation data fits engine.shapes: told before anything is calibrated, not by the last stage."""
+    for _, encoded in session.eval_splits.values():
+        require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
 
 
 def _report(session: Session, timings: dict[str, Timing]) -> "Results":

@@ -22,6 +22,7 @@ from qdqbench.eval.verify.checks import (
     failures,
 )
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck, EngineResult, ShapeCheck, Verification
 from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.engine.hazards import hazards
@@ -90,13 +91,33 @@ def shape_cases(lengths: npt.NDArray[np.int64], profiles: "Sequence[Profile]", s
     return list(cases.values())
 
 
+def fitting_samples(lengths: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int64]:
+    """Samples that an engine takes, of at least one.
+
+    Raises:
+        UserError: all are longer.
+    """
+    found = np.flatnonzero(lengths <= longest)
+    if not len(found):
+        raise UserError(
+            f"the engine takes at most {longest} tokens, and the shortest of {len(lengths)} samples has "
+            f"{lengths.min()}, so none can show what it computes; raise the length of engine.shapes"
+        )
+    return found
+
+
 def block_cases(lengths: npt.NDArray[np.int64], profile: "Profile", seed: int) -> list[Case]:
-    """Batches for the blocks: mixed lengths with the extremes, equal lengths, and the shortest sample."""
+    """Batches for the blocks: mixed lengths with the extremes, equal lengths, and the shortest sample.
+
+    Raises:
+        UserError: no sample fits the profile.
+    """
     random, (low, high) = np.random.default_rng(seed), (profile.min[1], profile.max[1])
-    fitting = np.flatnonzero(lengths <= high)
+    fitting = fitting_samples(lengths, high)
     order = fitting[np.argsort(lengths[fitting], kind="stable")]
     batch = int(np.clip(BLOCK_SAMPLES, profile.min[0], profile.max[0]))
-    mixed = np.resize(np.unique([order[0], order[-1], *random.permutation(fitting)[: batch - 2]]), batch)
+    others = random.permutation(fitting)[: max(0, batch - 2)]
+    mixed = np.resize(np.unique([order[0], order[-1], *others]), batch)
     again = np.resize(random.permutation(fitting), batch)
     counts = np.bincount(lengths[fitting])
     equal = np.resize(np.flatnonzero(lengths == counts.argmax()), batch)
@@ -153,7 +174,7 @@ def verify_engine(session: "Session") -> Verification:
 
     Raises:
         MissingDevice: no GPU or library to run it with.
-        UserError: the engine is not for this machine, or not of this run's ONNX file.
+        UserError: the engine is not for this machine, not of this run's ONNX file, or takes no sample.
     """
 
     built = EngineResult.model_validate(files.read_json(session.folder / "build.json"))
@@ -200,7 +221,7 @@ def _data(session: "Session", longest: int) -> _Data:
     name = "fake_quant" if session.recipe.quantizes else "fp32"
     reference, labels = read_logits(session.folder / "logits" / f"{name}.npz")
     fp32, _ = read_logits(session.folder / "logits" / "fp32.npz")
-    fitting = np.flatnonzero(encoded.lengths <= longest)
+    fitting = fitting_samples(encoded.lengths, longest)
     drawn = np.random.default_rng(session.config.seed).permutation(fitting)[:SAMPLES]
     return _Data(encoded, reference[split], fp32[split], labels[split], drawn)
 

@@ -17,8 +17,11 @@ DEFAULT_RECIPE = "bert-int8-linears"
 
 RecipeName = Annotated[str, typer.Argument(help="Shipped name or YAML file.")]
 ModelName = Annotated[str | None, typer.Option(help="Folder or hub id; none: the embedded default.")]
+Revision = Annotated[
+    str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
+]
 TaskName = Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")]
-Data = Annotated[str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG] or a folder.")]
+Data = Annotated[str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder.")]
 TextColumn = Annotated[list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")]
 LabelColumn = Annotated[str | None, typer.Option(help="Label column of your own data.")]
 NumLabels = Annotated[int | None, typer.Option(min=1, help="Classes of your own data; 1 is regression.")]
@@ -69,12 +72,14 @@ def run_config(  # noqa: PLR0913
     batch_size: int,
     seed: int,
     limit: int | None = None,
+    revision: str | None = None,
 ) -> "RunConfig":
     """What a command with these options was asked to do.
 
     Raises:
-        UserError: as `find_task`.
+        UserError: as `find_task`, or a revision without a model.
     """
+    from qdqbench.quantize.core.errors import UserError
     from qdqbench.quantize.rundir.session import RunConfig
 
     chosen = find_task(
@@ -85,9 +90,12 @@ def run_config(  # noqa: PLR0913
         num_labels=num_labels,
         metric=metric,
     )
+    if revision is not None and model is None:
+        raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     return RunConfig(
         recipe=recipe,
         model=model,
+        revision=revision,
         task=chosen,
         data=data,
         limit=limit,

@@ -20,6 +20,7 @@ DEFAULT_QAT = "bert-int8-attention-qat"
 def qat(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: given.RecipeName = DEFAULT_QAT,
     model: given.ModelName = None,
+    revision: given.Revision = None,
     task: given.TaskName = None,
     data: given.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
@@ -50,6 +51,7 @@ def qat(  # noqa: PLR0913, PLR0917  (a command's options)
     config = given.run_config(
         load_recipe(recipe),
         model=model,
+        revision=revision,
         task=task,
         data=data,
         text_column=text_column,

@@ -72,6 +72,7 @@ def recipes_schema(
 def run(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
     model: options.ModelName = None,
+    revision: options.Revision = None,
     task: options.TaskName = None,
     data: options.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
@@ -98,6 +99,7 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     config = options.run_config(
         load_recipe(recipe),
         model=model,
+        revision=revision,
         task=task,
         data=data,
         text_column=text_column,

@@ -22,6 +22,7 @@ WORK = "work"
 def search(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: given.RecipeName = given.DEFAULT_RECIPE,
     model: given.ModelName = None,
+    revision: given.Revision = None,
     task: given.TaskName = None,
     data: given.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
@@ -71,6 +72,7 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
     config = given.run_config(
         load_recipe(recipe).ptq,
         model=model,
+        revision=revision,
         task=task,
         data=data,
         text_column=text_column,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def sensitivity(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
     model: options.ModelName = None,
+    revision: options.Revision = None,
     task: options.TaskName = None,
     data: options.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
@@ -38,6 +39,7 @@ def sensitivity(  # noqa: PLR0913, PLR0917  (a command's options)
     config = options.run_config(
         load_recipe(recipe).ptq,
         model=model,
+        revision=revision,
         task=task,
         data=data,
         text_column=text_column,
@@ -99,6 +101,7 @@ Smooth = Annotated[
 def methods(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
     model: options.ModelName = None,
+    revision: options.Revision = None,
     task: options.TaskName = None,
     data: options.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-RECIPE-TASK.")] = None,
@@ -123,6 +126,7 @@ def methods(  # noqa: PLR0913, PLR0917  (a command's options)
     config = options.run_config(
         load_recipe(recipe).ptq,
         model=model,
+        revision=revision,
         task=task,
         data=data,
         text_column=text_column,

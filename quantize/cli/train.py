@@ -25,6 +25,7 @@ BaseModelName = Annotated[
 
 def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     model: BaseModelName = None,
+    revision: given.Revision = None,
     task: given.TaskName = None,
     data: given.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/finetune-TASK.")] = None,
@@ -101,6 +102,7 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
                 limit=limit,
                 command=command_line(),
                 report=show,
+                revision=revision,
             )
             result = finetune(request, accelerator)
     if accelerator.is_main_process:
@@ -113,6 +115,7 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
 def study(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; several.")],
     model: BaseModelName = None,
+    revision: given.Revision = None,
     task: given.TaskName = None,
     data: given.Data = "hub",
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-TASK.")] = None,
@@ -161,6 +164,7 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
             keep_head=False,
             limit=limit,
             command=command_line(),
+            revision=revision,
         )
         found = study(Plan(request, recipes, folder, say), accelerator)
     _say_studied(found, folder / FILE, json)

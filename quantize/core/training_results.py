@@ -60,7 +60,7 @@ class Finetuning(Strict):
     schema_version: Literal[1] = 1
     created: str
     command: str
-    base: dict[str, Any]  # name, sha256
+    base: dict[str, Any]  # name, sha256, and the commit of a hub model as revision
     task: dict[str, Any]
     data: str
     runs: list[TrainingRun]

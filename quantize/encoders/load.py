@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import sha256
+from qdqbench.quantize.core.hub import HubError, commit_of
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
 
@@ -29,10 +30,15 @@ class ModelInfo:
     num_labels: int
     problem_type: str | None
     label_names: list[str]
+    revision: str | None = None  # commit of a hub model
 
 
-def load_model(name: str) -> "PreTrainedModel":
+def load_model(name: str, revision: str | None = None) -> "PreTrainedModel":
     """FP32 classifier in eval mode from a folder or a hub id; never runs code from the repository.
+
+    Args:
+        name: folder or hub id.
+        revision: of a hub model: branch, tag or commit; None: its default branch.
 
     Raises:
         UserError: not found, no classifier head in the weights, or an unsupported architecture.
@@ -42,9 +48,11 @@ def load_model(name: str) -> "PreTrainedModel":
 
     _register_attention()
     with quiet("transformers"), _explained(name):
-        config = _supported_config(name)
+        commit = model_commit(name, revision)
+        config = _supported_config(name, commit)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name,
+            revision=commit,
             config=config,
             attn_implementation=ATTENTION,
             dtype=torch.float32,
@@ -61,8 +69,14 @@ def load_model(name: str) -> "PreTrainedModel":
     return model.eval()  # type: ignore[no-any-return]
 
 
-def load_encoder(
-    name: str, *, num_labels: int, regression: bool, dropout: float | None = None, keep_head: bool = False
+def load_encoder(  # noqa: PLR0913
+    name: str,
+    *,
+    num_labels: int,
+    regression: bool,
+    dropout: float | None = None,
+    keep_head: bool = False,
+    revision: str | None = None,
 ) -> "PreTrainedModel":
     """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
 
@@ -72,6 +86,7 @@ def load_encoder(
         regression: one score per sample.
         dropout: of hidden states and attention; None: as the model says.
         keep_head: go on with the model's own classifier instead of a new one.
+        revision: as `load_model`.
 
     Raises:
         UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
@@ -80,7 +95,8 @@ def load_encoder(
     from transformers import AutoModelForSequenceClassification
 
     with quiet("transformers"), _explained(name):
-        config = _supported_config(name)
+        commit = model_commit(name, revision)
+        config = _supported_config(name, commit)
         known = config.num_labels
         config.num_labels = num_labels
         config.problem_type = "regression" if regression else "single_label_classification"
@@ -88,6 +104,7 @@ def load_encoder(
             config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name,
+            revision=commit,
             config=config,
             attn_implementation="sdpa",
             dtype=torch.float32,
@@ -114,10 +131,23 @@ def load_encoder(
     return model  # type: ignore[no-any-return]
 
 
-def _supported_config(name: str) -> Any:
+def model_commit(name: str, revision: str | None = None) -> str | None:
+    """Commit of a hub model; None for a folder.
+
+    Raises:
+        UserError: it cannot be found out, or a folder is given with a revision.
+    """
+    if not Path(name).is_dir():
+        return commit_of(name, "model", revision)
+    if revision is not None:
+        raise UserError(f"model {name} is a folder, which has no revision {revision!r}; drop --revision")
+    return None
+
+
+def _supported_config(name: str, commit: str | None) -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"model {name} is a {config.model_type!r}; supported here: {', '.join(ARCHITECTURES)} "
@@ -126,8 +156,8 @@ def _supported_config(name: str) -> Any:
     return config
 
 
-def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """Fast tokenizer of the model.
+def load_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
+    """Fast tokenizer of the model; name and revision as `load_model`.
 
     Raises:
         UserError: no tokenizer files, or only a slow tokenizer.
@@ -135,7 +165,10 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     with quiet("transformers"), _explained(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+        commit = model_commit(name, revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=commit, trust_remote_code=False, use_fast=True
+        )
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
     if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
@@ -144,26 +177,33 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def describe_model(name: str, model: "PreTrainedModel") -> ModelInfo:
+def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
     """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
     config = model.config
     problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
     return ModelInfo(
         name=name,
-        sha256=model_fingerprint(name),
+        sha256=model_fingerprint(name, revision),
         architecture=type(model).__name__,
         num_labels=int(config.num_labels or 0),
         problem_type=problem,
         label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
+        revision=model_commit(name, revision),
     )
 
 
-def model_fingerprint(name: str) -> str:
-    """SHA-256 over the files that define a model: config, weights, tokenizer; of the id for a hub model."""
+def model_fingerprint(name: str, revision: str | None = None) -> str:
+    """SHA-256 over the files that define a model: config, weights, tokenizer; of id and commit on the hub.
+
+    Raises:
+        UserError: the commit of a hub model cannot be found out.
+    """
     folder = Path(name)
     digest = hashlib.sha256()
-    if not folder.is_dir():
-        return hashlib.sha256(name.encode()).hexdigest()
+    with _explained(name):
+        commit = model_commit(name, revision)
+    if commit is not None:
+        return hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()
     for file in sorted(folder.iterdir()):
         if file.suffix in (".json", ".safetensors", ".txt"):
             digest.update(f"{file.name} {sha256(file)}\n".encode())
@@ -197,11 +237,13 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
 @contextmanager
 def _explained(name: str, what: str = "model") -> Iterator[None]:
     """Turn the many ways in which a load fails into one sentence."""
+    where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
     try:
         yield
+    except HubError as error:
+        raise UserError(f"cannot load {what} {name} ({where}): {error}") from error
     except UserError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
         raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error

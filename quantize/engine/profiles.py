@@ -115,6 +115,35 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
 
+def require_room(profiles: Sequence[Profile], lengths: npt.NDArray[np.int64], batch_size: int) -> None:
+    """Find out before any work that the data does not fit the engine that will be built.
+
+    Args:
+        profiles: of the recipe.
+        lengths: tokens of each sample, int64 [samples].
+        batch_size: samples per batch, drawn in order of length; never more than the largest batch.
+
+    Raises:
+        UserError: no profile takes some batch; says which lengths there are and how to mend it.
+    """
+    limit = max(shapes.max[1] for shapes in profiles)
+    if (longest := int(lengths.max(initial=0))) > limit:
+        raise UserError(
+            f"{(lengths > limit).sum()} of {len(lengths)} evaluation samples have more than the {limit} "
+            f"tokens that engine.shapes takes, the longest {longest}; raise its length to {longest}, or "
+            f"lower export.max_length to {limit} to cut them"
+        )
+    size, falling = min(batch_size, max(shapes.max[0] for shapes in profiles)), np.sort(lengths)[::-1]
+    for start in range(0, len(falling), size):
+        rows, length = len(falling[start : start + size]), int(falling[start])
+        if not any(rows <= shapes.max[0] and length <= shapes.max[1] for shapes in profiles):
+            most = max(shapes.max[0] for shapes in profiles if length <= shapes.max[1])
+            raise UserError(
+                f"the evaluation data has batches of {rows} samples with {length} tokens, and for that "
+                f"length engine.shapes takes at most {most}; give --batch-size {most}, or raise that batch"
+            )
+
+
 def notes_on_data(profiles: Sequence[Profile], lengths: npt.NDArray[np.int64], batch_size: int) -> list[str]:
     """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
 

@@ -40,7 +40,8 @@ class RunConfig(Strict):
     recipe: Recipe
     model: str | None  # folder or hub id; None: the embedded default
     task: Task
-    data: str  # "hub", "hub:OWNER/NAME" or a folder
+    revision: str | None = None  # of a hub model: branch, tag or commit; None: its default branch
+    data: str  # "hub", "hub:OWNER/NAME", either with "@REVISION", or a folder
     limit: int | None = None  # evaluate on this many samples only
     batch_size: int = 32
     seed: int = 0
@@ -95,15 +96,13 @@ class Session:
 
     @functools.cached_property
     def model_sha256(self) -> str:
-        """Hash of the model's files."""
-
-        return model_fingerprint(self.model_name)
+        """Hash of the model's files; of id and commit for a hub model."""
+        return model_fingerprint(self.model_name, self.config.revision)
 
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's fast tokenizer."""
-
-        return load_tokenizer(self.model_name)
+        return load_tokenizer(self.model_name, self.config.revision)
 
     @property
     def pad_id(self) -> int:
@@ -113,7 +112,7 @@ class Session:
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
 
-        model = load_model(self.model_name)
+        model = load_model(self.model_name, self.config.revision)
         config = model.config
         check_model_fits(
             self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type

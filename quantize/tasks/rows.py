@@ -29,9 +29,10 @@ def load_split(
 
     Args:
         task: Names the columns, and the config on the hub.
-        source: `hub` (nyu-mll/glue), `hub:OWNER/NAME[:CONFIG]`, or a folder with `TASK/SPLIT.EXT` or
-            `SPLIT.EXT` (EXT: parquet, csv, json, jsonl; also shards `SPLIT-00000-of-00002.EXT`). For the
-            train split a partial `SPLIT_subset.EXT` is taken when nothing else is there, and noted.
+        source: `hub` (nyu-mll/glue) or `hub:OWNER/NAME[:CONFIG]`, each with `@REVISION` where a certain
+            commit, branch or tag is meant, or a folder with `TASK/SPLIT.EXT` or `SPLIT.EXT` (EXT: parquet,
+            csv, json, jsonl; also shards `SPLIT-00000-of-00002.EXT`). For the train split a partial
+            `SPLIT_subset.EXT` is taken when nothing else is there, and noted.
         split: Name of the split.
         limit: Keep this many rows: the first ones, or a draw without replacement when `seed` is given
             (a smaller draw is the start of a larger one).

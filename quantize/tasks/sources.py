@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.hub import HubError, commit_of
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.tasks.task import GLUE, Task
 
@@ -30,7 +31,8 @@ class Split:
 
     dataset: "datasets.Dataset"
     source: str  # the files, or the hub set with its config
-    fingerprint: str  # SHA-256 of the files (of their digests, when several), or the hub set's fingerprint
+    # SHA-256 of the files (of their digests, when several), or the hub set's fingerprint and commit
+    fingerprint: str
     rows: int  # before the limit
     notes: tuple[str, ...]  # what a reader of the report must know: partial split, limit, ...
 
@@ -41,7 +43,7 @@ def read_split(task: Task, source: str, split: str) -> Split:
     Raises:
         UserError: nothing found, or unreadable.
     """
-    if source == "hub" or source.startswith("hub:"):
+    if from_hub(source):
         return _load_hub(task, source, split)
     return _load_folder(task, Path(source), split)
 
@@ -61,11 +63,20 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
-def _load_hub(task: Task, source: str, split: str) -> Split:
-    import datasets
+def from_hub(source: str) -> bool:
+    """Whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
+    return source == "hub" or source.startswith(("hub:", "hub@"))
 
-    repository, _, config = source.removeprefix("hub").removeprefix(":").partition(":")
-    if source == "hub":
+
+def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
+    """Repository, config or "", and revision of a hub source.
+
+    Raises:
+        UserError: it names none.
+    """
+    named, _, revision = source.partition("@")
+    repository, _, config = named.removeprefix("hub").removeprefix(":").partition(":")
+    if named == "hub":
         if task.name not in GLUE:
             raise UserError(
                 f"task {task.name!r} is not in {GLUE_REPOSITORY}; give --data hub:OWNER/NAME[:CONFIG], or "
@@ -74,18 +85,45 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
         repository, config = GLUE_REPOSITORY, task.name
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UserError(
-            f"--data {source!r} names no hub set; write hub:OWNER/NAME[:CONFIG], hub, or a folder"
+            f"--data {source!r} names no hub set; write hub:OWNER/NAME[:CONFIG][@REVISION], hub[@REVISION], "
+            "or a folder"
         )
+    return repository, config, revision or None
+
+
+def source_commit(task: Task, source: str) -> str | None:
+    """Commit of a hub source; None for a folder.
+
+    Raises:
+        UserError: it names no set, or the commit cannot be found out.
+    """
+    if not from_hub(source):
+        return None
+    repository, _, revision = _hub_set(task, source)
+    try:
+        return commit_of(repository, "dataset", revision)
+    except HubError as error:
+        raise UserError(
+            f"cannot load --data {source}: {error}, or give --data FOLDER with the files"
+        ) from error
+
+
+def _load_hub(task: Task, source: str, split: str) -> Split:
+    import datasets
+
+    repository, config, _ = _hub_set(task, source)
+    commit = source_commit(task, source)
     name = f"{repository} ({config})" if config else repository
     try:
         with quiet("datasets"):
-            dataset = datasets.load_dataset(repository, config or None, split=split)
+            dataset = datasets.load_dataset(repository, config or None, split=split, revision=commit)
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
             f"cannot load split {split!r} of {name} from the hub ({_reason(error)}); check the name and the "
             "connection, or give --data FOLDER with the files"
         ) from error
-    return Split(dataset, f"hub {name}, split {split}", str(dataset._fingerprint), len(dataset), ())
+    fingerprint = f"{dataset._fingerprint} {commit}"
+    return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset), ())
 
 
 def _load_folder(task: Task, folder: Path, split: str) -> Split:
@@ -170,12 +208,12 @@ def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
 
 
 def source_fingerprint(task: Task, source: str, split: str) -> str:
-    """What tells whether a split's data changed: SHA-256 of its files; for the hub the source's name.
+    """What tells whether a split's data changed: SHA-256 of its files; for the hub name and commit.
 
     Raises:
         UserError: nothing found.
     """
-    if source == "hub" or source.startswith("hub:"):
-        return f"{source} {split}"
+    if from_hub(source):
+        return f"{source} {split} {source_commit(task, source)}"
     paths, _ = _find_files(task, Path(source), split)
     return " ".join(files.sha256(path) for path in paths)

@@ -18,12 +18,14 @@ from qdqbench.quantize.core.training_results import Finetuning, LogRow, Training
 from qdqbench.quantize.encoders.load import (
     load_encoder,
     load_tokenizer,
+    model_commit,
     model_fingerprint,
 )
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.losses import label_loss
 from qdqbench.quantize.tasks.rows import Encoded, Ints, encode, load_split
+from qdqbench.quantize.tasks.sources import from_hub
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.train.judge import collapsed, mean_loss, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed, train
@@ -62,6 +64,7 @@ class Request:
     limit: int | None  # training rows
     command: str
     report: Callable[[int, LogRow, int], None] = lambda seed, row, steps: None
+    revision: str | None = None  # of a base on the hub
 
 
 @dataclass
@@ -122,6 +125,7 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
             regression=task.is_regression,
             dropout=request.settings.dropout,
             keep_head=request.keep_head,
+            revision=request.revision,
         )
     longest = int(model.config.max_position_embeddings)
     if request.max_length > longest:
@@ -135,7 +139,7 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
 def _load(request: Request) -> _Data:
 
     task, length = request.task, request.max_length
-    tokenizer = load_tokenizer(request.base)
+    tokenizer = load_tokenizer(request.base, request.revision)
     drawn = {"limit": request.limit, "seed": 0} if request.limit else {}
     split = load_split(task, request.data, task.train_split, **drawn)
     judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
@@ -188,7 +192,7 @@ def _identity(request: Request, data: _Data, settings: Training) -> dict[str, An
     return {
         "job": "finetune",
         **made_with(),
-        "model": model_fingerprint(request.base),
+        "model": model_fingerprint(request.base, request.revision),
         "task": request.task.model_dump(mode="json"),
         "data": data.fingerprint,
         "max_length": request.max_length,
@@ -262,9 +266,13 @@ def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetunin
     return Finetuning(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=request.command,
-        base={"name": Path(request.base).name, "sha256": model_fingerprint(request.base)},
+        base={
+            "name": Path(request.base).name,
+            "sha256": model_fingerprint(request.base, request.revision),
+            "revision": model_commit(request.base, request.revision),
+        },
         task=request.task.model_dump(mode="json"),
-        data=request.data if request.data.startswith("hub") else Path(request.data).name,
+        data=request.data if from_hub(request.data) else Path(request.data).name,
         runs=runs,
         spread=spread([run.metrics for run in done]),
         best_seed=best.seed if best else None,

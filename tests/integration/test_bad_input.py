@@ -295,6 +295,13 @@ OPTIONS = {
         1,
         [r"export\.max_length is 256", r"128 positions"],
     ),
+    "recipe-shorter-than-the-data": (
+        lambda g, t: ["run", broken(t, VALID + "engine: {shapes: {length: [4, 4, 4]}}"), *g.options],
+        1,
+        [r"evaluation samples have more than the 4 tokens that engine\.shapes takes", r"export\.max_length"],
+    ),
+    "revision-of-a-folder": (lambda g, t: ["run", *g.options, "--revision", "v1"], 1, [r"drop --revision"]),
+    "revision-of-nothing": (lambda g, t: ["run", "--revision", "v1"], 1, [r"belongs to --model"]),
     "until-unknown": (
         lambda g, t: ["run", *g.options, "--until", "nonesuch"],
         1,

@@ -6,17 +6,19 @@ import types
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.eval.stages import engine
 from qdqbench.quantize.core import files, gpu
-from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.build import check_sidecar
-from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.profiles import Profile, fit, require_room
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
 from qdqbench.quantize.rundir import artifacts, session
@@ -29,6 +31,38 @@ HERE = Gpu("L4", "8.9", "580.1")
 
 def recipe(shapes, more=""):
     return parse_recipe(f"{HEAD}engine: {{shapes: {shapes}, backend: tensorrt_rtx}}\n{more}", "x")
+
+
+def takes(profiles, lengths, batch_size):
+    """Whether evaluation would find a profile for every batch."""
+    size = min(batch_size, max(shapes.max[0] for shapes in profiles))
+    falling = sorted(lengths, reverse=True)
+    try:
+        for start in range(0, len(falling), size):
+            fit(profiles, len(falling[start : start + size]), falling[start], 16)
+    except CheckFailed:
+        return False
+    return True
+
+
+@given(
+    lengths=st.lists(st.integers(1, 160), min_size=1, max_size=40),
+    batch_size=st.integers(1, 48),
+    ends=st.lists(st.tuples(st.integers(1, 48), st.integers(1, 160)), min_size=1, max_size=3),
+)
+def test_data_that_no_profile_takes_is_known_before_any_work(lengths, batch_size, ends):
+    profiles = [Profile((1, 1), end, end) for end in ends]
+    if takes(profiles, lengths, batch_size):
+        require_room(profiles, np.array(lengths), batch_size)
+        return
+    with pytest.raises(UserError, match=r"engine\.shapes") as caught:
+        require_room(profiles, np.array(lengths), batch_size)
+    assert "\n" not in str(caught.value)
+    longest = max(end[1] for end in ends)
+    if max(lengths) > longest:
+        assert f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};" in str(
+            caught.value
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks import rows as data
+from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.task import get_task
 
 SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
@@ -195,22 +196,29 @@ def test_missing_file_says_what_was_looked_for_and_what_is_there(tmp_path):
         load(tmp_path / "sst2/train.parquet")
 
 
-def test_hub_sets_are_asked_for_by_name_and_config(monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
+    """Every set is at one commit, but for those with a revision."""
+    monkeypatch.setattr(sources, "commit_of", lambda name, kind, revision: revision or "newest")
+
+
+def test_hub_sets_are_asked_for_by_name_config_and_commit(monkeypatch, hub):
     asked = []
 
-    def load_dataset(name, config, *, split):
-        asked.append((name, config, split))
+    def load_dataset(name, config, *, split, revision):
+        asked.append((name, config, split, revision))
         return datasets.Dataset.from_dict({"sentence": ["good"], "label": [1], "idx": [0]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     split = load("hub")
     load("hub:owner/set", split="train")
-    load("hub:owner/set:config", split="train")
+    load("hub:owner/set:config@v1", split="train")
     assert asked == [
-        ("nyu-mll/glue", "sst2", "validation"),
-        ("owner/set", None, "train"),
-        ("owner/set", "config", "train"),
+        ("nyu-mll/glue", "sst2", "validation", "newest"),
+        ("owner/set", None, "train", "newest"),
+        ("owner/set", "config", "train", "v1"),
     ]
+    assert split.fingerprint.endswith(" newest")
     assert split.source == "hub nyu-mll/glue (sst2), split validation"
     with pytest.raises(UserError, match="'reviews' is not in nyu-mll/glue"):
         load("hub", get_task("reviews", text_columns=["sentence"], num_labels=2))
@@ -218,14 +226,14 @@ def test_hub_sets_are_asked_for_by_name_and_config(monkeypatch):
         load("hub:set")
 
 
-def test_empty_hub_split(monkeypatch):
+def test_empty_hub_split(monkeypatch, hub):
     empty = datasets.Dataset.from_dict({"sentence": [], "label": []})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: empty)
     with pytest.raises(UserError, match="has no rows"):
         load("hub")
 
 
-def test_hub_failure_is_one_sentence_with_the_way_out(monkeypatch):
+def test_hub_failure_is_one_sentence_with_the_way_out(monkeypatch, hub):
     def load_dataset(*_, **__):
         raise ConnectionError("Couldn't reach\nthe Hub")
 

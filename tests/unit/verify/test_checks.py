@@ -34,6 +34,7 @@ from qdqbench.eval.verify.engine import (
     verify_engine,
     widest,
 )
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.core.results import BlockCheck, Verification
 from qdqbench.quantize.encoders.load import load_model
@@ -289,6 +290,21 @@ def test_samples_that_are_longer_than_the_engine_takes_are_left_out() -> None:
         for row in case.rows
     }
     assert drawn == {0, 1}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_blocks_in_small_batches_get_the_shortest_and_the_longest(batch: int) -> None:
+    lengths = np.array([9, 5, 90, 31, 12])
+    cases = block_cases(lengths, Profile((1, 16), (1, 128), (batch, 128)), 0)
+    assert [len(case.rows) for case in cases] == [batch, batch, batch, 1]
+    assert set(cases[0].rows) <= {1, 2} or batch == 3
+    assert set(cases[0].rows) >= {1, 2} or batch == 1
+
+
+def test_an_engine_that_takes_no_sample_is_one_sentence() -> None:
+    short = Profile((1, 16), (4, 32), (8, 64))
+    with pytest.raises(UserError, match=r"at most 64 tokens, and the shortest of 2 samples has 65, so none"):
+        block_cases(np.array([65, 100]), short, 0)
 
 
 def test_the_same_samples_in_three_settings() -> None:
