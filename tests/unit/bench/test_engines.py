@@ -5,7 +5,7 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from qdqbench.eval.bench import clocks, engines
+from qdqbench.eval.bench import engines
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search import latency
 from qdqbench.eval.search.trial import Workspace
@@ -14,7 +14,6 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.engine import backend
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task
@@ -51,10 +50,10 @@ def measure(work, monkeypatch):
     """The function that gives latencies, on a GPU that is not there."""
     fakes = fake_engines.devices()
     monkeypatch.setattr(engines, "gpu_devices", lambda: fakes)
-    monkeypatch.setattr(engines, "alone_on_gpu", nullcontext)
+    monkeypatch.setattr(latency, "alone_on_gpu", nullcontext)
     monkeypatch.setattr(latency, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
     monkeypatch.setattr(
-        backend, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
+        latency, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
     )
     with ExitStack() as stack:
         source, found = latency.latency_source(work.session, OPTIONS, work, stack)
@@ -115,11 +114,11 @@ def test_a_shape_outside_of_the_profile_is_refused(work):
 
 def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(clocks, "gpu_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(engines, "gpu_uuid", lambda: "GPU-1")
     with engines.alone_on_gpu():
         with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), engines.alone_on_gpu():
             pass
-        monkeypatch.setattr(clocks, "gpu_uuid", lambda: "GPU-2")
+        monkeypatch.setattr(engines, "gpu_uuid", lambda: "GPU-2")
         with engines.alone_on_gpu():
             pass
     with engines.alone_on_gpu():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.eval.bench import clocks
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.cell import COMPILED, Entry, Options
 from qdqbench.eval.bench.clocks import Clocks
@@ -138,7 +137,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(bench_run, "find_gpu", lambda: Gpu("NVIDIA H200", "9.0", "570.1"))
     monkeypatch.setattr(bench_run, "require_gpu", lambda backend: ("tensorrt_rtx", "1.4.0.76"))
     monkeypatch.setattr(bench_run, "GpuMonitor", lambda uuid: given.monitor(uuid))  # noqa: PLW0108  (tests change it)
-    monkeypatch.setattr(clocks, "gpu_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(bench_run, "gpu_uuid", lambda: "GPU-1")
     return given
 
 
@@ -224,11 +223,9 @@ def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
 
 
 def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, monkeypatch):
-    from qdqbench.quantize.engine import inspection
-
     asked = []
     monkeypatch.setattr(
-        inspection, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
+        bench_run, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
     )
     machine.ms = MS | {"int8": 2.0}
     found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
@@ -276,8 +273,8 @@ def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target,
             raise CheckFailed("int8 failed while it was measured")
         return real(*arguments, **options)
 
-    real = bench_run.bench.measure
-    monkeypatch.setattr(bench_run.bench, "measure", measure)
+    real = bench_run.loop.measure
+    monkeypatch.setattr(bench_run.loop, "measure", measure)
     with pytest.raises(CheckFailed, match="int8 failed"):
         run_bench(target, OPTIONS, command="", save=lambda found: saved.append(found.model_copy(deep=True)))
     assert len(saved) == 1
@@ -310,13 +307,11 @@ def test_speedups_without_an_fp16_twin():
 
 
 def test_no_gpu_lists_everything_that_is_missing(monkeypatch):
-    from qdqbench.quantize.engine import backend as trt
-
     def no_backend(name):
         raise MissingDevice("tensorrt_rtx is not installed; pip install 'qdqbench[rtx]'")
 
     monkeypatch.setattr(bench_run, "find_gpu", lambda: None)
-    monkeypatch.setattr(trt, "choose_backend", no_backend)
+    monkeypatch.setattr(bench_run, "choose_backend", no_backend)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(MissingDevice) as caught:
         bench_run.require_gpu("auto")

@@ -288,7 +288,6 @@ def device(monkeypatch, tmp_path):
     """Everything of a GPU that `prepare` asks for; `asked` has the builds."""
     from qdqbench.quantize.engine import build
     from qdqbench.quantize.rundir import artifacts
-    from qdqbench.quantize.runtime import engine as engine_core
 
     asked = []
 
@@ -305,8 +304,8 @@ def device(monkeypatch, tmp_path):
         raise AttributeError("no C compiler")
 
     FakeEngine.opened = []
-    monkeypatch.setattr(build, "build", built)
-    monkeypatch.setattr(engine_core, "Engine", FakeEngine)
+    monkeypatch.setattr(bench_prepare, "build", built)
+    monkeypatch.setattr(bench_prepare, "Engine", FakeEngine)
     monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
     monkeypatch.setattr(bench_prepare, "CudaTimer", lambda: "timer")
     monkeypatch.setattr(bench_prepare, "to_device", dict)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.eval.stages import engine
-from qdqbench.quantize.core import files, gpu
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.engine import backend
@@ -192,7 +192,7 @@ def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
     ],
 )
 def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkeypatch, built, here, reason):
-    monkeypatch.setattr(gpu, "find_gpu", lambda: here)
+    monkeypatch.setattr(engine, "find_gpu", lambda: here)
     files.write_json(run.folder / "build.json", built)
     assert engine.engine(run) == [run.folder / "engine.json"]
     assert reason in files.read_json(run.folder / "engine.json")["skipped"]
@@ -222,11 +222,9 @@ class Runner:
 
 
 def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
-    from qdqbench.quantize.runtime import runner as engine_run
-
     sizes = []
-    monkeypatch.setattr(gpu, "find_gpu", lambda: HERE)
-    monkeypatch.setattr(engine_run, "EngineRunner", Runner)
+    monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
+    monkeypatch.setattr(engine, "EngineRunner", Runner)
     monkeypatch.setattr(
         engine,
         "evaluate",
@@ -249,7 +247,7 @@ def test_a_machine_that_cannot_load_it_is_a_reason(run, monkeypatch):
     def fails(*_):
         raise MissingDevice("this torch has no CUDA")
 
-    monkeypatch.setattr(gpu, "find_gpu", lambda: HERE)
+    monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
     monkeypatch.setattr(engine, "_run_engine", fails)
     row = {"compute_capability": ["8.9"], "file": "x.engine", "backend": "tensorrt_rtx", "version": "1.6"}
     files.write_json(run.folder / "build.json", row)

@@ -19,7 +19,6 @@ from qdqbench.eval.placement.space import (
     short_yaml,
 )
 from qdqbench.eval.search import start
-from qdqbench.eval.sensitivity import results as sensitivity_results
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.family import layer_of, linear_kind
 from qdqbench.quantize.encoders.modules import ModuleInfo
@@ -198,7 +197,7 @@ def test_suggestions_cover_the_space():
 @pytest.mark.parametrize("other", [{"model": {"sha256": "b"}}, {"task": {"name": "another"}}])
 def test_a_sensitivity_of_another_model_or_task_is_refused(other, monkeypatch, tmp_path):
     measured = {"model": {"sha256": "a"}, "task": TASK.model_dump(mode="json"), "rows": []} | other
-    monkeypatch.setattr(sensitivity_results, "read_sensitivity", lambda file: SimpleNamespace(**measured))
+    monkeypatch.setattr(start, "read_sensitivity", lambda file: SimpleNamespace(**measured))
     session = SimpleNamespace(model_sha256="a", config=SimpleNamespace(task=TASK))
     with pytest.raises(UserError, match="another model or task"):
         start.rank(SimpleNamespace(session=session), tmp_path / "sensitivity.json")

@@ -435,9 +435,9 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         version="10.0.0.6",
         compute_capability=["8.9"],
     )
-    monkeypatch.setattr("qdqbench.quantize.engine.build.check_sidecar", lambda *_: sidecar)
-    monkeypatch.setattr("qdqbench.quantize.runtime.runner.EngineRunner", OnnxRunner)
-    monkeypatch.setattr("qdqbench.eval.verify.blocks.engine_of", onnx_engine)
+    monkeypatch.setattr("qdqbench.eval.verify.engine.check_sidecar", lambda *_: sidecar)
+    monkeypatch.setattr("qdqbench.eval.verify.engine.EngineRunner", OnnxRunner)
+    monkeypatch.setattr("qdqbench.eval.verify.engine.engine_of", onnx_engine)
     tokens = [(b["input_ids"][0], b["token_type_ids"][0]) for b in samples]
     encoded_split = Encoded([t[0] for t in tokens], [t[1] for t in tokens], labels, 0)
     return SimpleNamespace(
@@ -488,7 +488,7 @@ def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, sp
 
 def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
-        monkeypatch.setattr("qdqbench.quantize.core.gpu.find_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr("qdqbench.eval.stages.engine.find_gpu", lambda gpu=gpu: gpu)
         (record,) = engine.verify(session)
         assert why in json.loads(record.read_text())["skipped"]
 
@@ -496,7 +496,7 @@ def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.Monk
 def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqbench.quantize.core.gpu.find_gpu", lambda: Gpu("L4", "8.9", None))
+    monkeypatch.setattr("qdqbench.eval.stages.engine.find_gpu", lambda: Gpu("L4", "8.9", None))
     monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda batch, got: got * np.nan))
     (record,) = engine.verify(session)
     assert not Verification.model_validate_json(record.read_text()).passed
