@@ -29,8 +29,7 @@ def qat(session: Session) -> list[Path]:
 
     if session.accelerator is None and launched() > 1:
         raise UserError(
-            f"{launched()} processes would each go through this run; under a launcher use "
-            "`-m qdqbench.quantize.qat.stage`"
+            f"{launched()} processes would each go through this run; under a launcher use `-m qdqbench qat`"
         )
     session.before_training()
     return train_quantized(session, session.accelerator or new_accelerator(settings_of(session).precision))

@@ -88,7 +88,7 @@ def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_one_model(sst2, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += ["-m", "qdqbench.quantize.qat.stage", str(recipe(tmp_path)), *sst2.options]
+    command += ["-m", "qdqbench", "qat", str(recipe(tmp_path)), *sst2.options]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "run")],
         env=os.environ,

@@ -56,9 +56,9 @@ def parsed(line):
     words = shlex.split(line, comments=True)[1:]
     target = words[words.index(">") + 1] if ">" in words else None
     words = words[: next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))]
-    if "-m" in words:  # a launcher of `qdqbench.quantize.COMMAND`
-        start = words.index("-m") + 1
-        words = [words[start].rpartition(".")[2], *words[start + 1 :]]
+    if "-m" in words:  # a launcher of `-m qdqbench COMMAND`
+        assert words[(start := words.index("-m") + 1)] == "qdqbench"
+        words = words[start + 1 :]
     command, path = typer.main.get_command(app), []
     while hasattr(command, "commands") and words:
         assert words[0] in command.commands, f"no command {' '.join([*path, words[0]])!r}"

@@ -366,7 +366,7 @@ def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, m
 
     session = again(trained, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"2 processes would .* qdqbench.quantize.qat.stage"):
+    with pytest.raises(UserError, match=r"2 processes would .* -m qdqbench qat"):
         run_until(session, "qat")
     assert not (session.folder / "qat").exists()
 
@@ -395,7 +395,7 @@ def test_two_processes_train_one_run(given, tmp_path):
     unbuilt["engine"]["backend"], unbuilt["gate"]["int8_layers"] = "tensorrt", None
     unbuilt["calibration"]["split_outliers"] = 0  # with copies PTQ is so near that no step is better
     Path(path).write_text(yaml.safe_dump(unbuilt))
-    command += ["-m", "qdqbench.quantize.qat.stage", path, *given("sst2").options]
+    command += ["-m", "qdqbench", "qat", path, *given("sst2").options]
     done = subprocess.run(
         [*command, "--out", str(out)], env=environment(), capture_output=True, text=True, check=False
     )
