@@ -57,8 +57,8 @@ def parsed(line):
     target = words[words.index(">") + 1] if ">" in words else None
     words = words[: next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))]
     if "-m" in words:  # a launcher of `-m qdqbench COMMAND`
-        assert words[(start := words.index("-m") + 1)] == "qdqbench"
-        words = words[start + 1 :]
+        launched, *words = words[words.index("-m") + 1 :]
+        assert launched == "qdqbench"
     command, path = typer.main.get_command(app), []
     while hasattr(command, "commands") and words:
         assert words[0] in command.commands, f"no command {' '.join([*path, words[0]])!r}"
