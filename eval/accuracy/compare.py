@@ -1,10 +1,9 @@
 """A stage against FP32 on the same samples."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -65,7 +64,7 @@ def _mcnemar(before: npt.NDArray[np.bool_], after: npt.NDArray[np.bool_]) -> flo
     return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
 
 
-def _sqnr_db(reference: npt.NDArray[Any], difference: npt.NDArray[Any]) -> float | None:
+def _sqnr_db(reference: Array, difference: Array) -> float | None:
     """Signal to noise in dB; None when there is no noise, or no signal."""
     signal, noise = float((reference**2).sum()), float((difference**2).sum())
     return float(10 * (np.log10(signal) - np.log10(noise))) if signal and noise else None

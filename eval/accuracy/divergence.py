@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Float64, Floats
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks.metrics import Floats
 from qdqbench.quantize.tasks.rows import Encoded, encode, load_split
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import Task
@@ -53,7 +52,7 @@ def draw_samples(session: "Session", samples: int) -> tuple[Split, Encoded]:
     return split, encoded
 
 
-def divergence(task: Task, reference: Floats, logits: Floats) -> npt.NDArray[np.float64]:
+def divergence(task: Task, reference: Floats, logits: Floats) -> Float64:
     """How far logits are from FP32's, by sample, float64 [n]; 0 where they say the same.
 
     Classes: KL(FP32 || logits) of the class probabilities, in nat. Regression: squared difference over the

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
 from qdqbench.eval.accuracy.runners import session_of
+from qdqbench.quantize.core.arrays import Array, Float32, Int32, Int64
 from qdqbench.quantize.core.results import Comparison, Parity, ParityRow
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, module_of
@@ -35,7 +35,6 @@ LIMIT_STEP = 1
 SOFTMAX_STEP = 2
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
 RESIDUAL = ".residual_quantizer"
-Floats = npt.NDArray[np.float32]
 _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
     "p_bmm_quantizer": "softmax",
     "residual_quantizer": "residual",
@@ -63,7 +62,7 @@ class Boundary:
 def compare_layers(
     onnx_model: onnx.ModelProto,
     model: "PreTrainedModel",
-    batches: Iterable[dict[str, npt.NDArray[np.int64]]],
+    batches: Iterable[dict[str, Int64]],
     end_to_end: Comparison | None = None,
 ) -> Parity:
     """Teacher-forced parity of an exported graph with the fake-quant model that it came from.
@@ -194,14 +193,14 @@ def _float_types(model: onnx.ModelProto) -> dict[str, int]:
 @contextmanager
 def _recorded(
     model: "PreTrainedModel", quantizers: list[str], others: list[str]
-) -> Iterator[tuple[dict[str, Floats], dict[str, Floats]]]:
+) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
     """Inputs of quantizers, and outputs of linears and other modules, while the block runs."""
 
     modules = dict(model.named_modules())
-    inputs: dict[str, Floats] = {}
-    outputs: dict[str, Floats] = {}
+    inputs: dict[str, Float32] = {}
+    outputs: dict[str, Float32] = {}
 
-    def keep(target: dict[str, Floats], name: str, value: Any) -> None:
+    def keep(target: dict[str, Float32], name: str, value: Any) -> None:
         target[name] = value.detach().float().cpu().numpy()
 
     hooks = [
@@ -220,7 +219,7 @@ def _recorded(
             hook.remove()
 
 
-def _count(count: list[int], got: npt.NDArray[Any], reference: Floats, scale: float) -> None:
+def _count(count: list[int], got: Array, reference: Float32, scale: float) -> None:
     """Add the codes of one tensor: compared, differing, largest step, sum of their magnitudes."""
     codes = _codes(reference, scale)
     step = np.abs(_codes(got, scale) - codes)
@@ -230,10 +229,10 @@ def _count(count: list[int], got: npt.NDArray[Any], reference: Floats, scale: fl
     count[2] = max(count[2], int(step.max()))
 
 
-def _codes(values: npt.NDArray[Any], scale: float) -> npt.NDArray[np.int32]:
+def _codes(values: Array, scale: float) -> Int32:
     # a NaN is as far away as a code can be
     finite = np.nan_to_num(values.astype(np.float32) / np.float32(scale), nan=1e6, posinf=1e6, neginf=-1e6)
-    codes: npt.NDArray[np.int32] = np.clip(np.rint(finite), -128, 127).astype(np.int32)
+    codes: Int32 = np.clip(np.rint(finite), -128, 127).astype(np.int32)
     return codes
 
 

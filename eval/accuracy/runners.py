@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Floats = npt.NDArray[np.float32]
-Predict = Callable[[dict[str, npt.NDArray[np.int64]]], Floats]
+Predict = Callable[[dict[str, Int64]], Float32]
 
 
 def predict(  # noqa: PLR0913
@@ -28,7 +27,7 @@ def predict(  # noqa: PLR0913
     batch_size: int,
     stage: str,
     progress: Callable[[int], None] = lambda _: None,
-) -> Floats:
+) -> Float32:
     """Logits of a whole split, in the split's order.
 
     Args:
@@ -42,7 +41,7 @@ def predict(  # noqa: PLR0913
     Raises:
         CheckFailed: NaN or infinite logits.
     """
-    parts: list[tuple[npt.NDArray[np.int64], Floats]] = []
+    parts: list[tuple[Int64, Float32]] = []
     for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id):
         parts.append((rows, run(batch)))
         progress(len(rows))

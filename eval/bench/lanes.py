@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from qdqbench.eval.bench.loop import Floats, Lane
+from qdqbench.eval.bench.loop import Lane
+from qdqbench.quantize.core.arrays import Float32, Int64
 
 if TYPE_CHECKING:
     import torch
 
-Batch = dict[str, npt.NDArray[np.int64]]
+Batch = dict[str, Int64]
 OUTPUT = "logits"
 LENGTH_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
 
@@ -79,7 +79,7 @@ class DeviceLane:
         """See `Lane`."""
         self.bound.launch()
 
-    def fetch(self) -> Floats:
+    def fetch(self) -> Float32:
         """See `Lane`."""
         self.stream.synchronize()
         return np.array(self.bound.outputs[OUTPUT].float().cpu().numpy())
@@ -105,7 +105,7 @@ class SplitLane:
         for bound, batch in self.steps:
             self._step(bound, batch)
 
-    def fetch(self) -> Floats:
+    def fetch(self) -> Float32:
         """Logits of the whole split, batch after batch: shapes share buffers, so it runs once more."""
         parts = []
         for bound, batch in self.steps:
@@ -124,10 +124,10 @@ class SplitLane:
 class HostLane:
     """Inference on a CPU: a function from one batch to logits, over input sets or over a whole split."""
 
-    def __init__(self, run: Callable[[Batch], Floats], sets: Sequence[Sequence[Batch]]) -> None:
+    def __init__(self, run: Callable[[Batch], Float32], sets: Sequence[Sequence[Batch]]) -> None:
         self.run, self.sets, self.input_sets = run, sets, len(sets)
         self.batches: Sequence[Batch] = sets[0]
-        self.made: list[Floats] = []
+        self.made: list[Float32] = []
 
     def feed(self, number: int) -> None:
         """See `Lane`."""
@@ -137,7 +137,7 @@ class HostLane:
         """See `Lane`; waits for the result."""
         self.made = [self.run(batch) for batch in self.batches]
 
-    def fetch(self) -> Floats:
+    def fetch(self) -> Float32:
         """See `Lane`."""
         return np.concatenate(self.made)
 

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed
 
-Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
 SLOW_MS = 250.0  # a launch this long warms itself up
 WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this contestant's own
@@ -37,7 +36,7 @@ class Lane(Protocol):
     def launch(self) -> None:
         """Start one inference; need not wait for it."""
 
-    def fetch(self) -> Floats:
+    def fetch(self) -> Float32:
         """Logits of the last launch, [sequences, num_labels]; waits for it."""
 
 
@@ -193,7 +192,7 @@ def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -
 class Outputs:
     """Logits of two input sets of one contestant, and what is wrong with them."""
 
-    logits: Floats
+    logits: Float32
     error: str | None
 
 
@@ -219,7 +218,7 @@ def read_outputs(contestant: Contestant) -> Outputs:
     return Outputs(logits, error)
 
 
-def relative_error(made: Floats, reference: Floats) -> float:
+def relative_error(made: Float32, reference: Float32) -> float:
     """Norm of the difference over the norm of the reference, in float64; inf where the reference is zero."""
     base = np.linalg.norm(reference.astype(np.float64))
     difference = float(np.linalg.norm(made.astype(np.float64) - reference))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from qdqbench.eval.bench.lanes import OUTPUT, Batch
-from qdqbench.eval.bench.loop import Floats
+from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -160,14 +160,14 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Floats]:
+def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Float32]:
     """PyTorch FP32 on the CPU with the mask, as `HostLane` takes it."""
     from qdqbench.quantize.fakequant.quantizers import forward
 
     return lambda batch: forward(model, batch).float().cpu().numpy()
 
 
-def onnxruntime_cpu(path: Path) -> Callable[[Batch], Floats]:
+def onnxruntime_cpu(path: Path) -> Callable[[Batch], Float32]:
     """ONNX Runtime on the CPU with all graph optimizations, as one would deploy it.
 
     Raises:

@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence, draw_samples
@@ -18,6 +17,7 @@ from qdqbench.eval.methods.sections import sections, write_up
 from qdqbench.eval.methods.shared import Shared, calibrated, collect, widest
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.environment import environment
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.family import splittable
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOISE = 2  # standard errors
-Floats = npt.NDArray[np.float32]
 Progress = Callable[[float, float, str], None]  # samples done, samples in all, what is next
 
 
@@ -67,7 +66,7 @@ class Comparing:
     _done: float = field(default=0.0, init=False)
     _total: float = field(default=1.0, init=False)
     # divergence of each sample of the draw, by row
-    _each: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict, init=False)
+    _each: dict[int, Float64] = field(default_factory=dict, init=False)
 
     def run(self) -> Methods:
         """Measure every row and write the recipe of the best one.
@@ -131,7 +130,7 @@ class Comparing:
         self._done += count
         self.progress(self._done, self._total, text)
 
-    def _logits(self, model: "PreTrainedModel", encoded: Encoded, text: str) -> Floats:
+    def _logits(self, model: "PreTrainedModel", encoded: Encoded, text: str) -> Float32:
         session = self.session
         return predict(
             torch_runner(model),
@@ -291,7 +290,7 @@ def _groups(cases: list[_Case]) -> Iterator[list[int]]:
     yield from groups.values()
 
 
-def _stderr(each: npt.NDArray[np.float64]) -> float:
+def _stderr(each: Float64) -> float:
     return float(each.std(ddof=1) / np.sqrt(len(each)))
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.encoders.family import layer_of, linear_kind
@@ -28,7 +28,6 @@ DATA = "cost_data.json"  # beside this file
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 COLUMNS = (*ENCODER_KINDS, "attention")
 TILE, WAVE = 128, 128  # a GEMM below one wave of 128 output tiles of 128 x 128 takes as long as a full one
-Floats = npt.NDArray[np.float64]
 
 TERMS = {
     "base": "one run, whatever is in it",
@@ -122,7 +121,7 @@ class CostModel(Strict):
     coefficients: dict[str, float]  # milliseconds of one unit of each term, over all shapes alike
     leave_one_out: FitError
     rows: list[Row]
-    _local: dict[tuple[int, int], Floats] = PrivateAttr(default_factory=dict)
+    _local: dict[tuple[int, int], Float64] = PrivateAttr(default_factory=dict)
 
     def predict(self, model: ModelShape, placement: "Placement", batch: int, length: int) -> float:
         """Milliseconds of one run, from the rows that are nearest to the shape."""
@@ -194,7 +193,7 @@ class Placement:
         return cls(dict.fromkeys(ENCODER_KINDS, (0.0,) * layers), (False,) * layers)
 
 
-def terms(model: ModelShape, placement: Placement, batch: int, length: int) -> Floats:
+def terms(model: ModelShape, placement: Placement, batch: int, length: int) -> Float64:
     """Counts of every term, float64 [terms], in the order of TERMS."""
     tokens, hidden, inner = batch * length, model.hidden, model.intermediate
     count = dict.fromkeys(TERMS, 0.0)
@@ -230,7 +229,7 @@ def terms(model: ModelShape, placement: Placement, batch: int, length: int) -> F
     return np.array(list(count.values()), dtype=np.float64)
 
 
-def equations(rows: Sequence[Row]) -> tuple[Floats, Floats]:
+def equations(rows: Sequence[Row]) -> tuple[Float64, Float64]:
     """Terms [2 rows, terms] and milliseconds [2 rows] of every engine and every twin."""
     counts, times = [], []
     for row in rows:
@@ -243,7 +242,7 @@ def equations(rows: Sequence[Row]) -> tuple[Floats, Floats]:
     return np.array(counts), np.array(times)
 
 
-def solve(rows: Sequence[Row], batch: int | None = None, length: int | None = None) -> Floats:
+def solve(rows: Sequence[Row], batch: int | None = None, length: int | None = None) -> Float64:
     """Coefficients [terms] with the least squared relative error, none negative.
 
     Builders choose kernels by shape, and a kernel's speed changes with it in steps that no such sum follows.

@@ -20,9 +20,10 @@ from qdqbench.eval.sensitivity.candidates import Candidate, Choices, choices
 from qdqbench.eval.sensitivity.ledger import FILE as PARTIAL
 from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import CurvePoint, Judged, Reference, Row, Sensitivity, ranking
-from qdqbench.eval.sensitivity.suffixes import Floats, Held, Suffixes, watch_norms
+from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.environment import environment
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.modules import module_table
@@ -52,7 +53,7 @@ class _Bench:
 
     switches: Switches
     suffixes: Suffixes
-    reference: Floats
+    reference: Float32
     states: list[Held]  # at the input of the first layer
 
 
@@ -178,8 +179,8 @@ class Measurement:
     def _both(
         self,
         candidate: Candidate,
-        plain: Callable[[frozenset[str]], Floats],
-        int8: Callable[[frozenset[str]], Floats],
+        plain: Callable[[frozenset[str]], Float32],
+        int8: Callable[[frozenset[str]], Float32],
     ) -> None:
         """Only this in INT8, and everything but this; each from its own reference's states."""
         cost = _cost(candidate, len(self._layer_numbers))
@@ -188,11 +189,11 @@ class Measurement:
         if len(keys) > 1:
             self._judged(keys[1], lambda: int8(self.found.everything - candidate.units), INT8_COST * cost)
 
-    def _whole(self, on: frozenset[str]) -> Floats:
+    def _whole(self, on: frozenset[str]) -> Float32:
         self.bench.switches.set(on)
         return self.bench.suffixes.full()
 
-    def _suffix(self, states: list[Held], layer: int, on: frozenset[str]) -> Floats:
+    def _suffix(self, states: list[Held], layer: int, on: frozenset[str]) -> Float32:
         self.bench.switches.set(on)
         return self.bench.suffixes.suffix(states, layer)
 
@@ -203,7 +204,7 @@ class Measurement:
         judged = self._judged(key, lambda: self._whole(on), INT8_COST)
         return CurvePoint(kept=len(linears), linears=linears, attention=attention, judged=judged)
 
-    def _judged(self, key: str, logits: Callable[[], Floats], cost: float) -> Judged:
+    def _judged(self, key: str, logits: Callable[[], Float32], cost: float) -> Judged:
         def value() -> dict[str, Any]:
             config, reference = self.session.config, self.bench.reference
             found = judge(config.task, reference, logits(), self.draw[1].labels, config.seed)
@@ -337,7 +338,7 @@ def _cost(candidate: Candidate, layers: int) -> float:
     return 1.0 if candidate.start is None else (layers - candidate.start) / max(layers, 1)
 
 
-def judge(task: Task, reference: Floats, logits: Floats, labels: metrics.Labels, seed: int) -> Judged:
+def judge(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Judged:
     """Everything that is reported of one choice of INT8 tensors; arguments as of `eval.compare.compare`.
 
     Raises:

@@ -6,23 +6,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Held:
     """One batch at the input of an encoder layer."""
 
-    rows: npt.NDArray[np.int64]  # of the draw, [B]
+    rows: Int64  # of the draw, [B]
     hidden: torch.Tensor  # [B, L, hidden]
     rest: tuple[Any, ...]  # the layer's other arguments: the mask
     keywords: dict[str, Any]
@@ -44,7 +43,7 @@ class Suffixes:
             lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
         )
 
-    def start(self) -> tuple[list[Held], Floats]:
+    def start(self) -> tuple[list[Held], Float32]:
         """States at the input of the first layer, and logits, in whatever precision the model is now."""
         states: list[Held] = []
 
@@ -59,16 +58,16 @@ class Suffixes:
         rows = [rows for rows, _ in self.batches]
         return [replace(state, rows=of) for state, of in zip(states, rows, strict=True)], logits
 
-    def full(self) -> Floats:
+    def full(self) -> Float32:
         """Logits [n, num_labels] of the whole model."""
         return self._gather((rows, quantizers.forward(self.model, batch)) for rows, batch in self.batches)
 
-    def suffix(self, states: list[Held], layer: int) -> Floats:
+    def suffix(self, states: list[Held], layer: int) -> Float32:
         """Logits [n, num_labels] from states at the input of `layer`; its number may be that of the head."""
         base: Any = self.model.base_model
         head: Any = self.model
 
-        def logits() -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
+        def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
                 hidden = state.hidden
                 for module in self.layers[layer:]:
@@ -83,7 +82,7 @@ class Suffixes:
         with torch.inference_mode():
             return [replace(state, hidden=_run(self.layers[layer], state)) for state in states]
 
-    def _gather(self, parts: Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]) -> Floats:
+    def _gather(self, parts: Iterator[tuple[Int64, torch.Tensor]]) -> Float32:
         logits = np.empty((self.samples, int(self.model.config.num_labels or 0)), dtype=np.float32)
         for rows, values in parts:
             logits[rows] = values.float().cpu().numpy()

@@ -7,10 +7,8 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from qdqbench.eval.accuracy.runners import session_of
@@ -19,6 +17,7 @@ from qdqbench.eval.verify.causes import Evidence, likely_cause
 from qdqbench.eval.verify.engine import batch_of, block_cases, widest
 from qdqbench.eval.verify.tensors import TensorError, compared
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import BlockCheck, LayerRow
@@ -33,7 +32,6 @@ LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reache
 INNER_LIMIT = 0.05  # of a tensor inside of a block
 JUMP = 3.0  # over the largest error of the tensors it is made from
 PER_STEP = 8  # tensors marked in one engine
-Array = npt.NDArray[Any]
 Feeds = Mapping[str, Array]
 Run = Callable[[onnx.ModelProto, Feeds], dict[str, Array]]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
+from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.fakequant.quantizers import forward
@@ -39,7 +39,6 @@ FLOATS: dict[int, Any] = {
     TensorProto.FLOAT16: np.dtype(np.float16),
 }
 _BORDER = re.compile(r"(?:^|\.)(?:(embeddings)|(layer\.\d+)\.output)\.LayerNorm$")
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Stitched:
     blocks: tuple[Block, ...]  # in graph order
     types: dict[str, np.dtype[Any]]  # of the new graph inputs
 
-    def feeds(self, inputs: Mapping[str, Floats]) -> dict[str, npt.NDArray[Any]]:
+    def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
         """Hidden states by block name as feeds of the graph, in its types."""
         return {
             block.input: inputs[block.name].astype(self.types[block.input])
@@ -72,9 +71,9 @@ class Stitched:
 class BlockTensors:
     """What the reference did in one block."""
 
-    input: Floats | None  # [batch, length, hidden]; None for the embeddings
-    output: Floats  # hidden state, or the logits
-    unquantized: Floats  # output of the FP32 model's block for the same input
+    input: Float32 | None  # [batch, length, hidden]; None for the embeddings
+    output: Float32  # hidden state, or the logits
+    unquantized: Float32  # output of the FP32 model's block for the same input
 
 
 def stitch(model: onnx.ModelProto) -> Stitched:
@@ -171,7 +170,7 @@ def tensor_values(model: onnx.ModelProto) -> "dict[str, onnx.TypeProto.Tensor]":
 def reference_blocks(
     model: "PreTrainedModel",
     unquantized: "PreTrainedModel | None",
-    batch: dict[str, npt.NDArray[np.int64]],
+    batch: dict[str, Int64],
     *,
     half: bool,
 ) -> dict[str, BlockTensors]:
@@ -241,7 +240,7 @@ def _recorder(found: dict[str, BlockTensors], name: str, twin: Any) -> Any:
     return hook
 
 
-def _head(model: "PreTrainedModel", tensors: BlockTensors) -> Floats:
+def _head(model: "PreTrainedModel", tensors: BlockTensors) -> Float32:
     """Logits of the FP32 model's classifier on what its pooler made."""
     import torch
 
@@ -251,9 +250,9 @@ def _head(model: "PreTrainedModel", tensors: BlockTensors) -> Floats:
         return _array(classifier(torch.from_numpy(tensors.unquantized).to(device)))
 
 
-def _array(value: "torch.Tensor | tuple[torch.Tensor, ...]") -> Floats:
+def _array(value: "torch.Tensor | tuple[torch.Tensor, ...]") -> Float32:
     tensor = value[0] if isinstance(value, tuple) else value
-    array: Floats = tensor.detach().float().cpu().numpy()
+    array: Float32 = tensor.detach().float().cpu().numpy()
     return array
 
 

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
 from qdqbench.eval.verify.blocks import Block
 from qdqbench.eval.verify.tensors import kept_positions
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 
-Array = npt.NDArray[Any]
 FP16_MAX = 65504.0
 EXPLAINED = 0.3  # of the error may stay behind when a factor or an offset explains it
 _MOVES = ("Cast", "Reshape", "Transpose", "Unsqueeze", "Squeeze")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.eval.accuracy.compare import compare
+from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.results import AnswersCheck, BlockCheck, PaddingCheck, ShapeCheck, Verification
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -31,7 +31,6 @@ LOGIT_FACTOR = 2.0
 # The spread of three roundings is larger than that of two: 1.693 and 1.128 standard deviations on average
 SPREAD_FACTOR = LOGIT_FACTOR * 1.693 / 1.128
 KS_P = 1e-3  # of all labels together
-Floats = npt.NDArray[np.floating[Any]]
 
 
 def finite(value: float) -> float | None:
@@ -49,7 +48,7 @@ class BlockSums:
         # by channel: sums of the error, of the reference, of their product, and of the reference's square
         self.sums: Any = np.zeros((4, 1))
 
-    def add(self, got: Floats, reference: Floats, unquantized: Floats, mask: npt.NDArray[Any]) -> None:
+    def add(self, got: Floats, reference: Floats, unquantized: Floats, mask: Array) -> None:
         """Add one batch.
 
         Args:

@@ -5,23 +5,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import engine_of, reference_blocks, stitch
-from qdqbench.eval.verify.checks import (
-    BlockSums,
-    Cost,
-    Floats,
-    check_answers,
-    check_padding,
-    check_shape,
-    failures,
-)
+from qdqbench.eval.verify.checks import BlockSums, Cost, check_answers, check_padding, check_shape, failures
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck, EngineResult, ShapeCheck, Verification
 from qdqbench.quantize.engine.build import check_sidecar
@@ -56,7 +48,7 @@ def widest(profiles: "Sequence[Profile]") -> "Profile":
     return max(profiles, key=lambda profile: (profile.max[1], profile.max[0]))
 
 
-def shape_cases(lengths: npt.NDArray[np.int64], profiles: "Sequence[Profile]", seed: int) -> list[Case]:
+def shape_cases(lengths: Int64, profiles: "Sequence[Profile]", seed: int) -> list[Case]:
     """Batches at every corner of the profiles, padded and of equal lengths, and the shortest and the longest.
 
     Args:
@@ -67,7 +59,7 @@ def shape_cases(lengths: npt.NDArray[np.int64], profiles: "Sequence[Profile]", s
     random = np.random.default_rng(seed)
     cases: dict[tuple[str, int, int], Case] = {}
 
-    def add(what: str, rows: npt.NDArray[Any], batch: int, length: int) -> None:
+    def add(what: str, rows: Array, batch: int, length: int) -> None:
         chosen = np.resize(random.permutation(rows), batch).tolist()
         cases.setdefault((what, batch, length), Case(what, chosen, length))
 
@@ -91,7 +83,7 @@ def shape_cases(lengths: npt.NDArray[np.int64], profiles: "Sequence[Profile]", s
     return list(cases.values())
 
 
-def fitting_samples(lengths: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int64]:
+def fitting_samples(lengths: Int64, longest: int) -> Int64:
     """Samples that an engine takes, of at least one.
 
     Raises:
@@ -106,7 +98,7 @@ def fitting_samples(lengths: npt.NDArray[np.int64], longest: int) -> npt.NDArray
     return found
 
 
-def block_cases(lengths: npt.NDArray[np.int64], profile: "Profile", seed: int) -> list[Case]:
+def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[Case]:
     """Batches for the blocks: mixed lengths with the extremes, equal lengths, and the shortest sample.
 
     Raises:
@@ -126,7 +118,7 @@ def block_cases(lengths: npt.NDArray[np.int64], profile: "Profile", seed: int) -
     return [Case(what, rows.tolist(), max(low, int(lengths[rows].max()))) for what, rows in drawn]
 
 
-def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, npt.NDArray[np.int64]]:
+def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
     """int64 [B, L] arrays of a case."""
 
     samples = [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in case.rows]
@@ -166,7 +158,7 @@ class _Data:
     reference: Floats
     fp32: Floats
     labels: metrics.Labels
-    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # drawn samples
+    rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))  # drawn samples
 
 
 def verify_engine(session: "Session") -> Verification:

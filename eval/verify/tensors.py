@@ -1,14 +1,11 @@
 """How far one tensor is from the reference, padding left out."""
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.eval.verify.checks import BlockSums
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.strict import Strict
 
-Array = npt.NDArray[Any]
 SYSTEMATIC_LIMIT = 0.01  # of what one offset and factor per channel explain of the error: not rounding
 
 

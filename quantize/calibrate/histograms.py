@@ -9,9 +9,9 @@ import warnings
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.fakequant.quantizers import kind_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import percentile_of
@@ -100,7 +100,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         return torch.clamp(found.float().cpu(), min=self.limit / BINS, max=self.largest)
 
 
-def _least_error(counts: npt.NDArray[np.int64], width: float) -> torch.Tensor:
+def _least_error(counts: Int64, width: float) -> torch.Tensor:
     """Amax with the least squared error of rounding and clipping, over a histogram with bins of `width`."""
     centers = (np.arange(len(counts)) + 0.5) * width
     candidates = np.linspace(min(CODES, len(counts)), len(counts), CANDIDATES) * width

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.quantize.calibrate.record import Smoothing
+from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.encoders.family import linear_kind, residual_read_by
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 
 LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
-
-Floats = npt.NDArray[np.float64]
 
 
 def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
@@ -182,24 +180,24 @@ def _tensor(factors: list[float], like: "torch.Tensor") -> "torch.Tensor":
     return like.new_tensor(factors)
 
 
-def _scales(weights: Iterable["torch.Tensor"], ranges: Floats, alpha: float) -> Floats:
+def _scales(weights: Iterable["torch.Tensor"], ranges: Float64, alpha: float) -> Float64:
     """Factor of each input channel, powers of two [K]; 1 for channels that are always zero."""
     largest = np.max([column_ranges(weight) for weight in weights], axis=0)
     return _power_of_two(_ratio(ranges**alpha, largest ** (1 - alpha)))
 
 
-def column_ranges(weight: "torch.Tensor") -> Floats:
+def column_ranges(weight: "torch.Tensor") -> Float64:
     """Largest magnitude of each column of a weight [N, K], float64 [K]."""
-    ranges: Floats = weight.detach().abs().amax(dim=0).double().cpu().numpy()
+    ranges: Float64 = weight.detach().abs().amax(dim=0).double().cpu().numpy()
     return ranges
 
 
-def _ratio(above: Floats, below: Floats) -> Floats:
+def _ratio(above: Float64, below: Float64) -> Float64:
     """Quotient, and 0 where either is 0: a channel that is always zero."""
     return np.divide(above, below, out=np.zeros_like(above), where=(above > 0) & (below > 0))
 
 
-def _power_of_two(raw: Floats) -> Floats:
+def _power_of_two(raw: Float64) -> Float64:
     """Nearest powers of two, of geometric mean 1: a common factor changes no quantization; 1 for 0."""
     alive = raw > 0
     if not alive.any():
@@ -207,7 +205,7 @@ def _power_of_two(raw: Floats) -> Floats:
     exponents = np.log2(np.where(alive, raw, 1.0))
     exponents = np.where(alive, exponents - exponents[alive].mean(), 0.0)
     limit = np.log2(LARGEST_FACTOR)
-    scales: Floats = np.exp2(np.clip(np.rint(exponents), -limit, limit))
+    scales: Float64 = np.exp2(np.clip(np.rint(exponents), -limit, limit))
     return scales
 
 
@@ -215,8 +213,8 @@ def _power_of_two(raw: Floats) -> Floats:
 class Ranges:
     """Largest magnitude of each channel, float64 [channels], by module."""
 
-    inputs: dict[str, Floats]
-    outputs: dict[str, Floats]
+    inputs: dict[str, Float64]
+    outputs: dict[str, Float64]
 
 
 def measure(
@@ -270,7 +268,7 @@ class _Sources:
     """Where linears read from."""
 
     readers: list[list[str]]  # linears that read the same tensor
-    gains: dict[str, Floats]  # of the LayerNorm that made a linear's input, as powers of two
+    gains: dict[str, Float64]  # of the LayerNorm that made a linear's input, as powers of two
 
 
 def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
@@ -300,7 +298,7 @@ def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
     finally:
         for hook in hooks:
             hook.remove()
-    gains: dict[str, Floats] = {}
+    gains: dict[str, Float64] = {}
     for pointer, members in readers.items():
         if pointer in norms:
             gain = norms[pointer].weight.detach().abs().double().cpu().numpy()

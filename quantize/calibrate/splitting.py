@@ -16,24 +16,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.quantize.calibrate.record import Split
 from qdqbench.quantize.calibrate.smoothing import column_ranges
+from qdqbench.quantize.core.arrays import Float64, Int64
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 LIKE = 8  # a channel is an outlier against the range that this many others reach
 SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation by so much more than the first
 FP16_STEPS = 1024
 
 
-def split(model: "PreTrainedModel", ranges: dict[str, Floats], extra: int) -> dict[str, Split]:
+def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> dict[str, Split]:
     """Choose the copies of feed-forwards, and make them in `model`.
 
     Args:
@@ -49,7 +47,7 @@ def split(model: "PreTrainedModel", ranges: dict[str, Floats], extra: int) -> di
     return found
 
 
-def choose(activations: Floats, weights: Floats, extra: int) -> Split:
+def choose(activations: Float64, weights: Float64, extra: int) -> Split:
     """Halve what stands out most, again and again, while its copies fit.
 
     Args:
@@ -75,7 +73,7 @@ def choose(activations: Floats, weights: Floats, extra: int) -> Split:
     return Split(extra=extra, outliers={n: (int(by_input[n]), int(by_weight[n])) for n in outliers})
 
 
-def _outlier(ranges: Floats) -> tuple[float, int]:
+def _outlier(ranges: Float64) -> tuple[float, int]:
     """How far the largest channel is above the next ones, and which it is."""
     order = np.argsort(-ranges, kind="stable")
     largest, like = float(ranges[order[0]]), float(ranges[order[min(LIKE, len(order) - 1)]])
@@ -150,9 +148,9 @@ def merge(weights: "dict[str, torch.Tensor]", splits: dict[str, Split]) -> "dict
 class Layout:
     """The channels of a feed-forward with copies: its own, then copies, then filling. All [K + extra]."""
 
-    channels: Ints  # which one each is; filling is the first one, with a column of zeros
-    inputs: Floats  # what multiplies the activation before its Q; fits FP16
-    columns: Floats  # what multiplies the column of the weight; powers of two for the first K
+    channels: Int64  # which one each is; filling is the first one, with a column of zeros
+    inputs: Float64  # what multiplies the activation before its Q; fits FP16
+    columns: Float64  # what multiplies the column of the weight; powers of two for the first K
 
 
 def layout_of(found: Split, width: int) -> Layout:

@@ -8,8 +8,9 @@ from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import finding, label, type_name
 from qdqbench.quantize.check.view import MOVES, Attention, CheckGraph, is_dequantize, is_quantize, operator
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.graph.index import Array, attribute
+from qdqbench.quantize.graph.index import attribute
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT

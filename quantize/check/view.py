@@ -12,7 +12,8 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import label
-from qdqbench.quantize.graph.index import MAX_STEPS, Array, GraphIndex
+from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex
 
 MATMULS = ("MatMul", "Gemm")
 _QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 
 FAR = 2.0  # factor from the opt shape at which kernels are tuned for something else
@@ -115,7 +115,7 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
     return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
 
 
-def require_room(profiles: Sequence[Profile], lengths: npt.NDArray[np.int64], batch_size: int) -> None:
+def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> None:
     """Find out before any work that the data does not fit the engine that will be built.
 
     Args:
@@ -144,7 +144,7 @@ def require_room(profiles: Sequence[Profile], lengths: npt.NDArray[np.int64], ba
             )
 
 
-def notes_on_data(profiles: Sequence[Profile], lengths: npt.NDArray[np.int64], batch_size: int) -> list[str]:
+def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -> list[str]:
     """Warn where the data is far from what the engine is tuned for, with the shapes to ask for instead.
 
     Kernels are chosen for opt; the data counts as far when the 90th percentile of its padded batch lengths,

@@ -5,11 +5,11 @@ from collections.abc import Collection
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
-Array = npt.NDArray[np.generic]
+from qdqbench.quantize.core.arrays import Array
+
 MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
 # The exporter writes equal initializers once, the others as Identity; a Reciprocal is of smoothing's factors.
 FOLDED = ("Identity", "Cast", "Reciprocal")

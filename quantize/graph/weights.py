@@ -7,17 +7,15 @@ operands along K. Stored [K, N] they still run in INT8, and slower than FP16 (do
 from collections import defaultdict
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
+from qdqbench.quantize.core.arrays import Array, Float32, Int8
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of
 
-Floats = npt.NDArray[np.float32]
 
-
-def quantize(weight: Floats, scale: Floats, axis: int) -> npt.NDArray[np.int8]:
+def quantize(weight: Float32, scale: Float32, axis: int) -> Int8:
     """INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
 
     ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
@@ -30,7 +28,7 @@ def quantize(weight: Floats, scale: Floats, axis: int) -> npt.NDArray[np.int8]:
     shape = [1] * weight.ndim
     if scale.ndim:
         shape[axis] = -1
-    codes: npt.NDArray[np.int8] = np.clip(np.rint(weight / scale.reshape(shape)), -128, 127).astype(np.int8)
+    codes: Int8 = np.clip(np.rint(weight / scale.reshape(shape)), -128, 127).astype(np.int8)
     return codes
 
 
@@ -81,7 +79,7 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
     index: GraphIndex,
     q: onnx.NodeProto,
     gemm: onnx.NodeProto,
-    weight: npt.NDArray[np.generic],
+    weight: Array,
     transposed: bool,
 ) -> tuple[onnx.NodeProto, onnx.NodeProto]:
     """DQ of INT8 codes in [N, K] order and its Transpose; adds the initializers."""
@@ -143,7 +141,7 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
             (docs/performance.md).
     """
     index = GraphIndex(model)
-    groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Floats]]] = defaultdict(list)
+    groups: dict[str, list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]] = defaultdict(list)
     for node in model.graph.node:
         dq = weight_dq(index, node) if node.op_type == "MatMul" else None
         if dq is None or dq.op_type != "DequantizeLinear" or index.constant(dq.input[0]) is None:
@@ -167,7 +165,7 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     model.graph.node.extend(nodes)
 
 
-def _middle(scales: Floats) -> np.float32:
+def _middle(scales: Float32) -> np.float32:
     """Power of two nearest to the geometric mean of the extreme scales."""
     extremes = np.log2(scales.astype(np.float64).min()) + np.log2(scales.astype(np.float64).max())
     return np.float32(np.exp2(np.rint(extremes / 2)))
@@ -180,7 +178,7 @@ def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | Non
 
 
 def _factor(
-    model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, scale: Floats, shared: np.float32
+    model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, scale: Float32, shared: np.float32
 ) -> onnx.NodeProto:
     """Give one DQ the scalar scale and return the Mul for behind its MatMul."""
     name = dq.input[0].removesuffix("_int8")

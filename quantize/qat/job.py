@@ -7,6 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.calibrate.splitting import keep_equal
+from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.recipe.training import Distill, Qat
@@ -15,7 +16,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.losses import answer_distance, hidden_distance, label_loss
 from qdqbench.quantize.tasks.rows import Encoded, Ints, encode
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.train.judge import BATCH, Floats, collapsed, mean_loss, predict_rows
+from qdqbench.quantize.train.judge import BATCH, collapsed, mean_loss, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed
 from qdqbench.quantize.train.record import CHECKPOINTS
 from qdqbench.quantize.train.rows import TrainingData, divide
@@ -115,7 +116,7 @@ def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, 
     return groups
 
 
-def teach(accelerator: "Accelerator", teacher: "PreTrainedModel", data: TrainingData) -> Floats:
+def teach(accelerator: "Accelerator", teacher: "PreTrainedModel", data: TrainingData) -> Float32:
     """The teacher's answers to every row of the train split, float32 [rows, num_labels].
 
     Raises:
@@ -134,7 +135,7 @@ def distillation(  # noqa: PLR0913, PLR0917
     accelerator: "Accelerator",
     encoded: Encoded,
     teacher: "PreTrainedModel",
-    answers: Floats,
+    answers: Float32,
 ) -> "Callable[[Any, Ints, dict[str, torch.Tensor]], torch.Tensor]":
     """The loss of a batch, summed over its rows."""
     import torch
@@ -167,7 +168,7 @@ def _judge(  # noqa: PLR0913, PLR0917
     accelerator: "Accelerator",
     data: TrainingData,
     teacher: "PreTrainedModel",
-    answers: Floats,
+    answers: Float32,
 ) -> Callable[[Any], Judged]:
     """The loss of the training, on the held-out rows."""
     task, labels = session.config.task, data.encoded.labels[data.held_out]
@@ -196,7 +197,7 @@ def _judge(  # noqa: PLR0913, PLR0917
     return judge
 
 
-def _far(task: Task, parts: Distill, wanted: Floats) -> float:
+def _far(task: Task, parts: Distill, wanted: Float32) -> float:
     """A distance that no sound student has, though PTQ may be so near that ten times its own is nothing.
 
     A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy.typing as npt
-
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.engine.profiles import concrete
 from qdqbench.quantize.runtime.tensors import DEVICE, Arrays, load, poison, to_numpy, to_torch
@@ -74,7 +73,7 @@ class BoundRun:
         if not context.execute_async_v3(self.stream.cuda_stream):
             raise CheckFailed(f"{self._owner.name} fails to run")
 
-    def load(self, feeds: Mapping[str, npt.NDArray[Any]]) -> None:
+    def load(self, feeds: Mapping[str, Array]) -> None:
         """Write inputs of exactly the bound shape, and NaN into the outputs; waits.
 
         Raises:

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import choose_backend
@@ -121,7 +120,7 @@ class Engine:
         """
         return choose(self.profiles, batch, length)
 
-    def run(self, feeds: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+    def run(self, feeds: Mapping[str, Array]) -> Arrays:
         """Run once and wait.
 
         Args:
@@ -158,7 +157,7 @@ class Engine:
         self._bound.add(bound)
         return bound
 
-    def kernel_times(self, feeds: Mapping[str, npt.NDArray[Any]], repeats: int = 20) -> dict[str, float]:
+    def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
         """Mean milliseconds of each kernel, by the name that the layer table gives it.
 
         Kernels run one after the other with a timer around each, so the sum is more than a run takes.

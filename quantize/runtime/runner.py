@@ -6,8 +6,8 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit
 from qdqbench.quantize.runtime.bound import BoundRun
@@ -64,7 +64,7 @@ class EngineRunner:
         """Profiles of the engine."""
         return self.engine.profiles
 
-    def __call__(self, batch: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
+    def __call__(self, batch: Mapping[str, Int64]) -> Float32:
         """Run one batch.
 
         Raises:

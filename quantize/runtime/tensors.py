@@ -1,18 +1,18 @@
 """Arrays on the host and buffers on the GPU, by the datatypes of an engine."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
 DEVICE = "cuda"
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, Array]
 _DTYPES = {  # trt.DataType member: torch dtype
     "FLOAT": "float32",
     "HALF": "float16",
@@ -41,7 +41,7 @@ def torch_dtype(name: str) -> "torch.dtype":
 
 
 def to_torch(
-    feeds: Mapping[str, npt.NDArray[Any]], dtypes: "Mapping[str, torch.dtype]", what: str
+    feeds: Mapping[str, Array], dtypes: "Mapping[str, torch.dtype]", what: str
 ) -> "dict[str, torch.Tensor]":
     """Host tensors for every input, in the engine's datatypes.
 
@@ -93,7 +93,7 @@ def poison(shape: tuple[int, ...], dtype: "torch.dtype", device: str) -> "torch.
     return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
-def to_numpy(tensor: "torch.Tensor") -> npt.NDArray[Any]:
+def to_numpy(tensor: "torch.Tensor") -> Array:
     """An array on the host; types that numpy lacks become float32."""
     import torch
 

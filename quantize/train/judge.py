@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Array, Float32, Float64
 from qdqbench.quantize.tasks.rows import Encoded, Ints, pad
 from qdqbench.quantize.tasks.task import Task
 
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-Floats = npt.NDArray[np.float32]
 BATCH = 64
 SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same
 
 
 def predict_rows(
     accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Ints, pad_id: int
-) -> Floats:
+) -> Float32:
     """Logits float32 [rows, num_labels] of some rows of a split, the same on every process.
 
     Args:
@@ -34,7 +33,7 @@ def predict_rows(
 
     order = np.argsort(-encoded.lengths[rows], kind="stable")  # positions in `rows`
     mine = order[accelerator.process_index :: accelerator.num_processes]
-    found: list[tuple[Ints, Floats]] = []
+    found: list[tuple[Ints, Float32]] = []
     for start in range(0, len(mine), BATCH):
         positions = mine[start : start + BATCH]
         samples = [
@@ -45,28 +44,28 @@ def predict_rows(
             inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
             logits: Any = model(**inputs).logits
         found.append((positions, logits.float().cpu().numpy()))
-    parts: list[tuple[Ints, Floats]] = gather_object(found)
+    parts: list[tuple[Ints, Float32]] = gather_object(found)
     result = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
     for positions, values in parts:
         result[positions] = values
     return result
 
 
-def mean_loss(task: Task, logits: Floats, labels: npt.NDArray[Any]) -> float:
+def mean_loss(task: Task, logits: Float32, labels: Array) -> float:
     """Mean cross entropy, or mean squared error of a regression."""
     if task.is_regression:
         return float(np.mean((logits[:, 0].astype(np.float64) - labels) ** 2))
     return float(-np.mean(log_softmax(logits)[np.arange(len(labels)), labels]))
 
 
-def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+def log_softmax(logits: Float32) -> Float64:
     """Log probabilities, float64 [n, classes]."""
     from scipy.special import log_softmax as stable
 
     return np.asarray(stable(logits.astype(np.float64), axis=1))
 
 
-def collapsed(task: Task, logits: Floats, labels: npt.NDArray[Any]) -> bool:
+def collapsed(task: Task, logits: Float32, labels: Array) -> bool:
     """Whether the answers do not depend on the input though the labels do.
 
     Not whether one class gets them all: with few samples of the others, a sound model may do that.
