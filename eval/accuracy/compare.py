@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.tasks import metrics
@@ -50,7 +51,7 @@ def compare(
         n=len(labels),
         disagreements=None if task.is_regression else int((systems[0] != systems[1]).sum()),
         mcnemar_p=None if task.is_regression else _mcnemar(systems[0] == labels, systems[1] == labels),
-        within_noise=abs(delta[primary]) <= 2 * errors[primary],
+        within_noise=abs(delta[primary]) <= NOISE * errors[primary],
         mean_abs_logit_diff=float(np.abs(difference).mean()),
         sqnr_db=_sqnr_db(reference_logits.astype(np.float64), difference),
     )

@@ -11,7 +11,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.task import Task, by_split
 
 if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
@@ -57,27 +57,22 @@ def read_logits(path: Path) -> tuple[Logits, dict[str, metrics.Labels]]:
 def score(task: Task, path: Path, reference: Path | None, seed: int, detail: str) -> StageResult:
     """Metrics of one stage, paired with a reference stage.
 
-    A task with two evaluation splits (MNLI) has the metrics of the second under a suffix: accuracy_mm. The
-    comparison is on the first split.
+    A task with two evaluation splits (MNLI) has metrics and differences of the second under a suffix:
+    accuracy_mm. Everything else, the number of samples too, is of the first.
     """
     logits, labels = read_logits(path)
-    values: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for position, split in enumerate(logits):
-        suffix = "_mm" if position else ""
-        found = metrics.compute(task, logits[split], labels[split])
-        values |= {f"{name}{suffix}": value for name, value in found.items()}
-        found = metrics.stderr(task, logits[split], labels[split], seed=seed)
-        errors |= {f"{name}{suffix}": value for name, value in found.items()}
-    first = next(iter(logits))
     versus = None
     if reference is not None:
-        versus = compare(task, read_logits(reference)[0][first], logits[first], labels[first], seed=seed)
+        before = read_logits(reference)[0]
+        found = [compare(task, before[name], logits[name], labels[name], seed=seed) for name in logits]
+        deltas = by_split(each.delta for each in found)
+        errors = by_split(each.delta_stderr for each in found)
+        versus = found[0].model_copy(update={"delta": deltas, "delta_stderr": errors})
     return StageResult(
         status="done",
-        metrics=values,
-        stderr=errors,
-        n=sum(map(len, labels.values())),
+        metrics=by_split(metrics.compute(task, logits[name], labels[name]) for name in logits),
+        stderr=by_split(metrics.stderr(task, logits[name], labels[name], seed=seed) for name in logits),
+        n=len(next(iter(labels.values()))),
         vs_fp32=versus,
         detail=detail,
     )

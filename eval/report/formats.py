@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from qdqbench.quantize.tasks.task import SECOND
+
 LABELS = {
     "fp32": "FP32",
     "ptq": "PTQ fake-quant",
@@ -27,9 +29,9 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 
 
 def label(name: str) -> str:
-    """How the field writes the name of a stage, metric, task or backend; `_mm` is MNLI's mismatched split."""
-    if name.endswith("_mm"):
-        return f"{label(name[:-3])} (mismatched)"
+    """How the field writes the name of a stage, metric, task or backend."""
+    if name.endswith(SECOND):
+        return f"{label(name.removesuffix(SECOND))} (mismatched)"
     return LABELS.get(name, name.replace("_", " "))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import Any
 
+from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.report.formats import datatype
 from qdqbench.eval.report.svg import (
     BLUE,
@@ -20,7 +21,7 @@ from qdqbench.eval.report.svg import (
     figure_of,
     svg_of,
 )
-from qdqbench.quantize.core.results import LayerRow, Results
+from qdqbench.quantize.core.results import LayerRow, Results, StageResult
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 
@@ -179,7 +180,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
             axes.text(1.02, position, text, transform=axes.get_yaxis_transform(), color=MUTED, va="center")
             continue
         value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
-        low = lowest is not None and value < lowest
+        low = lowest is not None and _fails(row, metric, results.gate.max_drop)
         colour, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
         if stage == "ptq" and not low:
             colour, marker = (ORANGE, "s")  # what QAT began with
@@ -188,6 +189,12 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.08)
+
+
+def _fails(row: StageResult, metric: str, max_drop: float) -> bool:
+    if (versus := row.vs_fp32) is None or metric not in versus.delta:
+        return False
+    return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"
 
 
 def ranges_svg(results: Results, measure: str) -> str:

@@ -1,11 +1,13 @@
 """Gather the files of a run into one `Results`, and hold them to the recipe's gate."""
 
 import importlib.metadata
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.gate import Judgement, judge
 from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core import files
@@ -27,6 +29,7 @@ from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.load import describe_model
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.tasks.sources import source_commit
+from qdqbench.quantize.tasks.task import SECOND
 
 if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
@@ -80,8 +83,7 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
         ),
         environment=environment(),
     )
-    failures = _failures(session, results)
-    results.gate = Gate(passed=not failures, max_drop=config.recipe.gate.max_drop, failures=failures)
+    results.gate = gate_of(session, results)
     return results
 
 
@@ -201,10 +203,9 @@ def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
     return notes
 
 
-def _failures(session: "Session", results: Results) -> list[str]:
-    """Everything that keeps the gate from passing."""
-
-    recipe, found = session.recipe, []
+def gate_of(session: "Session", results: Results) -> Gate:
+    """Hold the numbers of a run to the gate of its recipe; drops as `gate.judge` does it."""
+    recipe, found, notes = session.recipe, [], []
     found += [
         f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"
     ]
@@ -213,18 +214,11 @@ def _failures(session: "Session", results: Results) -> list[str]:
         found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
     if results.verification is not None:
         found += results.verification.failures
-    primary = session.config.task.metrics[0]
-    judged = {name: stage for name, stage in results.stages.items() if name != "ptq"}  # QAT comes after it
-    for name, stage in judged.items():
-        drops = [
-            results.stages["fp32"].metrics[m] - v
-            for m, v in stage.metrics.items()
-            if m in (primary, f"{primary}_mm")
-        ]
-        if drops and max(drops) > recipe.gate.max_drop:
-            found.append(
-                f"{name}: {primary} is {max(drops):.4f} below FP32, the gate allows {recipe.gate.max_drop}"
-            )
+    for said, judged in _drops(session, results.stages):
+        if judged == "fails":
+            found.append(said)
+        elif judged == "holds within noise":
+            notes.append(f"{said}; it holds within noise (two standard errors)")
     if recipe.quantizes and recipe.gate.int8_layers == "all":
         if results.engine is None:
             built = files.read_json(session.folder / "build.json")
@@ -234,4 +228,17 @@ def _failures(session: "Session", results: Results) -> list[str]:
                 require_int8(results.engine)
             except CheckFailed as error:
                 found.append(str(error))
-    return found
+    return Gate(passed=not found, max_drop=recipe.gate.max_drop, failures=found, notes=notes)
+
+
+def _drops(session: "Session", stages: dict[str, StageResult]) -> Iterator[tuple[str, Judgement]]:
+    """What is said of the primary metric of each stage and evaluation split, and how the gate judges it."""
+    primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
+    for name, stage in stages.items():
+        if name == "ptq" or stage.vs_fp32 is None:  # QAT comes after PTQ
+            continue
+        for metric, delta in stage.vs_fp32.delta.items():
+            if metric.removesuffix(SECOND) == primary:
+                error = stage.vs_fp32.delta_stderr[metric]
+                said = f"{name}: {metric} is {-delta:.4f} below FP32 (paired standard error {error:.4f})"
+                yield f"{said}, the gate allows {most}", judge(-delta, error, most)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.report import bench_of
 from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
 from qdqbench.eval.report.render import render
@@ -110,8 +111,9 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         tiles.append(("INT8 linears", str(len(results.quantized_layers)), "planned, not proven", True))
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
-        holds = versus.delta[metric] >= -results.gate.max_drop
         error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
+        stderr = versus.delta_stderr.get(metric, 0.0)
+        holds = judge(-versus.delta[metric], stderr, results.gate.max_drop) != "fails"
         tiles.append(
             (f"{label(metric)} against FP32", f"{versus.delta[metric]:+.4f}", error + noise(last[1]), holds)
         )

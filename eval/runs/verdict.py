@@ -15,7 +15,7 @@ class Verdict:
     title: str
     sentence: str
     failures: list[str] = field(default_factory=list)  # of the gate, then of the checks beside it
-    notes: list[str] = field(default_factory=list)  # what was not done, and why
+    notes: list[str] = field(default_factory=list)  # what holds within noise; what was not done
 
 
 def verdict(results: Results) -> Verdict:
@@ -27,9 +27,10 @@ def verdict(results: Results) -> Verdict:
         clauses.append(qat_clause(results))
     if (shrunk := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {shrunk[1]:.2f} of FP32")
-    clauses.append("gate passed" if gate.passed else "gate FAILED")
+    noise = " within noise" if gate.notes else ""
+    clauses.append(f"gate passed{noise}" if gate.passed else "gate FAILED")
     if gate.passed:
-        title = "Gate passed, but a check does not hold" if checks else "Gate passed"
+        title = f"Gate passed{noise}{', but a check does not hold' if checks else ''}"
     else:
         title = "Gate failed"
     sentence = "; ".join(clauses) + "."
@@ -38,7 +39,7 @@ def verdict(results: Results) -> Verdict:
         title=title,
         sentence=sentence[0].upper() + sentence[1:],
         failures=[*gate.failures, *checks] or ([] if gate.passed else ["the gate gives no reason"]),
-        notes=_not_done(results),
+        notes=[*gate.notes, *_not_done(results)],
     )
 
 

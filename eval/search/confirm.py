@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.gate import NOISE, judge
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
@@ -20,10 +21,10 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, s
 from qdqbench.quantize.runtime.runner import EngineRunner
 from qdqbench.quantize.tasks.metrics import Floats, compute
 from qdqbench.quantize.tasks.sources import source_fingerprint
+from qdqbench.quantize.tasks.task import by_split
 
 if TYPE_CHECKING:
     from qdqbench.eval.search.worker import Measure, Worker
-    from qdqbench.quantize.tasks.task import Task
 
 Logits = dict[str, Floats]
 
@@ -97,7 +98,7 @@ def agreement(searched_as: Accuracy, row: Confirmed) -> Agreement:
         searched_stderr=errors[0],
         confirmed=confirmed,
         confirmed_stderr=errors[1],
-        within_noise=abs(searched - confirmed) <= 2 * math.hypot(*errors),
+        within_noise=abs(searched - confirmed) <= NOISE * math.hypot(*errors),
     )
 
 
@@ -109,17 +110,16 @@ def failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], list[st
         return [f"the chosen recipe failed: {row.reason}"], noted
     for stage, splits in (("fake-quant", row.fake_quant), ("the engine", row.engine)):
         for split, found in splits.items():
-            drop = -found.delta[metric]
-            if drop <= gate.max_drop:
-                continue
+            drop, error = -found.delta[metric], found.delta_stderr[metric]
+            judged = judge(drop, error, gate.max_drop)
             said = (
                 f"{stage} loses {100 * drop:.2f} points of {metric} on {split} (paired standard error "
-                f"{100 * found.delta_stderr[metric]:.2f}), the gate allows {100 * gate.max_drop:g}"
+                f"{100 * error:.2f}), the gate allows {100 * gate.max_drop:g}"
             )
-            if found.within_noise:
-                noted.append(f"{said}; that is within noise, so it holds")
-            else:
+            if judged == "fails":
                 bad.append(said)
+            elif judged == "holds within noise":
+                noted.append(f"{said}; it holds within noise (two standard errors)")
     if gate.min_speedup is not None and (row.latency is None or row.latency.speedup < gate.min_speedup):
         speedup = row.latency.speedup if row.latency else math.nan
         bad.append(f"the speed-up is {speedup:.2f}x, the gate asks for {gate.min_speedup:g}x")
@@ -164,17 +164,11 @@ def _predict(work: Workspace, model: Any) -> Logits:
 
 
 def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Comparison], dict[str, float]]:
-    """Comparison by split, and metrics; those of MNLI's second split end with `_mm`."""
-    session = work.session
-    task: Task = session.config.task
-    versus: dict[str, Comparison] = {}
-    values: dict[str, float] = {}
-    for position, (split, (_, encoded)) in enumerate(session.eval_splits.items()):
-        labels = encoded.labels
-        versus[split] = compare(task, fp32[split], logits[split], labels, seed=session.config.seed)
-        suffix = "_mm" if position else ""
-        values |= {f"{m}{suffix}": v for m, v in compute(task, logits[split], labels).items()}
-    return versus, values
+    """Comparison by split, and metrics of all splits."""
+    task, seed = work.session.config.task, work.session.config.seed
+    labels = {split: encoded.labels for split, (_, encoded) in work.session.eval_splits.items()}
+    versus = {name: compare(task, fp32[name], logits[name], labels[name], seed=seed) for name in labels}
+    return versus, by_split(compute(task, logits[name], labels[name]) for name in labels)
 
 
 def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Latency]) -> Latency:

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.placement.space import searched_name, short_yaml
 from qdqbench.eval.report.formats import points
 from qdqbench.eval.search import confirm
@@ -129,7 +130,7 @@ def _without_int8(trials: list[Trial], rows: list[Confirmed]) -> str:
 def _by_noise(row: Confirmed, chosen: Confirmed, metric: str) -> str:
     """What to add where a difference of the metric is no larger than its error."""
     errors = [next(iter(each.fake_quant.values())).delta_stderr[metric] for each in (row, chosen)]
-    noise = row.metrics[metric] - chosen.metrics[metric] <= 2 * math.hypot(*errors)
+    noise = row.metrics[metric] - chosen.metrics[metric] <= NOISE * math.hypot(*errors)
     return ", in accuracy by no more than noise" if noise else ""
 
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report.formats import points
 from qdqbench.quantize.core import files
@@ -43,7 +44,7 @@ class Trial(Strict):
     accuracy: Accuracy | None = None
     latency: Latency | None = None
     duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
-    holds: bool = False  # satisfies the constraints; drops within noise hold
+    holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
     on_front: bool = False  # no other trial is better in one objective and as good in the other
     seconds: float | None = None
 
@@ -156,7 +157,7 @@ def holds(accuracy: Accuracy, latency: Latency, gate: Any) -> bool:
     """Whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
     if gate.min_speedup is not None:
         return bool(latency.speedup >= gate.min_speedup)
-    return bool(accuracy.drop <= gate.max_drop or accuracy.within_noise)
+    return judge(accuracy.drop, accuracy.drop_stderr, gate.max_drop) != "fails"
 
 
 def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
@@ -180,7 +181,7 @@ def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
     chosen = min(near, key=lambda t: t.accuracy.divergence if t.accuracy else 0)
     why = f"the fastest of {len(held)} recipes that lose at most {points(gate.max_drop)}"
     if chosen.accuracy and chosen.accuracy.drop > gate.max_drop:
-        why += f" (it lost {100 * chosen.accuracy.drop:.2f}, which is within noise)"
+        why += f" (it lost {100 * chosen.accuracy.drop:.2f}, which is within noise of that)"
     if len(near) > 1:
         why += f", and the most accurate of the {len(near)} within 1% of that latency"
     return chosen, why

@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
+from qdqbench.eval.accuracy.draw import draw_samples
 from qdqbench.eval.accuracy.runners import on_gpu, placed, predict, torch_runner
 from qdqbench.eval.search.results import Accuracy
 from qdqbench.quantize.calibrate import ptq
@@ -21,7 +22,6 @@ from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.metrics import Floats, compute
-from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -90,29 +90,8 @@ class Workspace:
 
     @cached_property
     def draw(self) -> "Encoded":
-        """Train rows behind those that calibrate, in the same seeded order: none is in both.
-
-        Raises:
-            UserError: too few rows are left.
-        """
-
-        session, section = self.session, self.session.recipe.calibration
-        if section.split in session.config.task.eval_splits:
-            raise UserError(
-                f"the recipe calibrates on split {section.split!r}, which judges the result; search needs a "
-                "train split in calibration.split"
-            )
-        whole = session.split(section.split, limit=section.samples + self.samples, seed=section.seed)
-        left = len(whole.dataset) - section.samples
-        if left < min(self.samples, LEAST_SAMPLES):
-            raise UserError(
-                f"split {section.split!r} has {whole.rows} rows and calibration takes {section.samples}, so "
-                f"{max(left, 0)} are left to search on; lower calibration.samples in the recipe"
-            )
-        if left < self.samples:
-            session.notes.append(f"the search draw has {left} samples: split {section.split!r} has no more")
-        rest = replace(whole, dataset=whole.dataset.select(range(section.samples, len(whole.dataset))))
-        return encode(rest, session.config.task, session.tokenizer, session.recipe.export.max_length)
+        """What trials are judged on."""
+        return draw_samples(self.session, self.samples, least=LEAST_SAMPLES)[1]
 
     @cached_property
     def fp32_logits(self) -> Floats:

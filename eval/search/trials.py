@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.eval.accuracy.gate import limit
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.placement.cost_model import load_cost_model
 from qdqbench.eval.placement.space import make_space, short_yaml
@@ -210,7 +211,7 @@ def _violation(accuracy: Accuracy, latency: Latency, gate: Any) -> float:
         return 0.0
     if gate.min_speedup is not None:
         return float(gate.min_speedup - latency.speedup)
-    return float(accuracy.drop - gate.max_drop)
+    return float(accuracy.drop - limit(accuracy.drop_stderr, gate.max_drop))
 
 
 def trials_of(worker: Worker) -> list[Trial]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import yaml
 
+from qdqbench.eval.accuracy import gate
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity.candidates import Choices
 from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Judged
@@ -15,7 +16,6 @@ from qdqbench.quantize.recipe.sections import Rule
 
 FILE = "recipe.yaml"
 SHARE = 0.5  # of the divergence of everything in INT8 that may be left
-NOISE = 2  # standard errors
 
 
 def kept_counts(linears: int) -> list[int]:
@@ -40,9 +40,9 @@ def holds(point: CurvePoint, full: Judged, max_drop: float) -> bool:
     """Whether a point is good enough; without a kept linear, a drop that may be noise is."""
     judged = point.judged
     if point.kept == 0:
-        return judged.drop <= NOISE * judged.drop_stderr
-    within = judged.drop - NOISE * judged.drop_stderr <= max_drop
-    return within and judged.divergence <= SHARE * full.divergence
+        return gate.judge(judged.drop, judged.drop_stderr, 0.0) != "fails"
+    holds = gate.judge(judged.drop, judged.drop_stderr, max_drop) != "fails"
+    return holds and judged.divergence <= SHARE * full.divergence
 
 
 def choose(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, str]:
@@ -60,9 +60,10 @@ def choose(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, 
     if good.kept == 0:
         return good, True, f"the drop of everything in INT8 ({drop}) is within noise: nothing to keep out"
     share = good.judged.divergence / full.divergence
+    noise = "" if good.judged.drop <= max_drop else " within noise"
     reason = (
         f"with them the divergence is {share:.0%} of that of everything in INT8, "
-        f"the drop ({drop}) is at most {max_drop:g} within noise"
+        f"the drop ({drop}) is at most {max_drop:g}{noise}"
     )
     return good, True, reason
 

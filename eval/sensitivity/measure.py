@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.divergence import divergence, draw_samples
+from qdqbench.eval.accuracy.divergence import divergence
+from qdqbench.eval.accuracy.draw import draw_samples
 from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.accuracy.switches import Switches
 from qdqbench.eval.report.formats import count_of

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from qdqbench.eval.accuracy import gate
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.results import AnswersCheck, BlockCheck, PaddingCheck, ShapeCheck, Verification
@@ -162,9 +163,9 @@ def check_answers(  # noqa: PLR0913
 ) -> AnswersCheck:
     """The engine's answers to real samples against the reference's, logits [n, labels].
 
-    The gate's `max_drop` holds for the drop of the primary metric and for the share of answers that differ
-    beyond those that quantization itself changes, each with two standard errors: a few hundred samples know
-    no better. Distribution: two-sample Kolmogorov-Smirnov per label, Bonferroni over the labels.
+    The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
+    answers that differ beyond those that quantization itself changes, with two standard errors too.
+    Distribution: two-sample Kolmogorov-Smirnov per label, Bonferroni over the labels.
     """
     from scipy import stats
 
@@ -190,7 +191,7 @@ def check_answers(  # noqa: PLR0913
     tests = [stats.ks_2samp(reference[:, i], got[:, i], method="asymp") for i in range(got.shape[1])]
     worst = min(tests, key=lambda test: test.pvalue)
     check.drop = -found.delta[metric]
-    check.drop_limit = max_drop + 2 * found.delta_stderr[metric]
+    check.drop_limit = gate.limit(found.delta_stderr[metric], max_drop)
     check.mean_abs_logit_diff = found.mean_abs_logit_diff
     check.ks_statistic, check.ks_p = float(worst.statistic), float(worst.pvalue)
     if found.disagreements is not None:

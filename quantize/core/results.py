@@ -33,7 +33,7 @@ class StageResult(Strict):
     reason: str | None = None  # why it was skipped
     metrics: dict[str, float] = Field(default_factory=dict)  # the primary metric comes first
     stderr: dict[str, float] = Field(default_factory=dict)
-    n: int = 0
+    n: int = 0  # of the first evaluation split, whose metrics have no suffix
     vs_fp32: Comparison | None = None
     detail: str | None = None  # what ran: versions, provider, precision
 
@@ -243,6 +243,7 @@ class Gate(Strict):
     passed: bool
     max_drop: float
     failures: list[str]
+    notes: list[str] = Field(default_factory=list)  # drops over max_drop that hold within noise
 
 
 class Results(Strict):

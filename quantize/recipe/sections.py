@@ -255,7 +255,8 @@ class Gate(Section):
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.01,
-        description="Largest drop of the primary metric from FP32, absolute (0.01 is one point).",
+        description="Largest drop of the primary metric from FP32, absolute (0.01 is one point); fails "
+        "beyond two standard errors of it.",
     )
     int8_layers: Literal["all"] | None = Field(
         default="all",

@@ -1,7 +1,7 @@
 """The nine GLUE tasks, and any other text-classification task by naming its columns."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -9,6 +9,7 @@ from qdqbench.quantize.core.errors import UserError
 
 CLASSIFICATION_METRICS = ("accuracy", "f1", "matthews")
 REGRESSION_METRICS = ("pearson", "spearman")
+SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
 class Task(BaseModel):
@@ -57,6 +58,15 @@ GLUE: dict[str, Task] = {
 }
 # The generated task of qdqbench.eval.embedded.
 EMBEDDED = Task(name="embedded", text_columns=("sentence",), num_labels=2, metrics=("accuracy", "f1"))
+
+
+def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers by metric of all evaluation splits as one mapping; names of the second end with `SECOND`."""
+    return {
+        f"{name}{SECOND if position else ''}": value
+        for position, values in enumerate(splits)
+        for name, value in values.items()
+    }
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

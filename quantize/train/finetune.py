@@ -26,7 +26,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.losses import label_loss
 from qdqbench.quantize.tasks.rows import Encoded, Ints, encode, load_split
 from qdqbench.quantize.tasks.sources import from_hub
-from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.task import Task, by_split
 from qdqbench.quantize.train.judge import collapsed, mean_loss, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed, train
 from qdqbench.quantize.train.record import (
@@ -244,19 +244,15 @@ def _validate(
     request: Request, data: _Data, model: "PreTrainedModel", accelerator: "Accelerator"
 ) -> dict[str, Any]:
     """Metrics of the validation split in FP32; of MNLI's second one under a suffix."""
-    task = request.task
-    values: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for number, encoded in enumerate(data.evaluation.values()):
-        suffix = "_mm" if number else ""
+    task, found = request.task, []
+    for encoded in data.evaluation.values():
         rows = np.arange(len(encoded.labels))
-        logits = predict_rows(accelerator, model, encoded, rows, data.pad_id)
-        found = metrics.compute(task, logits, encoded.labels)
-        values |= {f"{name}{suffix}": value for name, value in found.items()}
-        found = metrics.stderr(task, logits, encoded.labels, seed=0)
-        errors |= {f"{name}{suffix}": value for name, value in found.items()}
-    first = next(iter(data.evaluation.values()))  # whose metric stands beside n
-    return {"metrics": values, "stderr": errors, "n": len(first.labels)}
+        found.append((predict_rows(accelerator, model, encoded, rows, data.pad_id), encoded.labels))
+    return {
+        "metrics": by_split(metrics.compute(task, logits, labels) for logits, labels in found),
+        "stderr": by_split(metrics.stderr(task, logits, labels, seed=0) for logits, labels in found),
+        "n": len(found[0][1]),  # of the first split, whose metric stands beside it
+    }
 
 
 def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetuning:

@@ -152,7 +152,7 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     from qdqbench.quantize.tasks.task import get_task
 
     split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
-    from qdqbench.eval.accuracy.divergence import draw_samples
+    from qdqbench.eval.accuracy.draw import draw_samples
     from qdqbench.quantize.rundir.session import RunConfig, Session
 
     config = RunConfig(
@@ -166,7 +166,7 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
 
 
 @pytest.mark.parametrize(
-    "case", [({"samples": 256}, "none are left"), ({"split": "validation"}, "the judge of task 'sst2'")]
+    "case", [({"samples": 256}, "0 are left"), ({"split": "validation"}, "the judge of task 'sst2'")]
 )
 def test_no_data_to_measure_on(qdqbench, sst2, recipe, tmp_path, case):
     (calibration, said), out = case, tmp_path / "out"

@@ -504,6 +504,20 @@ def test_a_failed_gate_names_every_reason_everywhere(rendered: Rendered) -> None
         assert reason in one_line(terminal(results).replace("│", ""))
 
 
+def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> None:
+    note = (
+        "engine: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it holds"
+    )
+    results = sample(gate=Gate(passed=True, max_drop=0.01, failures=[], notes=[note]))
+    said = wording.verdict(results)
+    assert (said.passed, said.title) == (True, "Gate passed within noise")
+    assert said.sentence.endswith("; gate passed within noise.")
+    markdown, html = written(results, tmp_path)
+    assert note in markdown
+    assert note in one_line(Page(html).text)
+    assert note in one_line(terminal(results).replace("│", ""))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

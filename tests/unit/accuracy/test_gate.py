@@ -1,0 +1,154 @@
+"""One meaning of `max_drop`: what one command lets pass, no other fails."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.eval.accuracy.gate import judge, limit
+from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.runs.collect import gate_of
+from qdqbench.eval.search.confirm import failures
+from qdqbench.eval.search.results import Accuracy, Confirmed, holds
+from qdqbench.eval.sensitivity.choice import choose
+from qdqbench.eval.sensitivity.results import CurvePoint, Judged
+from qdqbench.quantize.core.results import AnswersCheck, Comparison, Gate, StageResult
+from qdqbench.quantize.recipe.schema import Gate as Asked
+from qdqbench.quantize.tasks.task import GLUE
+
+
+def comparison(**drops: tuple[float, float]) -> Comparison:
+    """Of a drop and its standard error by metric."""
+    first = next(iter(drops.values()))
+    return Comparison(
+        delta={name: -drop for name, (drop, _) in drops.items()},
+        delta_stderr={name: error for name, (_, error) in drops.items()},
+        n=277,
+        disagreements=4,
+        mcnemar_p=0.5,
+        within_noise=abs(first[0]) <= 2 * first[1],
+        mean_abs_logit_diff=0.01,
+        sqnr_db=20.0,
+    )
+
+
+def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
+    """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
+    recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, int8_layers=None), quantizes=True)
+    session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
+    rows = {"fp32": StageResult(status="done")}
+    rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
+    results: Any = SimpleNamespace(findings=[], parity=None, verification=None, stages=rows)
+    return gate_of(session, results)
+
+
+def confirmation(max_drop: float, **stages: Comparison) -> tuple[list[str], list[str]]:
+    """Failures and notes of the same differences where a search confirms its choice."""
+    engine = {"validation": stages["engine"]} if "engine" in stages else {}
+    row = Confirmed(
+        name="found",
+        shipped=False,
+        status="done",
+        fake_quant={"validation": stages["fake_quant"]},
+        engine=engine,
+    )
+    return failures(row, Asked(max_drop=max_drop), "accuracy")
+
+
+def test_what_a_search_confirms_a_run_does_not_fail() -> None:
+    """Seen on a held-out task: the search confirmed both drops as noise, and `run` then failed the second."""
+    stages = {
+        "engine": comparison(accuracy=(0.0084, 0.0112)),
+        "fake_quant": comparison(accuracy=(0.0115, 0.0113)),
+    }
+    bad, noted = confirmation(0.01, **stages)
+    assert not bad
+    assert len(noted) == 1
+    gate = run_gate("rte", 0.01, **stages)
+    assert gate.passed
+    assert gate.failures == []
+    assert gate.notes == [
+        "fake_quant: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it "
+        "holds within noise (two standard errors)"
+    ]
+
+
+def test_noise_of_a_drop_counts_from_max_drop() -> None:
+    assert judge(0.01, 0.0, 0.01) == "holds"
+    assert judge(0.0299, 0.01, 0.01) == "holds within noise"  # beyond noise from 0, but not from max_drop
+    assert judge(0.0301, 0.01, 0.01) == "fails"
+    assert judge(0.0101, 0.0, 0.01) == "fails"
+    assert judge(-0.5, 0.1, 0.0) == "holds"
+
+
+@given(
+    drop=st.floats(-0.2, 0.2),
+    error=st.floats(0, 0.05),
+    max_drop=st.sampled_from([0.0, 0.003, 0.01, 0.1]),
+)
+def test_every_command_judges_alike(drop: float, error: float, max_drop: float) -> None:
+    expected = judge(drop, error, max_drop) != "fails"
+    versus = comparison(accuracy=(drop, error))
+    assert run_gate("sst2", max_drop, fake_quant=versus).passed == expected
+    bad, _ = confirmation(max_drop, fake_quant=versus)
+    assert (not bad) == expected
+    accuracy = Accuracy(
+        divergence=0.1,
+        metric="accuracy",
+        value=0.9,
+        drop=drop,
+        drop_stderr=error,
+        within_noise=versus.within_noise,
+        disagreements=1,
+        n=277,
+    )
+    assert holds(accuracy, Latency(ms=1, twin_ms=1, speedup=1), Asked(max_drop=max_drop)) == expected
+    everything = _point(0, 1.0, 1.0, 0.0)
+    assert choose([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
+    assert _answers(drop, limit(error, max_drop)).holds == expected
+
+
+def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoint:
+    judged = Judged(
+        metric=0.9,
+        drop=drop,
+        drop_stderr=error,
+        within_noise=False,
+        disagreements=1,
+        divergence=divergence,
+        divergence_stderr=0.0,
+        sqnr_db=None,
+    )
+    return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], judged=judged)
+
+
+def _answers(drop: float, drop_limit: float) -> AnswersCheck:
+    """An engine's answers with nothing wrong but, perhaps, their drop."""
+    return AnswersCheck(
+        n=256,
+        nonfinite=0,
+        metric="accuracy",
+        drop=drop,
+        drop_limit=drop_limit,
+        disagreements=None,
+        disagreement_limit=None,
+        mean_abs_logit_diff=0.0,
+        quantization_mean_abs_logit_diff=0.1,
+        mean_limit=0.2,
+        ks_statistic=0.0,
+        ks_p=1.0,
+        ks_p_limit=0.001,
+    )
+
+
+@pytest.mark.parametrize("stage", ["fake_quant", "onnxruntime", "engine"])
+def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> None:
+    bad = comparison(accuracy=(0.0, 0.001), accuracy_mm=(0.05, 0.001))
+    found = run_gate("mnli", 0.01, ptq=bad, **{stage: bad}).failures
+    assert [line.partition(" is ")[0] for line in found] == [f"{stage}: accuracy_mm"]
+
+
+def test_metrics_beside_the_primary_one_are_not_judged() -> None:
+    assert run_gate("mrpc", 0.01, fake_quant=comparison(f1=(0.0, 0.0), accuracy=(0.3, 0.0))).passed
