@@ -4,6 +4,7 @@ Charts are drawn with the object API of matplotlib (no pyplot, no global state) 
 address. Their text takes the page's font and colour, so they are readable on a light and on a dark page.
 """
 
+import html
 import io
 import re
 import warnings
@@ -56,5 +57,6 @@ def svg_of(figure: Any, name: str, description: str) -> str:
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     box = re.search(r'viewBox="[^"]+"', svg)
     assert box is not None
-    head = f'<svg {box[0]} xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{description}">'
+    label = html.escape(description)  # names of models and tasks come from outside
+    head = f'<svg {box[0]} xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}">'
     return re.sub(r"<svg\b[^>]*>", lambda _: head, svg, count=1)

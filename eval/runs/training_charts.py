@@ -1,6 +1,5 @@
 """Curves of training as inline SVG, in the style of `plots`: the loss, and what the held-out rows said."""
 
-import html
 import math
 from typing import Any
 
@@ -100,7 +99,7 @@ def _curves(runs: list[TrainingRun], identity: str, title: str, name: str | None
             handlelength=1.6,
             columnspacing=1.4,
         )
-    return svg.svg_of(figure, identity, html.escape(f"{title} by step"))
+    return svg.svg_of(figure, identity, f"{title} by step")
 
 
 def _line(

@@ -102,7 +102,7 @@ def use_sampler(study: "optuna.Study", seed: int) -> None:
 def _open_storage(storage: str) -> "optuna.storages.RDBStorage":
     """The database, with its tables; Optuna creates them without regard to others that do the same."""
     import optuna
-    from sqlalchemy.exc import DatabaseError, IntegrityError
+    from sqlalchemy.exc import DatabaseError
 
     lock = {"connect_args": {"timeout": LOCK_S}} if storage.startswith("sqlite") else {}
     for opening in range(1, MOST_OPENINGS + 1):
@@ -114,12 +114,25 @@ def _open_storage(storage: str) -> "optuna.storages.RDBStorage":
                 grace_period=GRACE_S,
                 heartbeat_stale_trial_callback=_retry,
             )
-        except DatabaseError as error:
-            raced = isinstance(error, IntegrityError) or "already exists" in str(error)
-            if not raced or opening == MOST_OPENINGS:
-                raise
+        except DatabaseError:
+            if opening == MOST_OPENINGS or not _has_tables(storage):
+                raise  # nobody else is making them
             time.sleep(WAIT_S * opening / MOST_OPENINGS)
     raise AssertionError("unreachable")
+
+
+def _has_tables(storage: str) -> bool:
+    """Whether the database holds a table, which another worker made a moment ago."""
+    from sqlalchemy import create_engine, inspect
+    from sqlalchemy.exc import SQLAlchemyError
+
+    engine = create_engine(storage)
+    try:
+        return bool(inspect(engine).get_table_names())
+    except SQLAlchemyError:
+        return False
+    finally:
+        engine.dispose()
 
 
 def prepare_study(

@@ -126,14 +126,27 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
             enough = done + running(study) >= wanted
             if enough and others_run(study) and counted(study) + running(study) >= wanted:
                 return False
-            try:
-                study.optimize(lambda trial: _objective(worker, trial), n_trials=1, catch=(Exception,))
-            except ValueError as error:
-                if "Cannot tell a FAIL trial" not in str(error):
-                    raise
-                # another worker took this one for dead, and runs the trial again
+            _run_one(worker)
             if worker.work.fatal is not None:
                 raise worker.work.fatal
+
+
+def _run_one(worker: Worker) -> None:
+    """One trial, queued or new; its failure is recorded in the study."""
+    number: int | None = None
+
+    def objective(trial: "optuna.Trial") -> tuple[float, float]:
+        nonlocal number
+        number = trial.number
+        return _objective(worker, trial)
+
+    try:
+        worker.study.optimize(objective, n_trials=1, catch=(Exception,))
+    except Exception:
+        # a trial that ended before its result was told: another worker took this one for dead, and runs it
+        # again
+        if number is None or not worker.study.get_trials(deepcopy=False)[number].state.is_finished():
+            raise
 
 
 def _objective(worker: Worker, trial: "optuna.Trial") -> tuple[float, float]:

@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": gpu.name if gpu else "none",
         "driver": gpu.driver if gpu else None,
-        "git": _git_hash(),
+        "git": _commit(Path(__file__).resolve().parents[2]),
         "versions": versions,
     }
 
@@ -54,11 +54,24 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-def _git_hash() -> str | None:
-    """Commit of the checkout that runs, None for an installed package."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+def _commit(package: Path) -> str | None:
+    """Commit of the checkout that runs, with "-dirty" where its files were changed since.
+
+    Args:
+        package: root of the code. None for an installed package, wherever it lies: the repository around it
+            says nothing of it.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603
+        if Path(_git(package, "rev-parse", "--show-toplevel")) != package:
+            return None
+        if 'name = "qdqbench"' not in (package / "pyproject.toml").read_text(encoding="utf-8"):
+            return None
+        return _git(package, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)  # noqa: S603
     return done.stdout.strip()
