@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 
 FILE = "bench.json"
 
@@ -135,14 +134,7 @@ def read_bench(path: Path) -> Bench:
     Raises:
         UserError: missing, or not of this schema.
     """
-    try:
-        return Bench.model_validate(files.read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path} is no bench result of this version ({where}: {first['msg']}); run `qdqbench bench` again"
-        ) from error
+    return read(path, Bench, "bench result", "run `qdqbench bench` again")
 
 
 def write_bench(path: Path, bench: Bench) -> None:

@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Comparison
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 
 FILE = "methods.json"
 RECIPE = "recipe.yaml"
@@ -107,9 +103,4 @@ def read_methods(path: Path) -> Methods:
         UserError: missing, or not of this version.
     """
     file = path / FILE if path.is_dir() else path
-    try:
-        return Methods.model_validate(files.read_json(file))
-    except ValidationError as error:
-        raise UserError(
-            f"{file} is no table of methods of this version; run `qdqbench methods` again"
-        ) from error
+    return read(file, Methods, "table of methods", "run `qdqbench methods` again")

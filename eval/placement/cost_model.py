@@ -10,17 +10,15 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
-from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.encoders.family import layer_of, linear_kind
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -270,23 +268,15 @@ def load_cost_model(path: Path | None = None) -> CostModel:
         UserError: the file is not one.
     """
     if path is None:
-        shipped = resources.files("qdqbench.eval.placement") / DATA
-        if not shipped.is_file():
+        path = Path(__file__).parent / DATA
+        if not path.is_file():
             raise MissingDevice(
                 "latency can be measured on a GPU only, none is here, and no cost model is shipped; on a GPU "
                 "run `qdqbench cost measure` and `qdqbench cost fit`, and give the file with --cost-model"
             )
-        text, source = shipped.read_text(encoding="utf-8"), DATA
-    else:
-        if not path.is_file():
-            raise UserError(f"there is no cost model {path}; make one with `qdqbench cost fit`")
-        text, source = json.dumps(files.read_json(path)), str(path)
-    try:
-        return CostModel.model_validate_json(text)
-    except ValidationError as error:
-        raise UserError(
-            f"{source} is not a cost model of this version; make it with `qdqbench cost fit`"
-        ) from error
+    elif not path.is_file():
+        raise UserError(f"there is no cost model {path}; make one with `qdqbench cost fit`")
+    return read(path, CostModel, "cost model", "make it with `qdqbench cost fit`")
 
 
 def shape_of(config: Any) -> ModelShape:

@@ -3,12 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Comparison
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import Spread
 
 FILE = "study.json"
@@ -67,7 +63,4 @@ def read_study(path: Path) -> Study:
     Raises:
         UserError: missing or of another version.
     """
-    try:
-        return Study.model_validate(files.read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path} is no study of this version; run `qdqbench study` again") from error
+    return read(path, Study, "study", "run `qdqbench study` again")

@@ -3,15 +3,11 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report.formats import points
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Comparison
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 
 FILE = "search.json"
 EQUAL_LATENCY = 1.01  # engines within 1% of each other count as equally fast: rounds differ by as much
@@ -132,10 +128,7 @@ def read_search(path: Path) -> Search:
     Raises:
         UserError: missing, or of another version.
     """
-    try:
-        return Search.model_validate(files.read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path} is not a search of this version of qdqbench; search again") from error
+    return read(path, Search, "search", "search again")
 
 
 def mark_front(trials: list[Trial], objective: str) -> None:

@@ -3,11 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 
 FILE = "sensitivity.json"
 Group = Literal["linear", "attention", "block", "kind"]
@@ -102,12 +98,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
         UserError: missing, or not of this version.
     """
     file = sensitivity_file(path)
-    try:
-        return Sensitivity.model_validate(files.read_json(file))
-    except ValidationError as error:
-        raise UserError(
-            f"{file} is no sensitivity report of this version; run `qdqbench sensitivity` again"
-        ) from error
+    return read(file, Sensitivity, "sensitivity report", "run `qdqbench sensitivity` again")
 
 
 def ranking(found: Sensitivity | list[Row]) -> list[Row]:

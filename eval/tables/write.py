@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from qdqbench.eval.bench.report import (
     cell_text,
     clocks,
@@ -32,6 +30,7 @@ from qdqbench.eval.tables.study import study_tables
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.strict import read
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 RESULTS = "results.json"
@@ -227,12 +226,4 @@ def _add(
 
 
 def _read_run(path: Path) -> Results:
-    try:
-        return Results.model_validate(files.read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path} is neither results.json nor bench.json of this version ({where}: {first['msg']}); make "
-            "it again"
-        ) from error
+    return read(path, Results, "results.json or bench.json", "make it again")

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import QuantizerRow
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.encoders.family import residual_readers
 from qdqbench.quantize.fakequant.quantizers import Kind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
@@ -79,10 +78,7 @@ def read_record(path: Path) -> CalibrationRecord:
     Raises:
         UserError: missing or not of this schema.
     """
-    try:
-        return CalibrationRecord.model_validate(files.read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path} is not a calibration record of this version; quantize again") from error
+    return read(path, CalibrationRecord, "calibration record", "quantize again")
 
 
 def write_record(path: Path, record: CalibrationRecord) -> None:

@@ -186,17 +186,11 @@ def _judge_build(session: Any, json: bool) -> None:
 
 def profile(folder: Run, json: Json = False) -> None:
     """Wall time and peak memory of each stage of a finished run."""
-    from pydantic import ValidationError
-
-    from qdqbench.quantize.core import files
-    from qdqbench.quantize.core.errors import UserError
     from qdqbench.quantize.core.results import Results
+    from qdqbench.quantize.core.strict import read
 
-    path = folder / "results.json"
-    try:
-        timings = Results.model_validate(files.read_json(path)).model_dump()["timings"]
-    except ValidationError as error:
-        raise UserError(f"{path} is no report of this version; run `qdqbench report {folder}`") from error
+    found = read(folder / "results.json", Results, "report", f"run `qdqbench report {folder}`")
+    timings = found.model_dump()["timings"]
     if json:
         print_json(timings)
         return

@@ -1,9 +1,39 @@
-"""The base of every schema that is read or written."""
+"""The base of every schema that is read or written, and the way to read a file of one."""
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class Strict(BaseModel):
     """A record without unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
+    """Read and check a JSON file.
+
+    Args:
+        path: of the file.
+        schema: of what it holds.
+        what: what it should be, such as "study".
+        again: how to get a good one, such as "run `qdqbench study` again".
+
+    Raises:
+        UserError: missing, not JSON, or not of this schema; names the first field that is wrong.
+    """
+    try:
+        return schema.model_validate(files.read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise UserError(
+            f"{path} is no {what} of this version of qdqbench ({where}: {first['msg']}); {again}"
+        ) from error

@@ -7,13 +7,12 @@ from importlib import metadata
 from pathlib import Path
 
 import onnx
-from pydantic import ValidationError
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.gpu import Gpu, find_gpu
 from qdqbench.quantize.core.results import EngineResult, LayerRow
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.engine.backend import (
     BackendChoice,
     BuiltEngine,
@@ -212,10 +211,7 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
         raise UserError(
             f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
         )
-    try:
-        sidecar = Sidecar.model_validate(files.read_json(sidecar_path(engine_path)))
-    except ValidationError as error:
-        raise UserError(f"{sidecar_path(engine_path)} is not an engine sidecar; {again}") from error
+    sidecar = read(sidecar_path(engine_path), Sidecar, "engine sidecar", again)
     if not engine_path.is_file():
         raise UserError(f"{engine_path} does not exist; {again}")
     gpu = find_gpu()

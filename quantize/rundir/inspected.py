@@ -9,6 +9,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import log
 from qdqbench.quantize.engine.build import Sidecar, check_sidecar, sidecar_path
@@ -222,17 +223,12 @@ def _inspector_layers(path: Path, sidecar: Any) -> list[LayerRow]:
 
 
 def _sidecar(engine: Path) -> Any:
-    from pydantic import ValidationError
-
     path = sidecar_path(engine)
     if not path.is_file():
         raise UserError(
             f"{path} does not exist, so nothing says what {engine.name} is; build the engine again"
         )
-    try:
-        return Sidecar.model_validate(files.read_json(path))
-    except ValidationError as error:
-        raise UserError(f"{path} is not an engine sidecar; build the engine again") from error
+    return read(path, Sidecar, "engine sidecar", "build the engine again")
 
 
 def _built_file(folder: Path) -> str | None:

@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import ValidationError
-
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record
-from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer, model_fingerprint, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
@@ -59,12 +56,7 @@ def read_config(folder: Path) -> RunConfig:
         raise UserError(
             f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
         )
-    try:
-        return RunConfig.model_validate(files.read_json(path))
-    except ValidationError as error:
-        raise UserError(
-            f"{path} is of another version of qdqbench; start a new run in another folder"
-        ) from error
+    return read(path, RunConfig, "run configuration", "start a new run in another folder")
 
 
 @dataclass

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import Spread, TrainingRun
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.train.loop import Outcome, total_steps
@@ -53,9 +53,14 @@ def finished(run: TrainingRun, outcome: Outcome) -> TrainingRun:
     )
 
 
+class _Finished(Strict):
+    identity: dict[str, Any]
+    run: TrainingRun
+
+
 def write_finished(path: Path, identity: dict[str, Any], run: TrainingRun) -> None:
     """Keep the record of a finished run beside its model."""
-    files.write_json(path, {"identity": identity, "run": run.model_dump(mode="json")})
+    files.write_json(path, _Finished(identity=identity, run=run).model_dump(mode="json"))
 
 
 def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
@@ -66,17 +71,14 @@ def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
     """
     if not path.is_file():
         return None
-    stored = files.read_json(path)
-    try:
-        known, run = stored["identity"], TrainingRun.model_validate(stored["run"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"{path} is of another version of qdqbench; give another --out folder") from error
+    stored = read(path, _Finished, "finished training", "give another --out folder")
+    known = stored.identity
     if differing := sorted(key for key in {**known, **identity} if known.get(key) != identity.get(key)):
         raise UserError(
             f"{path.parent} holds a finished training of another {', '.join(differing)}; give --out another "
             "folder, or remove it to begin again"
         )
-    return run
+    return stored.run
 
 
 def require_all(failed: list[str], path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_shipped_model_is_used_or_its_absence_says_how_to_make_one(monkeypatch
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="not a cost model"):
+    with pytest.raises(UserError, match="no cost model of this version"):
         load_cost_model(path)
 
 

@@ -229,7 +229,7 @@ class TestOpening:
     @pytest.mark.parametrize("content", ['{"schema_version": 2}', "[]"])
     def test_a_run_of_another_version(self, tmp_path: Path, content: str) -> None:
         (tmp_path / CONFIG).write_text(content)
-        with pytest.raises(UserError, match="is of another version of qdqbench"):
+        with pytest.raises(UserError, match="is no run configuration of this version of qdqbench"):
             read_config(tmp_path)
 
 

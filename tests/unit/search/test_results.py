@@ -300,7 +300,7 @@ def test_search_json_is_read_back(tmp_path):
     path.write_text(found.model_dump_json())
     assert read_search(path) == found
     path.write_text("{}")
-    with pytest.raises(UserError, match="not a search"):
+    with pytest.raises(UserError, match="no search of this version"):
         read_search(path)
 
 
