@@ -15,7 +15,6 @@ from qdqbench.quantize.core.environment import environment
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import (
     Comparison,
-    EngineResult,
     FileRow,
     FindingRow,
     Gate,
@@ -23,11 +22,11 @@ from qdqbench.quantize.core.results import (
     Results,
     StageResult,
     Timing,
-    Verification,
 )
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.load import describe_model
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
 from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.tasks.task import SECOND
 
@@ -46,11 +45,11 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     """
     folder, config = session.folder, session.config
     quantized = config.recipe.quantizes
-    engine = _engine(folder)
-    stages = _stages(session, engine)
+    built, verified = read_built(folder), read_verified(folder)
+    stages = _stages(session)
     findings = _findings(folder)
     parity = _parity(session) if quantized else None
-    verification = _verification(folder)
+    verification = None if isinstance(verified, Skipped) else verified
     split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
     results = Results(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -74,7 +73,7 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
         stages=stages,
         training=_training(session),
         qat_vs_ptq=_qat_vs_ptq(session),
-        engine=engine,
+        engine=None if isinstance(built, Skipped) else built,
         verification=verification,
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,
@@ -87,7 +86,7 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     return results
 
 
-def _stages(session: "Session", engine: EngineResult | None) -> dict[str, StageResult]:
+def _stages(session: "Session") -> dict[str, StageResult]:
     task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
     fp32 = folder / "fp32.npz"
     result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}
@@ -105,22 +104,12 @@ def _stages(session: "Session", engine: EngineResult | None) -> dict[str, StageR
     version = importlib.metadata.version("onnxruntime")
     detail = f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)"
     result["onnxruntime"] = score(task, folder / "onnxruntime.npz", fp32, seed, detail)
-    ran = files.read_json(session.folder / "engine.json")
-    if "skipped" in ran:
-        result["engine"] = StageResult(status="skipped", reason=ran["skipped"])
+    ran = read_ran(session.folder)
+    if isinstance(ran, Skipped):
+        result["engine"] = StageResult(status="skipped", reason=ran.skipped)
     else:
-        result["engine"] = score(task, folder / "engine.npz", fp32, seed, ran["detail"])
+        result["engine"] = score(task, folder / "engine.npz", fp32, seed, ran.detail)
     return result
-
-
-def _engine(folder: Path) -> EngineResult | None:
-    built = files.read_json(folder / "build.json")
-    return None if "skipped" in built else EngineResult.model_validate(built)
-
-
-def _verification(folder: Path) -> Verification | None:
-    found = files.read_json(folder / "verify.json")
-    return None if "skipped" in found else Verification.model_validate(found)
 
 
 def _findings(folder: Path) -> list[FindingRow]:
@@ -220,14 +209,13 @@ def gate_of(session: "Session", results: Results) -> Gate:
         elif judged == "holds within noise":
             notes.append(f"{said}; it holds within noise (two standard errors)")
     if recipe.quantizes and recipe.gate.int8_layers == "all":
-        if results.engine is None:
-            built = files.read_json(session.folder / "build.json")
-            found.append(f"INT8 is not proven, no engine was built: {built['skipped']}")
-        else:
-            try:
-                require_int8(results.engine)
-            except CheckFailed as error:
-                found.append(str(error))
+        built = results.engine or read_built(session.folder)
+        try:
+            if isinstance(built, Skipped):
+                raise CheckFailed(f"INT8 is not proven, no engine was built: {built.skipped}")
+            require_int8(built)
+        except CheckFailed as error:
+            found.append(str(error))
     return Gate(passed=not found, max_drop=recipe.gate.max_drop, failures=found, notes=notes)
 
 

@@ -20,6 +20,7 @@ from qdqbench.quantize.core.usage import measured
 from qdqbench.quantize.encoders.family import linear_kind
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
+from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.train.loop import evaluation_steps, measure_steps, total_steps
 from qdqbench.quantize.train.processes import group, leads, matrix_products, new_accelerator, precision_here
@@ -125,22 +126,22 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
     stages.export(ptq)
     stages.check(ptq)
     engine_stages.build(ptq)
-    built = files.read_json(folder / "build.json")
+    built = read_built(folder)
     gemms, attentions = len(expected_gemms(ptq)), len(ptq.plan.attention)
     findings = [
         f"{row['severity']} {row['code']} at {row['node']}: {row['why']}"
         for row in files.read_json(folder / "check.json")["findings"]
     ]
-    if "skipped" in built:
-        return Runs(expected=gemms, expected_attention_int8=attentions, reason=built["skipped"]), findings
-    target = ", ".join(built["compute_capability"])
+    if isinstance(built, Skipped):
+        return Runs(expected=gemms, expected_attention_int8=attentions, reason=built.skipped), findings
+    target = ", ".join(built.compute_capability)
     runs = Runs(
         expected=gemms,
         expected_attention_int8=attentions,
-        int8_gemms=built["int8_gemms"],
-        not_int8=built["not_int8"],
-        attention_int8=built["attention_int8"],
-        backend=f"{built['backend']} {built['version']}, compute capability {target}",
+        int8_gemms=built.int8_gemms,
+        not_int8=built.not_int8,
+        attention_int8=built.attention_int8,
+        backend=f"{built.backend} {built.version}, compute capability {target}",
     )
     return runs, findings
 

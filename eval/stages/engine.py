@@ -1,17 +1,26 @@
 """The stages that need an engine: build it, verify what it computes, evaluate it."""
 
 from pathlib import Path
-from typing import Any
 
 from qdqbench.eval.accuracy.logits import evaluate
 from qdqbench.eval.verify.engine import verify_engine
-from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.core.results import EngineResult, Verification
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.build import sidecar_path
 from qdqbench.quantize.engine.profiles import notes_on_data
 from qdqbench.quantize.rundir.artifacts import engine_profiles, expected_gemms, graph_path
+from qdqbench.quantize.rundir.outcomes import (
+    BUILD,
+    ENGINE,
+    VERIFY,
+    Ran,
+    Skipped,
+    read_built,
+    read_verified,
+    record,
+)
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.runtime.runner import EngineRunner
 
@@ -19,7 +28,7 @@ from qdqbench.quantize.runtime.runner import EngineRunner
 def build(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
 
-    settings, record = session.recipe.engine, session.folder / "build.json"
+    settings = session.recipe.engine
     folder = session.folder / "engine"
     path = folder / graph_path(session).with_suffix(".engine").name
     try:
@@ -37,37 +46,37 @@ def build(session: Session) -> list[Path]:
             progress=lambda _, fraction: session.progress(round(1000 * fraction), 1000),
         )
     except MissingDevice as error:
-        files.write_json(record, {"skipped": str(error)})
-        return [record]
-    files.write_json(record, result.model_dump(mode="json"))
-    return [record, path, sidecar_path(path), session.folder / "layers.json"]
+        return [record(session.folder / BUILD, Skipped(skipped=str(error)))]
+    return [
+        record(session.folder / BUILD, result),
+        path,
+        sidecar_path(path),
+        session.folder / "layers.json",
+    ]
 
 
 def verify(session: Session) -> list[Path]:
     """Judge what the engine computes where a GPU runs it, or record why not."""
 
-    record = session.folder / "verify.json"
-    reason = cannot_run(session)
+    reason, found = cannot_run(session), None
     if reason is None:
         try:
-            files.write_json(record, verify_engine(session).model_dump(mode="json"))
-            return [record]
+            found = verify_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    files.write_json(record, {"skipped": reason})
-    return [record]
+    return [record(session.folder / VERIFY, found or Skipped(skipped=str(reason)))]
 
 
 def cannot_run(session: Session) -> str | None:
     """Why the engine of this run cannot run here, or None."""
 
-    built, gpu = files.read_json(session.folder / "build.json"), find_gpu()
-    if "skipped" in built:
-        return f"no engine was built: {built['skipped']}"
+    built, gpu = read_built(session.folder), find_gpu()
+    if isinstance(built, Skipped):
+        return f"no engine was built: {built.skipped}"
     if gpu is None:
         return "no GPU here to run it on"
-    if gpu.compute_capability not in built["compute_capability"]:
-        targets = ", ".join(built["compute_capability"])
+    if gpu.compute_capability not in built.compute_capability:
+        targets = ", ".join(built.compute_capability)
         return f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
     return None
 
@@ -77,42 +86,39 @@ def engine(session: Session) -> list[Path]:
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
-
-    record = session.folder / "engine.json"
     for _, encoded in session.eval_splits.values():
         notes = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.notes += [note for note in notes if note not in session.notes]
     reason = cannot_run(session)
-    if reason is None and not _finite(files.read_json(session.folder / "verify.json")):
+    if reason is None and not _finite(read_verified(session.folder)):
         reason = "its logits are NaN or infinite, see the verification"
     if reason is None:
         try:
             return _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    files.write_json(record, {"skipped": reason})
-    return [record]
+    return [record(session.folder / ENGINE, Skipped(skipped=str(reason)))]
 
 
 def _run_engine(session: Session) -> list[Path]:
     """Logits of the engine, and a record of its memory."""
     from dataclasses import asdict
 
-    record, folder = session.folder / "engine.json", session.folder / "engine"
-    built, gpu = files.read_json(session.folder / "build.json"), find_gpu()
-    detail = f"{built['backend']} {built['version']} on {gpu.name if gpu else 'an unknown GPU'}"
+    folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
+    assert isinstance(built, EngineResult)  # `cannot_run` looked
+    detail = f"{built.backend} {built.version} on {gpu.name if gpu else 'an unknown GPU'}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
-    with EngineRunner(folder / built["file"], graph_path(session), runtime_cache=cache) as runner:
+    with EngineRunner(folder / built.file, graph_path(session), runtime_cache=cache) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate(session, "engine", runner, batch_size=size)
         memory = runner.engine.memory
     session.notes += [note for note in runner.engine.notes if note not in session.notes]
-    files.write_json(record, {"detail": f"{detail}; {memory}", "memory": asdict(memory)})
-    return [record, logits]
+    done = Ran(detail=f"{detail}; {memory}", memory=asdict(memory))
+    return [record(session.folder / ENGINE, done), logits]
 
 
-def _finite(verification: dict[str, Any]) -> bool:
-    if "skipped" in verification:
+def _finite(found: Verification | Skipped) -> bool:
+    if isinstance(found, Skipped):
         return True
-    parts = [verification["padding"], verification["answers"], *verification["shapes"]]
-    return not any(part["nonfinite"] for part in parts)
+    shapes = any(shape.nonfinite for shape in found.shapes)
+    return not (shapes or found.padding.nonfinite or found.answers.nonfinite)

@@ -16,16 +16,16 @@ from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.causes import Evidence, likely_cause
 from qdqbench.eval.verify.engine import batch_of, block_cases, widest
 from qdqbench.eval.verify.tensors import TensorError, compared
-from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.gpu import find_gpu
-from qdqbench.quantize.core.results import BlockCheck, LayerRow
+from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
+from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.session import Session, read_config
 
 LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
@@ -286,15 +286,13 @@ def bisect_run(folder: Path) -> BisectResult:
     """
 
     session = Session(read_config(folder), folder)
-    if not (folder / "build.json").is_file():
-        raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
-    built = files.read_json(folder / "build.json")
+    built = read_built(folder)
     if find_gpu() is None:
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
-    if "skipped" in built:
-        raise UserError(f"{folder} has no engine ({built['skipped']}); build it first")
+    if isinstance(built, Skipped):
+        raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
     path = graph_path(session)
-    sidecar = check_sidecar(folder / "engine" / built["file"], path)
+    sidecar = check_sidecar(folder / "engine" / built.file, path)
     gemms = expected_gemms(session)
 
     def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
@@ -307,8 +305,8 @@ def bisect_run(folder: Path) -> BisectResult:
     quantized = session.recipe.quantizes
     reference = session.fake_quant_model if quantized else session.fp32_model
     half = session.recipe.precision.compute == "fp16"
-    verified = files.read_json(folder / "verify.json") if (folder / "verify.json").is_file() else {}
-    rows = [BlockCheck.model_validate(row) for row in verified.get("blocks", [])]
+    verified = read_verified(folder)
+    rows = [] if isinstance(verified, Skipped) else verified.blocks
     tensors = blocks.reference_blocks(reference, session.fp32_model if quantized else None, batch, half=half)
     costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
     return bisect(
@@ -319,7 +317,7 @@ def bisect_run(folder: Path) -> BisectResult:
         inputs={name: t.input for name, t in tensors.items() if t.input is not None},
         limits={name: max(0.01, cost) for name, cost in costs.items()},
         suspects={row.name for row in rows if not row.holds},
-        layers=[LayerRow.model_validate(row) for row in built["layers"]],
+        layers=built.layers,
     )
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import engine_of, reference_blocks, stitch
 from qdqbench.eval.verify.checks import BlockSums, Cost, check_answers, check_padding, check_shape, failures
-from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Array, Floats, Int64
-from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import BlockCheck, EngineResult, ShapeCheck, Verification
+from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.results import BlockCheck, ShapeCheck, Verification
 from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
+from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.runtime.runner import EngineRunner
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import pad
@@ -169,7 +169,9 @@ def verify_engine(session: "Session") -> Verification:
         UserError: the engine is not for this machine, not of this run's ONNX file, or takes no sample.
     """
 
-    built = EngineResult.model_validate(files.read_json(session.folder / "build.json"))
+    built = read_built(session.folder)
+    if isinstance(built, Skipped):
+        raise MissingDevice(f"no engine was built: {built.skipped}")
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
     data = _data(session, widest(sidecar.profiles).max[1])

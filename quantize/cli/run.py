@@ -152,34 +152,32 @@ def go(session: Any, until: str | None, json: bool) -> None:
 
 def _judge_build(session: Any, json: bool) -> None:
     """Exit status of an engine on its own: 3 when it could not be built, 2 when it is not proven right."""
-    from qdqbench.quantize.core import files
     from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
-    from qdqbench.quantize.core.results import EngineResult
+    from qdqbench.quantize.core.results import Verification
     from qdqbench.quantize.engine.build import require_int8
+    from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 
-    built = files.read_json(session.folder / "build.json")
-    if "skipped" in built:
-        raise MissingDevice(built["skipped"])
-    result = EngineResult.model_validate(built)
-    path = session.folder / "verify.json"
-    verified = files.read_json(path) if path.is_file() else {"skipped": "not asked for"}
+    result, verified = read_built(session.folder), read_verified(session.folder)
+    if isinstance(result, Skipped):
+        raise MissingDevice(result.skipped)
+    skipped = f"not verified: {verified.skipped}" if isinstance(verified, Skipped) else "verified"
     if json:
+        found = {"engine": result, "verification": verified}
         print_json(
-            {"engine": result.model_dump(mode="json"), "verification": verified, "notes": session.notes}
+            {name: part.model_dump(mode="json") for name, part in found.items()} | {"notes": session.notes}
         )
     else:
         for note in session.notes:
             console().print(f"[yellow]note[/] {terminal.plain(note)}", highlight=False)
         console().print(
             f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
-            f"{result.backend} {result.version}; outputs "
-            + (f"not verified: {verified['skipped']}" if "skipped" in verified else "verified"),
+            f"{result.backend} {result.version}; outputs {skipped}",
             highlight=False,
         )
     require_int8(result)
-    if verified.get("failures"):
+    if isinstance(verified, Verification) and verified.failures:
         raise CheckFailed(
-            f"{result.file} gives wrong outputs: {'; '.join(verified['failures'])}; find the tensor with "
+            f"{result.file} gives wrong outputs: {'; '.join(verified.failures)}; find the tensor with "
             f"`qdqbench inspect {session.folder} --bisect`"
         )
 

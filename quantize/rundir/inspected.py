@@ -24,6 +24,7 @@ from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.artifacts import graph_path
+from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.runtime.runner import Engine
 
@@ -141,18 +142,14 @@ def _run(folder: Path) -> Target:
     """A run directory, whose engine must be of its present graph."""
 
     session = Session(read_config(folder), folder)
-    if not (folder / "build.json").is_file():
-        raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
-    built = files.read_json(folder / "build.json")
-    if not isinstance(built, dict) or not isinstance(built.get("skipped", built.get("file")), str):
-        raise UserError(f"{folder / 'build.json'} is of another version; run `qdqbench build {folder}` again")
-    if "skipped" in built:
-        raise MissingDevice(f"{folder} has no engine: {built['skipped']}")
+    built = read_built(folder)
+    if isinstance(built, Skipped):
+        raise MissingDevice(f"{folder} has no engine: {built.skipped}")
     table = folder / "layers.json"
-    engine = folder / "engine" / built["file"]
+    engine = folder / "engine" / built.file
     found = Target(
         name=str(folder),
-        layers=read_table(table if table.is_file() else folder / "build.json"),
+        layers=read_table(table if table.is_file() else folder / BUILD),
         onnx=graph_path(session),
         recipe=str(folder / "recipe.yaml"),
         engine=engine,
@@ -233,7 +230,7 @@ def _sidecar(engine: Path) -> Any:
 
 def _built_file(folder: Path) -> str | None:
     """Name of the engine that a run directory built."""
-    path = folder / "build.json"
+    path = folder / BUILD
     built = files.read_json(path) if path.is_file() else None
     name = built.get("file") if isinstance(built, dict) else None
     return name if isinstance(name, str) else None

@@ -183,12 +183,20 @@ def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
     assert run.notes == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
 
 
+def engine_row(**changes):
+    """What the build stage records of an engine."""
+    row = {"backend": "tensorrt_rtx", "version": "1.6", "compute_capability": ["8.9"], "file": "x.engine"}
+    row |= {"ahead_of_time": False, "bytes": 1, "int8_gemms": 0, "expected_int8_gemms": 0, "not_int8": []}
+    row |= {"attention_fused": 0, "attention_int8": 0, "expected_attention_int8": 0, "layers": []}
+    return row | changes
+
+
 @pytest.mark.parametrize(
     ("built", "here", "reason"),
     [
         ({"skipped": "no backend"}, HERE, "no engine was built: no backend"),
-        ({"compute_capability": ["8.9"]}, None, "no GPU here"),
-        ({"compute_capability": ["12.0"]}, HERE, "for compute capability 12.0 and the L4 has 8.9"),
+        (engine_row(), None, "no GPU here"),
+        (engine_row(compute_capability=["12.0"]), HERE, "for compute capability 12.0 and the L4 has 8.9"),
     ],
 )
 def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkeypatch, built, here, reason):
@@ -200,6 +208,12 @@ def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkey
     assert "batch 4 where it is tuned for 32" in run.notes[0]
     engine.engine(run)
     assert len(run.notes) == 1
+
+
+def test_a_record_of_another_version_is_named(run):
+    files.write_json(run.folder / "build.json", {"file": "x.engine"})
+    with pytest.raises(UserError, match=r"build\.json is of another version; run `qdqbench build"):
+        engine.engine(run)
 
 
 class Runner:
@@ -230,8 +244,7 @@ def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
         "evaluate",
         lambda session, stage, runner, batch_size: sizes.append(batch_size) or run.folder / "engine.npz",
     )
-    row = {"compute_capability": ["8.9"], "file": "x.engine", "backend": "tensorrt_rtx", "version": "1.6"}
-    files.write_json(run.folder / "build.json", row)
+    files.write_json(run.folder / "build.json", engine_row())
     assert engine.engine(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
     record = files.read_json(run.folder / "engine.json")
     assert record["detail"] == (
@@ -249,8 +262,7 @@ def test_a_machine_that_cannot_load_it_is_a_reason(run, monkeypatch):
 
     monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
     monkeypatch.setattr(engine, "_run_engine", fails)
-    row = {"compute_capability": ["8.9"], "file": "x.engine", "backend": "tensorrt_rtx", "version": "1.6"}
-    files.write_json(run.folder / "build.json", row)
+    files.write_json(run.folder / "build.json", engine_row())
     engine.engine(run)
     assert files.read_json(run.folder / "engine.json") == {"skipped": "this torch has no CUDA"}
 

@@ -267,7 +267,7 @@ def test_without_a_run_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     open_run(config, tmp_path / "run")
     with pytest.raises(UserError, match="has no engine yet"):
         bisect_run(tmp_path / "run")
-    (tmp_path / "run" / "build.json").write_text("{}")
+    (tmp_path / "run" / "build.json").write_text('{"skipped": "no backend"}')
     monkeypatch.setattr(gpu, "find_gpu", lambda: None)
     with pytest.raises(MissingDevice, match="CUDA shows no GPU"):
         bisect_run(tmp_path / "run")

@@ -1,0 +1,76 @@
+"""What the stages that need an engine leave behind: their result, or why there is none."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import EngineResult, Verification
+from qdqbench.quantize.core.strict import Strict
+
+BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"
+
+
+class Skipped(Strict):
+    """Why a stage has no result."""
+
+    skipped: str
+
+
+class Ran(Strict):
+    """How the engine was evaluated; its answers are logits/engine.npz."""
+
+    detail: str  # what ran, on what, with how much memory
+    memory: dict[str, Any]  # `EngineMemory`
+
+
+Result = TypeVar("Result", bound=Strict)
+
+
+def record(path: Path, outcome: Strict) -> Path:
+    """Write an outcome; its path."""
+    files.write_json(path, outcome.model_dump(mode="json"))
+    return path
+
+
+def read_built(folder: Path) -> EngineResult | Skipped:
+    """The engine of a run directory.
+
+    Raises:
+        UserError: it was not asked for yet, or the record is of another version.
+    """
+    if not (folder / BUILD).is_file():
+        raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
+    return _read(folder / BUILD, EngineResult)
+
+
+def read_verified(folder: Path) -> Verification | Skipped:
+    """What the engine of a run directory computes, as it was judged; skipped where nobody asked.
+
+    Raises:
+        UserError: the record is of another version.
+    """
+    path = folder / VERIFY
+    return _read(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
+
+
+def read_ran(folder: Path) -> Ran | Skipped:
+    """How the engine of a run directory was evaluated.
+
+    Raises:
+        UserError: the record is of another version.
+    """
+    return _read(folder / ENGINE, Ran)
+
+
+def _read(path: Path, schema: type[Result]) -> Result | Skipped:
+    found = files.read_json(path)
+    try:
+        if isinstance(found, dict) and "skipped" in found:
+            return Skipped.model_validate(found)
+        return schema.model_validate(found)
+    except ValidationError as error:
+        message = f"{path} is of another version; run `qdqbench build {path.parent}` again"
+        raise UserError(message) from error
