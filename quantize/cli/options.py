@@ -1,6 +1,7 @@
 """Options that several commands share, and what they mean together."""
 
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,93 +17,58 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "bert-int8-linears"
 
 RecipeName = Annotated[str, typer.Argument(help="Shipped name or YAML file.")]
-ModelName = Annotated[str | None, typer.Option(help="Folder or hub id; none: the embedded default.")]
-Revision = Annotated[
-    str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
-]
-TaskName = Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")]
-Data = Annotated[str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder.")]
-TextColumn = Annotated[list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")]
-LabelColumn = Annotated[str | None, typer.Option(help="Label column of your own data.")]
-NumLabels = Annotated[int | None, typer.Option(min=1, help="Classes of your own data; 1 is regression.")]
-Metrics = Annotated[list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Evaluation batch size.")]
 
 
-def find_task(  # noqa: PLR0913
-    *,
-    model: str | None,
-    task: str | None,
-    text_column: list[str] | None,
-    label_column: str | None,
-    num_labels: int | None,
-    metric: list[str] | None,
-) -> "Task":
-    """The task of the options; without model and task that of the embedded default.
+@dataclass(frozen=True)
+class Subject:
+    """The model, and the task with its data, that a command is about."""
 
-    Raises:
-        UserError: a model without a task, a task without a model, or as `eval.tasks.get_task`.
-    """
-    from qdqbench.quantize.core.errors import UserError
-    from qdqbench.quantize.tasks.task import EMBEDDED, get_task
-
-    if (model is None) != (task is None):
-        raise UserError("--model and --task belong together; give both, or neither for the embedded default")
-    if task is None:
-        return EMBEDDED
-    return get_task(
-        task,
-        text_columns=text_column or (),
-        label_column=label_column,
-        num_labels=num_labels,
-        metrics=metric or (),
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; none: the embedded default.")] = None
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
+    ] = None
+    task: Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")] = None
+    data: Annotated[
+        str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder.")
+    ] = "hub"
+    text_column: Annotated[
+        list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")
+    ] = None
+    label_column: Annotated[str | None, typer.Option(help="Label column of your own data.")] = None
+    num_labels: Annotated[
+        int | None, typer.Option(min=1, help="Classes of your own data; 1 is regression.")
+    ] = None
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")] = (
+        None
     )
 
+    def found_task(self) -> "Task":
+        """The task; errors are those of `rundir.config.find_task`."""
+        from qdqbench.quantize.rundir.config import find_task
 
-def run_config(  # noqa: PLR0913
-    recipe: "Recipe",
-    *,
-    model: str | None,
-    task: str | None,
-    data: str,
-    text_column: list[str] | None,
-    label_column: str | None,
-    num_labels: int | None,
-    metric: list[str] | None,
-    batch_size: int,
-    seed: int,
-    limit: int | None = None,
-    revision: str | None = None,
-) -> "RunConfig":
-    """What a command with these options was asked to do.
+        fields = asdict(self)
+        del fields["revision"], fields["data"]
+        return find_task(**fields)
 
-    Raises:
-        UserError: as `find_task`, or a revision without a model.
-    """
-    from qdqbench.quantize.core.errors import UserError
-    from qdqbench.quantize.rundir.session import RunConfig
+    def config(
+        self, recipe: "Recipe", *, batch_size: int, seed: int, limit: int | None = None
+    ) -> "RunConfig":
+        """The configuration of a run; errors are those of `rundir.config.run_config`."""
+        from qdqbench.quantize.rundir.config import run_config
 
-    chosen = find_task(
-        model=model,
-        task=task,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-    )
-    if revision is not None and model is None:
-        raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
-    return RunConfig(
-        recipe=recipe,
-        model=model,
-        revision=revision,
-        task=chosen,
-        data=data,
-        limit=limit,
-        batch_size=batch_size,
-        seed=seed,
-        command=command_line(),
-    )
+        return run_config(
+            recipe, **asdict(self), batch_size=batch_size, seed=seed, limit=limit, command=command_line()
+        )
+
+
+@dataclass(frozen=True)
+class BaseSubject(Subject):
+    """The encoder that a training starts from, and the task with its data."""
+
+    model: Annotated[
+        str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
+    ] = None
 
 
 def check_out(folder: Path, marker: str, what: str, *, without_marker: Collection[str]) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
+from qdqbench.quantize.cli.groups import grouped
 from qdqbench.quantize.cli.run import go
 from qdqbench.quantize.cli.terminal import Json, console
 
@@ -17,12 +18,11 @@ if TYPE_CHECKING:
 DEFAULT_QAT = "bert-int8-attention-qat"
 
 
-def qat(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def qat(  # noqa: PLR0913  (a command's options)
     recipe: given.RecipeName = DEFAULT_QAT,
-    model: given.ModelName = None,
-    revision: given.Revision = None,
-    task: given.TaskName = None,
-    data: given.Data = "hub",
+    *,
+    subject: given.Subject,
     out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
@@ -30,10 +30,6 @@ def qat(  # noqa: PLR0913, PLR0917  (a command's options)
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
     ] = None,
-    text_column: given.TextColumn = None,
-    label_column: given.LabelColumn = None,
-    num_labels: given.NumLabels = None,
-    metric: given.Metrics = None,
     batch_size: given.BatchSize = 32,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
@@ -48,20 +44,7 @@ def qat(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.rundir.session import Session
     from qdqbench.quantize.train.processes import leads
 
-    config = given.run_config(
-        load_recipe(recipe),
-        model=model,
-        revision=revision,
-        task=task,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        batch_size=batch_size,
-        seed=seed,
-        limit=limit,
-    )
+    config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
     folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
     session = Session(config, folder)
     settings_of(session)  # before anything is written

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from qdqbench.quantize.cli import options, progress, terminal
+from qdqbench.quantize.cli.groups import grouped
 from qdqbench.quantize.cli.terminal import Json, Run, console, print_json
 
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, validate and document recipes.")
@@ -69,20 +70,15 @@ def recipes_schema(
         print_json(reference.json_schema())
 
 
-def run(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def run(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
-    model: options.ModelName = None,
-    revision: options.Revision = None,
-    task: options.TaskName = None,
-    data: options.Data = "hub",
+    *,
+    subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
     ] = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    num_labels: options.NumLabels = None,
-    metric: options.Metrics = None,
     batch_size: options.BatchSize = 32,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
@@ -96,20 +92,7 @@ def run(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.pipeline import open_run
 
-    config = options.run_config(
-        load_recipe(recipe),
-        model=model,
-        revision=revision,
-        task=task,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        batch_size=batch_size,
-        seed=seed,
-        limit=limit,
-    )
+    config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
     folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
     go(open_run(config, folder), until, json)
 

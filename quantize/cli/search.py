@@ -9,6 +9,7 @@ import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
+from qdqbench.quantize.cli.groups import grouped
 from qdqbench.quantize.cli.terminal import Json, console
 
 if TYPE_CHECKING:
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
 WORK = "work"
 
 
-def search(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def search(  # noqa: PLR0913  (a command's options)
     recipe: given.RecipeName = given.DEFAULT_RECIPE,
-    model: given.ModelName = None,
-    revision: given.Revision = None,
-    task: given.TaskName = None,
-    data: given.Data = "hub",
+    *,
+    subject: given.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
     trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40,
     budget: Annotated[
@@ -51,10 +51,6 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
     accuracy: Annotated[
         str, typer.Option(help="First objective: divergence from FP32's logits, or drop of the metric.")
     ] = "divergence",
-    text_column: given.TextColumn = None,
-    label_column: given.LabelColumn = None,
-    num_labels: given.NumLabels = None,
-    metric: given.Metrics = None,
     batch_size: given.BatchSize = 32,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampler, bootstrap and inputs.")] = 0,
     json: Json = False,
@@ -69,19 +65,7 @@ def search(  # noqa: PLR0913, PLR0917  (a command's options)
         raise UserError(f"--latency {latency!r} is unknown; use auto, engine or model")
     if accuracy not in ("divergence", "drop"):
         raise UserError(f"--accuracy {accuracy!r} is unknown; use divergence or drop")
-    config = given.run_config(
-        load_recipe(recipe).ptq,
-        model=model,
-        revision=revision,
-        task=task,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
     _require_inputs(sensitivity, cost_model)
     _require_own(folder, study_name or f"{config.recipe.name}-{config.task.name}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench.quantize.cli import options
+from qdqbench.quantize.cli.groups import grouped
 from qdqbench.quantize.cli.progress import time_left
 from qdqbench.quantize.cli.terminal import Json, console
 
@@ -16,18 +17,13 @@ if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import RunConfig
 
 
-def sensitivity(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def sensitivity(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
-    model: options.ModelName = None,
-    revision: options.Revision = None,
-    task: options.TaskName = None,
-    data: options.Data = "hub",
+    *,
+    subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    num_labels: options.NumLabels = None,
-    metric: options.Metrics = None,
     batch_size: options.BatchSize = 32,
     seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")] = 0,
     json: Json = False,
@@ -36,19 +32,7 @@ def sensitivity(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.eval.sensitivity.ledger import FILE
     from qdqbench.quantize.recipe.schema import load_recipe
 
-    config = options.run_config(
-        load_recipe(recipe).ptq,
-        model=model,
-        revision=revision,
-        task=task,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, FILE, "a sensitivity run", without_marker=("embedded",))
     _finish(_measure(config, folder, samples, quiet=json), folder, json=json)
@@ -98,12 +82,11 @@ Smooth = Annotated[
 ]
 
 
-def methods(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def methods(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
-    model: options.ModelName = None,
-    revision: options.Revision = None,
-    task: options.TaskName = None,
-    data: options.Data = "hub",
+    *,
+    subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-RECIPE-TASK.")] = None,
     method: Method = None,
     smooth: Smooth = None,
@@ -111,10 +94,6 @@ def methods(  # noqa: PLR0913, PLR0917  (a command's options)
     limit: Annotated[
         int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
     ] = None,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    num_labels: options.NumLabels = None,
-    metric: options.Metrics = None,
     batch_size: options.BatchSize = 32,
     seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")] = 0,
     json: Json = False,
@@ -123,20 +102,7 @@ def methods(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.eval.methods.results import FILE, RECIPE
     from qdqbench.quantize.recipe.schema import load_recipe
 
-    config = options.run_config(
-        load_recipe(recipe).ptq,
-        model=model,
-        revision=revision,
-        task=task,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-        batch_size=batch_size,
-        seed=seed,
-        limit=limit,
-    )
+    config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed, limit=limit)
     folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, FILE, "a table of methods", without_marker=("embedded", RECIPE))
     found = _compare(config, folder, samples, method or [], smooth or [], quiet=json)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
+from qdqbench.quantize.cli.groups import grouped
 from qdqbench.quantize.cli.terminal import Json, command_line, console
 
 if TYPE_CHECKING:
@@ -18,43 +20,51 @@ if TYPE_CHECKING:
     from qdqbench.eval.runs.study_results import Study
     from qdqbench.quantize.recipe.training import Training
 
-BaseModelName = Annotated[
-    str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
-]
+
+@dataclass(frozen=True)
+class Optimization:
+    """How `finetune` trains."""
+
+    seed: Annotated[int, typer.Option(min=0, help="Of head, held-out rows, order and dropout.")] = 0
+    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 4
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Ends the epochs early.")] = None
+    learning_rate: Annotated[float, typer.Option(help="After warm-up, of AdamW.")] = 5e-5
+    batch_size: Annotated[int, typer.Option(help="Samples of a step, over all GPUs and parts.")] = 32
+    accumulate: Annotated[int, typer.Option(help="Parts that a GPU's share is split into.")] = 1
+    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.1
+    schedule: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = "linear"
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01
+    dropout: Annotated[float | None, typer.Option(help="None: the model's own.")] = None
+    precision: Annotated[str, typer.Option(help="bf16, tf32, fp32 or auto: bf16 where the GPU has it.")] = (
+        "auto"
+    )
+    evaluations: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10
+    patience: Annotated[int, typer.Option(min=0, help="Evaluations without gain that end it; 0: none.")] = 5
+    holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1
 
 
-def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
-    model: BaseModelName = None,
-    revision: given.Revision = None,
-    task: given.TaskName = None,
-    data: given.Data = "hub",
+@dataclass(frozen=True)
+class ShortOptimization:
+    """What of the fine-tunings of `study` can be chosen."""
+
+    epochs: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 4
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Of the fine-tuning.")] = None
+    learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 5e-5
+    batch_size: Annotated[int, typer.Option(help="Of the fine-tuning.")] = 32
+
+
+@grouped
+def finetune(  # noqa: PLR0913  (a command's options)
+    *,
+    subject: given.BaseSubject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/finetune-TASK.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs, with seeds from --seed on.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of head, held-out rows, order and dropout.")] = 0,
-    epochs: Annotated[float, typer.Option(help="Passes over the training rows.")] = 4,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Ends the epochs early.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="After warm-up, of AdamW.")] = 5e-5,
-    batch_size: Annotated[int, typer.Option(help="Samples of a step, over all GPUs and parts.")] = 32,
-    accumulate: Annotated[int, typer.Option(help="Parts that a GPU's share is split into.")] = 1,
-    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.1,
-    schedule: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = "linear",
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01,
-    dropout: Annotated[float | None, typer.Option(help="None: the model's own.")] = None,
-    precision: Annotated[
-        str, typer.Option(help="bf16, tf32, fp32 or auto: bf16 where the GPU has it.")
-    ] = "auto",
-    evaluations: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10,
-    patience: Annotated[int, typer.Option(min=0, help="Evaluations without gain that end it; 0: none.")] = 5,
-    holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1,
+    optimization: Optimization,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a sample.")] = 128,
     limit: Annotated[int | None, typer.Option(min=4, help="Train rows; the report warns.")] = None,
     keep_head: Annotated[
         bool, typer.Option("--keep-head", help="Go on with the model's own classifier.")
     ] = False,
-    text_column: given.TextColumn = None,
-    label_column: given.LabelColumn = None,
-    num_labels: given.NumLabels = None,
-    metric: given.Metrics = None,
     json: Json = False,
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
@@ -62,33 +72,11 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 
-    settings = _settings(
-        epochs=epochs,
-        max_steps=max_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        warmup=warmup,
-        schedule=schedule,
-        weight_decay=weight_decay,
-        dropout=dropout,
-        precision=precision,
-        evaluations=evaluations,
-        patience=patience or None,
-        holdout=holdout,
-        seed=seed,
-    )
-    chosen = given.find_task(
-        model=model,
-        task=task,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-    )
+    settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
+    chosen = subject.found_task()
     folder = _own_folder(out or Path("runs") / f"finetune-{chosen.name}")
     with _processes(settings.precision) as accelerator:
-        base, source = _base(model, data, folder, accelerator)
+        base, source = _base(subject, folder, accelerator)
         with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as show:
             request = Request(
                 base=base,
@@ -102,7 +90,7 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
                 limit=limit,
                 command=command_line(),
                 report=show,
-                revision=revision,
+                revision=subject.revision,
             )
             result = finetune(request, accelerator)
     if accelerator.is_main_process:
@@ -112,23 +100,15 @@ def finetune(  # noqa: PLR0913, PLR0917  (a command's options)
     require_all(failed, folder / RESULT)
 
 
-def study(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def study(  # noqa: PLR0913  (a command's options)
     recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; several.")],
-    model: BaseModelName = None,
-    revision: given.Revision = None,
-    task: given.TaskName = None,
-    data: given.Data = "hub",
+    *,
+    subject: given.BaseSubject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-TASK.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Fine-tunings, each with PTQ and QAT.")] = 3,
-    epochs: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 4,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Of the fine-tuning.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="Of the fine-tuning.")] = 5e-5,
-    batch_size: Annotated[int, typer.Option(help="Of the fine-tuning.")] = 32,
+    optimization: ShortOptimization,
     limit: Annotated[int | None, typer.Option(min=4, help="Train rows of the fine-tuning.")] = None,
-    text_column: given.TextColumn = None,
-    label_column: given.LabelColumn = None,
-    num_labels: given.NumLabels = None,
-    metric: given.Metrics = None,
     json: Json = False,
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
@@ -139,20 +119,11 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.train.record import require_all
 
     recipes = [load_recipe(name) for name in recipe]
-    settings = _settings(
-        epochs=epochs, max_steps=max_steps, learning_rate=learning_rate, batch_size=batch_size, patience=5
-    )
-    chosen = given.find_task(
-        model=model,
-        task=task,
-        text_column=text_column,
-        label_column=label_column,
-        num_labels=num_labels,
-        metric=metric,
-    )
+    settings = _settings(**asdict(optimization), patience=5)
+    chosen = subject.found_task()
     folder = _own_folder(out or Path("runs") / f"study-{chosen.name}")
     with _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
-        base, source = _base(model, data, folder, accelerator)
+        base, source = _base(subject, folder, accelerator)
         request = Request(
             base=base,
             task=chosen,
@@ -164,7 +135,7 @@ def study(  # noqa: PLR0913, PLR0917  (a command's options)
             keep_head=False,
             limit=limit,
             command=command_line(),
-            revision=revision,
+            revision=subject.revision,
         )
         found = study(Plan(request, recipes, folder, say), accelerator)
     _say_studied(found, folder / FILE, json)
@@ -222,10 +193,10 @@ def _own_folder(out: Path) -> Path:
     return out
 
 
-def _base(model: str | None, data: str, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
+def _base(subject: given.BaseSubject, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
     """Model and data; those of the embedded default are made by the main process."""
-    if model is not None:
-        return model, data
+    if subject.model is not None:
+        return subject.model, subject.data
     from qdqbench.quantize.tasks.embedded import write_embedded
 
     with accelerator.main_process_first():

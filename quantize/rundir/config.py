@@ -1,0 +1,79 @@
+"""The configuration of a run from what a user asked for."""
+
+from collections.abc import Sequence
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.session import RunConfig
+from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task
+
+
+def find_task(  # noqa: PLR0913
+    *,
+    model: str | None,
+    task: str | None,
+    text_column: Sequence[str] | None = None,
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metric: Sequence[str] | None = None,
+) -> Task:
+    """The task that was asked for; without model and task that of the embedded default.
+
+    Raises:
+        UserError: a model without a task, a task without a model, or as `tasks.task.get_task`.
+    """
+    if (model is None) != (task is None):
+        raise UserError("--model and --task belong together; give both, or neither for the embedded default")
+    if task is None:
+        return EMBEDDED
+    return get_task(
+        task,
+        text_columns=text_column or (),
+        label_column=label_column,
+        num_labels=num_labels,
+        metrics=metric or (),
+    )
+
+
+def run_config(  # noqa: PLR0913
+    recipe: Recipe,
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    task: str | None = None,
+    data: str = "hub",
+    text_column: Sequence[str] | None = None,
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metric: Sequence[str] | None = None,
+    batch_size: int = 32,
+    seed: int = 0,
+    limit: int | None = None,
+    command: str = "qdqbench run",
+) -> RunConfig:
+    """What a run with these options was asked to do.
+
+    Raises:
+        UserError: as `find_task`, or a revision without a model.
+    """
+    chosen = find_task(
+        model=model,
+        task=task,
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+    )
+    if revision is not None and model is None:
+        raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
+    return RunConfig(
+        recipe=recipe,
+        model=model,
+        revision=revision,
+        task=chosen,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        seed=seed,
+        command=command,
+    )
