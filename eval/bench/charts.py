@@ -26,9 +26,7 @@ def latency_svg(bench: Bench) -> str:
             rows = [row_of(cell, about.name) for cell in cells]
             points = _points(row.median_ms if row else None for row in rows)
             _line(axes, about.name, about.label, points)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        svg.log_scale(axes)
 
     return _panels(bench, "latency", "latency, ms (median, log scale)", draw)
 
@@ -37,7 +35,7 @@ def speedup_svg(bench: Bench) -> str:
     """Speed-up over the FP16 twin by batch with its 95% interval; one panel per length; may be empty."""
 
     def draw(axes: Any, cells: list[BenchCell]) -> None:
-        axes.axhline(1, color=svg.VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2, label="as fast as FP16")
+        axes.axhline(1, **svg.LIMIT, label="as fast as FP16")
         for about in bench.contestants:
             found = [(place, speedup_of(cell, about.name, "fp16")) for place, cell in enumerate(cells)]
             points = [(place, ratio.value) for place, ratio in found if ratio is not None]
@@ -70,9 +68,7 @@ def throughput_svg(bench: Bench) -> str:
         for number, streams in enumerate(bench.settings.streams):
             text = f"{streams} stream{'s' if streams > 1 else ''}"
             axes.plot([], [], color=svg.MUTED, linestyle=DASHES[number % len(DASHES)], label=text)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        svg.log_scale(axes, number=",.0f")
 
     if not any(row.throughput for cell in bench.cells for row in cell.rows):
         return ""
@@ -92,10 +88,8 @@ def _panels(bench: Bench, name: str, title: str, draw: Callable[[Any, list[Bench
         axes.set_xticks(range(len(cells)), [str(cell.batch) for cell in cells])
         axes.set_xlim(-0.4, len(cells) - 0.6)
         axes.set_xlabel("batch")
-        axes.set_title(f"{title}, {length} tokens", loc="left", fontweight="bold")
-        axes.grid(axis="y", linewidth=0.4, color=svg.MUTED, alpha=0.45)
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower left", ncols=2, frameon=False, handlelength=2.4)
+        svg.dress(axes, f"{title}, {length} tokens")
+    svg.legend(figure, 2, 2.4)
     random = ", random weights" if bench.target.random_weights else ""
     return svg.svg_of(figure, f"bench-{name}", f"{title}, by batch{random}")
 

@@ -17,7 +17,7 @@ from qdqbench.eval.bench.results import (
     speedup_of,
 )
 from qdqbench.eval.report.formats import clean, label, size
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 
@@ -61,11 +61,7 @@ def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    shown = {"bench": view(bench)}
-    paths = [folder / "bench.md", folder / "bench.html"]
-    for path in paths:
-        files.write_text(path, render(f"{path.name}.j2", shown))
-    return paths
+    return write("bench", folder, {"bench": view(bench)})
 
 
 def bench_of(folder: Path) -> View | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.eval.methods.results import FILE, Measured, Methods, Row
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import clean, flat, label, model_label, seconds, sentence, yaml_text
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
 
@@ -57,13 +57,9 @@ def write_methods(found: Methods, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-
     shown = {"s": view(found)}
-    texts = {folder / f"methods.{kind}": render(f"methods.{kind}.j2", shown) for kind in ("md", "html")}
     files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
-    for path, text in texts.items():
-        files.write_text(path, text)
-    return [folder / FILE, *texts]
+    return [folder / FILE, *write("methods", folder, shown)]
 
 
 def view(found: Methods) -> View:
@@ -250,13 +246,10 @@ def _chart(points: list[tuple[Row, float, float]], title: str, name: str, zero: 
     axes.set_yticks(range(len(points)), labels)
     axes.set_ylim(len(points) - 0.4, -0.6)
     if zero is None and all(value > 0 for _, value, _ in points):
-        axes.set_xscale("log", nonpositive="clip")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the default writes formulas
-        axes.xaxis.set_minor_formatter(lambda *_: "")
+        svg.log_scale(axes, "x")
     else:
         axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
         axes.locator_params(axis="x", nbins=5)
-    axes.grid(axis="x", linewidth=0.4, color=svg.MUTED, alpha=0.45)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(f"{title}; star: best", loc="left", fontweight="bold")
+    svg.dress(axes, f"{title}; star: best", grid="x")
     return svg.svg_of(figure, name, title)

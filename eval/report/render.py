@@ -1,4 +1,4 @@
-"""Templates."""
+"""Templates, and the two files that each report is: Markdown and HTML."""
 
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from qdqbench.eval.report.formats import (
     text,
     types,
 )
+from qdqbench.quantize.core.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -34,3 +35,15 @@ def render(template: str, context: dict[str, Any]) -> str:
         environment.filters[function.__name__] = function
     environment.globals |= {"number": _number, "share_text": _share_text}
     return environment.get_template(template).render(context)
+
+
+def write(name: str, folder: Path, context: dict[str, Any]) -> list[Path]:
+    """Write `NAME.md` and `NAME.html` (one file, no external request); neither where one cannot be rendered.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    texts = {folder / f"{name}.{kind}": render(f"{name}.{kind}.j2", context) for kind in ("md", "html")}
+    for path, content in texts.items():
+        write_text(path, content)
+    return list(texts)

@@ -8,7 +8,7 @@ import html
 import io
 import re
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 # Okabe and Ito 2008, "Color Universal Design": told apart by colour-blind readers too.
 BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION = (
@@ -60,3 +60,29 @@ def svg_of(figure: Any, name: str, description: str) -> str:
     label = html.escape(description)  # names of models and tasks come from outside
     head = f'<svg {box[0]} xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}">'
     return re.sub(r"<svg\b[^>]*>", lambda _: head, svg, count=1)
+
+
+LIMIT: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (4, 2)), "linewidth": 1.2}  # a line to hold
+
+
+def dress(axes: Any, title: str, grid: Literal["x", "y", "both"] | None = "y") -> None:
+    """Title, and lines of a grid across the values."""
+    axes.set_title(title, loc="left", fontweight="bold")
+    if grid:
+        axes.grid(axis=grid, linewidth=0.4, color=MUTED, alpha=0.45)
+
+
+def log_scale(axes: Any, which: Literal["x", "y"] = "y", number: str = "g") -> None:
+    """A logarithmic scale with plain numbers, where matplotlib writes formulas."""
+    getattr(axes, f"set_{which}scale")("log", nonpositive="clip")
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(lambda value, _: format(value, number))
+    axis.set_minor_formatter(lambda *_: "")
+
+
+def legend(figure: Any, columns: int, length: float = 1.6) -> None:
+    """What the lines of the first chart are, below the charts."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        style = {"frameon": False, "handlelength": length, "columnspacing": 1.4}
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, **style)

@@ -13,12 +13,16 @@ from qdqbench.eval.report.svg import (
     BLUE,
     GREEN,
     INK,
+    LIMIT,
     MUTED,
     ORANGE,
     PURPLE,
     SKY,
     VERMILLION,
+    dress,
     figure_of,
+    legend,
+    log_scale,
     svg_of,
 )
 from qdqbench.quantize.core.results import LayerRow, Results, StageResult
@@ -159,7 +163,7 @@ def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
         axes.set_yticks(
             range(len(results.stages)), [_short(labels.get(stage, stage)) for stage in results.stages]
         )
-        axes.set_title(_short(labels.get(metric, metric)), loc="left", fontweight="bold")
+        dress(axes, _short(labels.get(metric, metric)), grid=None)
     return svg_of(figure, "accuracy", "Accuracy by stage with one standard error")
 
 
@@ -173,7 +177,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
         base.metrics[metric] - results.gate.max_drop if base and primary and metric in base.metrics else None
     )
     if lowest is not None:
-        axes.axvline(lowest, color=VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2)
+        axes.axvline(lowest, **LIMIT)
     for position, (stage, row) in enumerate(results.stages.items()):
         if metric not in row.metrics:
             text = "skipped" if row.status == "skipped" else "not measured"
@@ -246,18 +250,16 @@ def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, lim
         )
     values = [value for line in shared for _, value in line]
     if limit is not None:
-        axes.axhline(limit, color=VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2, label=f"limit {limit:g}%")
+        axes.axhline(limit, **LIMIT, label=f"limit {limit:g}%")
     elif min(values) > 0 and max(values) > 50 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        log_scale(axes)
     if axes.get_yscale() == "linear":
         top = max([*values, limit or 0.0]) or 1.0
         axes.set_ylim(-0.02 * top, 1.12 * top)  # markers at zero stay whole
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=12)
     axes.set_xlabel("encoder layer")
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.grid(axis="y", linewidth=0.4, color=MUTED, alpha=0.45)
-    figure.legend(loc="outside lower left", ncols=3, frameon=False, handlelength=1.6, columnspacing=1.4)
+    dress(axes, title)
+    legend(figure, 3)
     return svg_of(figure, name, f"{title}, by encoder layer")
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.report import bench_of
 from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.render import write
 from qdqbench.eval.runs import charts
 from qdqbench.eval.runs.training_report import section_of
 from qdqbench.eval.runs.verdict import (
@@ -26,7 +26,7 @@ from qdqbench.eval.runs.verdict import (
     verdict,
 )
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.files import read_json, write_text
+from qdqbench.quantize.core.files import read_json
 from qdqbench.quantize.core.results import Comparison, Results
 
 if TYPE_CHECKING:
@@ -39,13 +39,8 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-
     words = {"value": metric_text, "noise": noise, "share": share}
-    context = _context(printable(results)) | {"bench": bench_of(folder)} | words
-    texts = {folder / f"report.{kind}": render(f"report.{kind}.j2", context) for kind in ("md", "html")}
-    for path, content in texts.items():
-        write_text(path, content)
-    return list(texts)
+    return write("report", folder, _context(printable(results)) | {"bench": bench_of(folder)} | words)
 
 
 def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:

@@ -87,18 +87,8 @@ def _curves(runs: list[TrainingRun], identity: str, title: str, name: str | None
             start, color=svg.MUTED, linestyle=(0, (4, 2)), linewidth=1, label="before training (PTQ)"
         )
     _axes(axes, [value for *_, points in drawn for _, value in points], loss=name is None)
-    axes.set_title(title, loc="left", fontweight="bold")
-    handles = axes.get_legend_handles_labels()
-    if handles[0]:
-        columns = LEGEND_COLUMNS if several else 3
-        figure.legend(
-            *handles,
-            loc="outside lower left",
-            ncols=columns,
-            frameon=False,
-            handlelength=1.6,
-            columnspacing=1.4,
-        )
+    svg.dress(axes, title)
+    svg.legend(figure, LEGEND_COLUMNS if several else 3)
     return svg.svg_of(figure, identity, f"{title} by step")
 
 
@@ -119,10 +109,7 @@ def _line(
 
 def _axes(axes: Any, values: list[float], *, loss: bool) -> None:
     if loss and min(values) > 0 and max(values) > 50 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        svg.log_scale(axes)
     axes.margins(x=0.02, y=0.1)
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
     axes.set_xlabel("optimizer step")
-    axes.grid(axis="y", linewidth=0.4, color=svg.MUTED, alpha=0.45)

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.render import write
 from qdqbench.eval.runs.training_charts import charts_of, measure, points_of, score_name
-from qdqbench.quantize.core import files
 from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
 
 if TYPE_CHECKING:
@@ -66,12 +65,8 @@ def write_finetuning(result: Finetuning, folder: Path) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-
     result = _cleaned(result)
-    shown = {"s": view(result), "charts": charts_of(result.runs)}
-    texts = {folder / f"finetune.{kind}": render(f"finetune.{kind}.j2", shown) for kind in ("md", "html")}
-    for path, text in texts.items():
-        files.write_text(path, text)
+    write("finetune", folder, {"s": view(result), "charts": charts_of(result.runs)})
 
 
 def finetune_lines(result: Finetuning) -> "Group":

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import drop_points, label, model_label
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.render import write
 from qdqbench.eval.search.results import Confirmed, Search, Trial
-from qdqbench.quantize.core import files
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -30,12 +29,7 @@ def write_reports(found: Search, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-
-    context = _context(found)
-    paths = [folder / "search.md", folder / "search.html"]
-    for path in paths:
-        files.write_text(path, render(f"{path.name}.j2", context))
-    return paths
+    return write("search", folder, _context(found))
 
 
 def headline(found: Search) -> str:
@@ -88,10 +82,8 @@ def front_svg(found: Search) -> str:
             )
     modelled = " (modelled)" if found.source.mode == "model" else ""
     axes.set_xlabel(f"latency{modelled}, ms, batch {found.source.batch}, {found.source.length} tokens")
-    axes.set_title(measure, loc="left", fontweight="bold")
-    axes.grid(linewidth=0.4, color=svg.MUTED, alpha=0.45)
-    handles = axes.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower left", ncols=3, frameon=False)
+    svg.dress(axes, measure, grid="both")
+    svg.legend(figure, 3, 2)
     return svg.svg_of(figure, "search-front", f"{measure} against latency of {len(done)} recipes")
 
 

@@ -82,7 +82,7 @@ def _heat_map(  # noqa: PLR0913
     axes.tick_params(length=0)
     axes.set_ylabel("encoder layer")
     axes.yaxis.label.set(color=svg.INK, fontsize=8.5)
-    axes.set_title(title, loc="left", fontweight="bold")
+    svg.dress(axes, title, grid=None)
     for side in axes.spines.values():
         side.set_visible(False)
     return svg.svg_of(figure, f"sensitivity-{name}", f"{title}, by encoder layer and kind")
@@ -108,20 +108,17 @@ def curve_svg(found: Sensitivity) -> str:
     chosen = next(point for point in found.curve if point.kept == found.choice.kept)
     _errors(upper, places, [j.divergence for j in judged], [j.divergence_stderr for j in judged], svg.BLUE)
     half = found.full.divergence / 2
-    upper.axhline(
-        half, color=svg.VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2, label="half of all in INT8"
-    )
+    upper.axhline(half, **svg.LIMIT, label="half of all in INT8")
     _errors(lower, places, [j.drop for j in judged], [j.drop_stderr for j in judged], svg.BLUE)
     limit = float(found.recipe["gate"]["max_drop"])
-    lower.axhline(limit, color=svg.VERMILLION, linestyle=(0, (4, 2)), linewidth=1.2)
+    lower.axhline(limit, **svg.LIMIT)
     for axes, value in ((upper, chosen.judged.divergence), (lower, chosen.judged.drop)):
         axes.plot(chosen.kept, value, marker="o", markersize=11, markerfacecolor="none", color=svg.ORANGE)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(places, [str(place) for place in places])
         axes.minorticks_off()
-        axes.grid(axis="y", linewidth=0.4, color=svg.MUTED, alpha=0.45)
-    upper.set_title("divergence; dashed: half of everything in INT8", loc="left", fontweight="bold")
-    lower.set_title(f"drop of {found.metric}; dashed: gate.max_drop", loc="left", fontweight="bold")
+    svg.dress(upper, "divergence; dashed: half of everything in INT8")
+    svg.dress(lower, f"drop of {found.metric}; dashed: gate.max_drop")
     lower.set_xlabel("linears kept out of INT8, the worst first; circle: the written recipe")
     return svg.svg_of(figure, "sensitivity-curve", "divergence and drop by the number of linears out of INT8")
 

@@ -14,7 +14,7 @@ from qdqbench.eval.report.formats import (
     sentence,
     yaml_text,
 )
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity.results import FILE, Judged, Row, Sensitivity, ranking
 from qdqbench.quantize.core import files
@@ -68,15 +68,9 @@ def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-
     shown = {"s": view(found)}
-    texts = {
-        folder / f"sensitivity.{kind}": render(f"sensitivity.{kind}.j2", shown) for kind in ("md", "html")
-    }
     files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
-    for path, text in texts.items():
-        files.write_text(path, text)
-    return [folder / FILE, *texts]
+    return [folder / FILE, *write("sensitivity", folder, shown)]
 
 
 def view(found: Sensitivity) -> View:

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import EngineResult, Verification
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 
 BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"
 
@@ -67,10 +65,6 @@ def read_ran(folder: Path) -> Ran | Skipped:
 
 def _read(path: Path, schema: type[Result]) -> Result | Skipped:
     found = files.read_json(path)
-    try:
-        if isinstance(found, dict) and "skipped" in found:
-            return Skipped.model_validate(found)
-        return schema.model_validate(found)
-    except ValidationError as error:
-        message = f"{path} is of another version; run `qdqbench build {path.parent}` again"
-        raise UserError(message) from error
+    skipped = isinstance(found, dict) and "skipped" in found
+    about = "record of a stage", f"run `qdqbench build {path.parent}` again"
+    return read(path, Skipped, *about) if skipped else read(path, schema, *about)

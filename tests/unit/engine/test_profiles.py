@@ -212,7 +212,7 @@ def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkey
 
 def test_a_record_of_another_version_is_named(run):
     files.write_json(run.folder / "build.json", {"file": "x.engine"})
-    with pytest.raises(UserError, match=r"build\.json is of another version; run `qdqbench build"):
+    with pytest.raises(UserError, match=r"build\.json is no record of a stage .* run `qdqbench build"):
         engine.engine(run)
 
 
