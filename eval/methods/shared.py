@@ -55,22 +55,24 @@ def calibrated(shared: Shared, plan: Plan) -> tuple["PreTrainedModel", dict[str,
     Raises:
         CheckFailed: an amax that is not plausible.
     """
+    from qdqbench.quantize.fakequant.modelopt import calibrator_of
+
     model = copy.deepcopy(shared.model)
     states = dict(shared.states)
     known: dict[Any, Any] = {}  # q, k and v read one tensor, and entropy searches long
     for name, quantizer in quantizers.enabled_quantizers(model).items():
         if kind_of(name) in ("weight", "softmax"):
             continue
-        seen, method = quantizer._calibrator, plan.scaling_of(name.rpartition(".")[0]).method
+        seen, method = calibrator_of(quantizer), plan.scaling_of(name.rpartition(".")[0]).method
         key = method, seen.largest, seen.limit, seen.counts.tobytes()
-        amax = known[key] = known[key] if key in known else _amax(seen, method)
+        amax = known[key] = known[key] if key in known else _amax_by(seen, method)
         quantizer.amax = amax.to(quantizer.amax.device)
         states[name] = states[name].model_copy(update={"amax": float(amax)})
     require_plausible(states)
     return model, states
 
 
-def _amax(seen: Any, method: str) -> "torch.Tensor":
+def _amax_by(seen: Any, method: str) -> "torch.Tensor":
     """Amax by any method from what an `ActivationCalibrator` has seen, float32 scalar."""
     import torch
 

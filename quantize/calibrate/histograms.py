@@ -5,21 +5,21 @@ the number of bits to `fake_tensor_quant` in the place of the bias, so it judges
 """
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
 from qdqbench.quantize.core.arrays import Int64
-from qdqbench.quantize.fakequant.quantizers import kind_of
+from qdqbench.quantize.fakequant.modelopt import quantized_with, set_calibrator, set_histogram
+from qdqbench.quantize.fakequant.quantizers import import_modelopt, kind_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import percentile_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of versions of transformers that ModelOpt did not test
-    from modelopt.torch.quantization.calib import HistogramCalibrator
-    from modelopt.torch.quantization.calib.mse import MseCalibrator
+import_modelopt()
+
+from modelopt.torch.quantization.calib import HistogramCalibrator  # noqa: E402
+from modelopt.torch.quantization.calib.mse import MseCalibrator  # noqa: E402
 
 BINS = 4096  # the range is at most twice the largest value, so 2,048 bins or more are in use
 CODES = 128  # magnitudes of INT8: an amax below that many bins is not tried
@@ -35,7 +35,7 @@ def install(quantizers: dict[str, Any], plan: Plan) -> None:
         module = name.rpartition(".")[0]
         method = plan.scaling_of(module).method
         if kind_of(name) not in ("weight", "softmax") and method != "max":
-            quantizer._calibrator = ActivationCalibrator(method)
+            set_calibrator(quantizer, ActivationCalibrator(method))
 
 
 class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelOpt is untyped
@@ -52,14 +52,14 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         self.counts = np.zeros(BINS, dtype=np.int64)
         self.limit = 0.0  # upper edge of the last bin
         self.largest = 0.0
-        self._amax: torch.Tensor | None = None
+        self._found: torch.Tensor | None = None
 
     def collect(self, x: torch.Tensor) -> None:
         """Add |x| of one batch, any shape and floating type; needs memory for CHUNK values beside it."""
         values = x.detach().flatten()
         low, high = values.aminmax()
         largest = max(-float(low), float(high))
-        self._amax = None
+        self._found = None
         if largest == 0:
             self.counts[0] += values.numel()
             return
@@ -74,22 +74,22 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
 
     def reset(self) -> None:
         """Forget all values."""
-        self.counts[:], self.limit, self.largest, self._amax = 0, 0.0, 0.0, None
+        self.counts[:], self.limit, self.largest, self._found = 0, 0.0, 0.0, None
 
     def compute_amax(self, *_: Any, **__: Any) -> torch.Tensor | None:
         """Amax, float32 scalar; None when nothing but zeros was seen. It is never above the largest value."""
         if not self.limit:
             return None
-        if self._amax is None:
-            self._amax = self._search()
-        return self._amax
+        if self._found is None:
+            self._found = self._search()
+        return self._found
 
     def _search(self) -> torch.Tensor:
         used = int(np.flatnonzero(self.counts)[-1]) + 1
         counts = self.counts[:used]
         # rounded up, so that no outlier is lost
-        self._calib_hist = torch.from_numpy(-(-counts // (1 + int(counts.sum()) // MAX_COUNT)))
-        self._calib_bin_edges = torch.linspace(0, self.limit, BINS + 1)[: used + 1]
+        fewer = torch.from_numpy(-(-counts // (1 + int(counts.sum()) // MAX_COUNT)))
+        set_histogram(self, fewer, torch.linspace(0, self.limit, BINS + 1)[: used + 1])
         if self.method == "mse":
             found = _least_error(counts, self.limit / BINS)
         elif self.method == "entropy":
@@ -117,8 +117,6 @@ def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
         quantizer: TensorQuantizer of the weight with its max amax, per channel or per tensor; changed.
         weight: float32 [N, K].
     """
-    from modelopt.torch.quantization.model_calib import _mse_quant_func
-
     start, stop, step = WEIGHT_CLIPS
     judge = copy.deepcopy(quantizer).cpu()  # for a GPU, ModelOpt would first compile its arithmetic
     calibrator = MseCalibrator(
@@ -127,7 +125,7 @@ def clip_weight(quantizer: Any, weight: torch.Tensor) -> None:
         step_size=step,
         start_multiplier=start,
         stop_multiplier=stop,
-        quant_func=lambda x, amax: _mse_quant_func(x, amax, judge),
+        quant_func=lambda x, amax: quantized_with(judge, x, amax),
     )
     calibrator.collect(weight.cpu())
     quantizer.amax = calibrator.compute_amax().to(weight.device)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qdqbench.quantize.fakequant.modelopt import stored_amax
 from qdqbench.quantize.fakequant.quantizers import FP16_BITS, INT8_MAX
 
 DROPPED_BITS = 24 - FP16_BITS  # of FP32's significant bits
@@ -111,7 +112,7 @@ class Learnt:
     @property
     def amax(self) -> torch.Tensor:
         """As calibrated, of the ratio's shape."""
-        return self.quantizer._buffers["_amax"].float().reshape(self.ratio.shape)  # type: ignore[no-any-return]
+        return stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
         """Fake-quantized `inputs`, in their own type."""

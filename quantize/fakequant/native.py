@@ -10,7 +10,7 @@ back afterwards. What is replaced, and why:
 - The classes around it, whose Python takes longer than the kernels of a small layer. A linear is run by a
   class of one line, and a module that has nothing to quantize is what it was before ModelOpt.
 
-`tests/benchmark_qat.py` measures all three together. In which type is rounded, and how: `native_modules.py`.
+`tests/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,15 +23,8 @@ from torch import nn
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.fakequant.learnt_scales import LOWEST_RATIO, Learnt, Table
-from qdqbench.quantize.fakequant.native_modules import (
-    Shared,
-    fake_quantize,
-    lengthen,
-    lowest_code,
-    prepared,
-    readers_of_one_tensor,
-    shorten,
-)
+from qdqbench.quantize.fakequant.modelopt import fake_quantize, lowest_code, prepared
+from qdqbench.quantize.fakequant.native_modules import Shared, lengthen, readers_of_one_tensor, shorten
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, kind_of, round_weight_scales
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from qdqbench.quantize.core.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 Batch = dict[str, npt.NDArray[np.int64]]
 
 INT8_MAX = 127
+
+MODELOPT = "0.47"  # `modelopt.py` in this folder uses private names of it
 
 FP16_BITS = 11  # significant bits, the hidden one included
 
@@ -46,10 +50,20 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
 
 
 def import_modelopt() -> Any:
-    """`modelopt.torch.quantization`, without its warning on transformers versions that it did not test."""
+    """`modelopt.torch.quantization`, without its warning on transformers versions that it did not test.
+
+    Raises:
+        UserError: another version of ModelOpt.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import modelopt
         import modelopt.torch.quantization as mtq
+    if not modelopt.__version__.startswith(f"{MODELOPT}."):
+        raise UserError(
+            f"nvidia-modelopt {modelopt.__version__} is installed and qdqbench is made for {MODELOPT}: it "
+            f"builds on its inside; run pip install 'nvidia-modelopt~={MODELOPT}.0'"
+        )
     return mtq
 
 

@@ -18,7 +18,8 @@ from qdqbench.eval.accuracy import runners
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant import learnt_scales, native, native_modules, quantizers
+from qdqbench.quantize.fakequant import learnt_scales, native, quantizers
+from qdqbench.quantize.fakequant import modelopt as private
 from qdqbench.quantize.recipe.plan import Plan
 
 from ...support.tiny_bert import ATTENTIONS, LINEARS, Quantized, calibrate, padded_batch, recipe_with
@@ -92,7 +93,7 @@ def case(x: Any, amax: float, axis: int | None) -> tuple[torch.Tensor, torch.Ten
 def test_codes_are_those_of_modelopt(x: Any, amax: float, axis: int | None, narrow: bool) -> None:
     x, bound = case(x, amax, axis)
     quantizer = quantizer_of(bound, axis, narrow_range=narrow)
-    theirs, ours = quantizer(x).double(), native_modules.fake_quantize(x, quantizer).double()
+    theirs, ours = quantizer(x).double(), private.fake_quantize(x, quantizer).double()
     step = bound.double() / 127
     quotient = (x.double() / step).clamp(-127 if narrow else -128, 127)
     near_tie = (quotient - quotient.floor() - 0.5).abs() <= TIE
@@ -111,7 +112,7 @@ def test_gradient_is_straight_through_inside_and_zero_outside(x: Any, amax: floa
     for run in (quantizer_of(bound, axis, pass_through_bwd=False), None):
         leaf = x.clone().requires_grad_()
         quantizer = quantizer_of(bound, axis)
-        (native_modules.fake_quantize(leaf, quantizer) if run is None else run(leaf)).backward(incoming)
+        (private.fake_quantize(leaf, quantizer) if run is None else run(leaf)).backward(incoming)
         found.append(leaf.grad)
     theirs, ours = found
     inside, step = x.abs() <= bound, bound / 127
@@ -126,9 +127,9 @@ def test_gradient_is_straight_through_inside_and_zero_outside(x: Any, amax: floa
 def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -> None:
     x, bound = case(x, amax, axis)
     quantizer, half = quantizer_of(bound, axis), x.bfloat16()
-    ours = native_modules.fake_quantize(half, quantizer)
+    ours = private.fake_quantize(half, quantizer)
     assert ours.dtype == torch.bfloat16
-    assert torch.equal(ours, native_modules.fake_quantize(half.float(), quantizer).bfloat16())
+    assert torch.equal(ours, private.fake_quantize(half.float(), quantizer).bfloat16())
 
 
 @settings(deadline=None)
