@@ -92,7 +92,7 @@ DAMAGED = {
     "config-missing": (lambda m, d: (m / "config.json").unlink(), [r"model", r"config\.json|model_type"]),
     "config-not-json": (
         lambda m, d: cut(m / "config.json", 0.5),
-        [r"cannot load model", r"config\.json|JSON"],
+        [r"cannot load tokenizer", r"config\.json|JSON"],
     ),
     "other-architecture": (
         lambda m, d: config_edited(m, model_type="roberta"),

@@ -340,10 +340,10 @@ def failed(done, out):
 
 
 def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
-    from qdqbench.eval.accuracy import runners
+    from qdqbench.eval.stages import stages
 
-    real = runners.onnxruntime_runner
-    monkeypatch.setattr(runners, "onnxruntime_runner", lambda path: lambda batch: -real(path)(batch))
+    real = stages.onnxruntime_runner
+    monkeypatch.setattr(stages, "onnxruntime_runner", lambda path: lambda batch: -real(path)(batch))
     (a_run / "logits" / "onnxruntime.npz").unlink()
     recipe = edited(tmp_path / "strict.yaml", lambda recipe: recipe["gate"].update(max_drop=0.0))
     failures = failed(qdqbench("run", recipe, *sst2.options, "--out", a_run), a_run)
@@ -403,9 +403,9 @@ def test_without_tensorrt_rtx_nothing_is_proven(sst2, tmp_path, qdqbench, monkey
 
 def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
     """One activation scale is doubled in the graph: only the layer-local comparison can say where."""
-    from qdqbench.eval.accuracy import parity
+    from qdqbench.eval.stages import stages
 
-    real = parity.compare_layers
+    real = stages.compare_layers
 
     def tampered(graph, model, batches, *rest):
         names = {i.name: i for i in graph.graph.initializer}
@@ -415,7 +415,7 @@ def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
         return real(graph, model, batches, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "compare_layers", tampered)
+        patch.setattr(stages, "compare_layers", tampered)
         (a_run / "parity.json").unlink()
         failures = failed(qdqbench("run", *sst2.options, "--out", a_run), a_run)
     assert len(failures) == 1

@@ -66,10 +66,9 @@ def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
 
 
 def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    """With linears kept out: the gate of noise is closed for it."""
+    """With linears kept out."""
     from qdqbench.eval.sensitivity import choice as sensitivity_choice
 
-    monkeypatch.setattr(sensitivity_choice, "NOISE", -1e9)  # every drop is seen as one
     monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: point.kept >= 3)
     out = tmp_path / "out"
     done = qdqbench(
