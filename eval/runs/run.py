@@ -8,12 +8,13 @@ from qdqbench.eval.runs.report import write_reports
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.lock import held
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
-from qdqbench.quantize.rundir.pipeline import ancestors, forget_others, run_stages
-from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.rundir.pipeline import Stage, ancestors, forget_others, run_stages
+from qdqbench.quantize.rundir.session import CONFIG, Session
 
 if TYPE_CHECKING:
     from qdqbench.quantize.core.results import Results
@@ -36,7 +37,8 @@ def run_until(
         The results where the report was written, else None.
 
     Raises:
-        UserError: no stage of that name in this run, or data that the recipe's engine would not take.
+        UserError: no stage of that name in this run, data that the recipe's engine would not take, or
+            another process is at this run.
     """
     listed = stages(session)
     if until in (None, "report"):
@@ -47,8 +49,20 @@ def run_until(
         targets = [until]
     else:
         raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
-    forget_others(session.folder, listed)
-    files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+    with held(session.folder):
+        # another run may have been here since this one was opened
+        files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
+        forget_others(session.folder, listed)
+        files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+        timings = _run(session, ancestors(listed, targets), show)
+        if until not in (None, "report"):
+            return None
+        show("report", False)
+        return _report(session, timings)
+
+
+def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None]) -> dict[str, Timing]:
+    """Cost of the stages, in their order."""
 
     def announce(name: str, reused: bool) -> None:
         show(name, reused)
@@ -56,16 +70,11 @@ def run_until(
             for file in REPORT:
                 (session.folder / file).unlink(missing_ok=True)
 
-    needed = ancestors(listed, targets)
     made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = run_stages(session, made, announce)
     if {"verify", "engine"} & {stage.name for stage in needed}:
         _require_room(session)
-    timings |= run_stages(session, needed[len(made) :], announce)
-    if until not in (None, "report"):
-        return None
-    show("report", False)
-    return _report(session, timings)
+    return timings | run_stages(session, needed[len(made) :], announce)
 
 
 def _require_room(session: Session) -> None:

@@ -135,8 +135,10 @@ def _work_folder(out: Path) -> Path:
 def _search(session: "Session", options: "Options", folder: Path, *, quiet: bool) -> "Search | None":
     from qdqbench.eval.search.finish import finish
     from qdqbench.eval.search.trials import open_worker, run_trials
+    from qdqbench.quantize.core.lock import held
 
     with ExitStack() as stack:
+        stack.enter_context(held(session.folder))
         show = stack.enter_context(progress.trials(options.trials, quiet=quiet))
         if session.config.model is None:
             _embedded(session, show)

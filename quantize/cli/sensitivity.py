@@ -42,9 +42,10 @@ def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) ->
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.report import write_sensitivity
     from qdqbench.eval.stages import stages
+    from qdqbench.quantize.core.lock import held
     from qdqbench.quantize.rundir.session import Session
 
-    with time_left(quiet=quiet) as show:
+    with held(folder), time_left(quiet=quiet) as show:
         session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
         if config.model is None:
             stages.embedded(session)
@@ -124,11 +125,12 @@ def _compare(  # noqa: PLR0913
     from qdqbench.eval.methods.report import write_methods
     from qdqbench.eval.methods.sections import sections
     from qdqbench.eval.stages import stages
+    from qdqbench.quantize.core.lock import held
     from qdqbench.quantize.rundir.session import Session
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
     require_int8(config.recipe)
-    with time_left(quiet=quiet) as show:
+    with held(folder), time_left(quiet=quiet) as show:
         session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
         if config.model is None:
             stages.embedded(session)

@@ -69,13 +69,14 @@ def finetune(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
     from qdqbench.eval.runs.training_report import write_finetuning
+    from qdqbench.quantize.core.lock import held
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 
     settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
     chosen = subject.found_task()
     folder = _own_folder(out or Path("runs") / f"finetune-{chosen.name}")
-    with _processes(settings.precision) as accelerator:
+    with held(folder), _processes(settings.precision) as accelerator:
         base, source = _base(subject, folder, accelerator)
         with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as show:
             request = Request(
@@ -114,6 +115,7 @@ def study(  # noqa: PLR0913  (a command's options)
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
     from qdqbench.eval.runs.study import Plan, study
     from qdqbench.eval.runs.study_results import FILE
+    from qdqbench.quantize.core.lock import held
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all
@@ -122,7 +124,7 @@ def study(  # noqa: PLR0913  (a command's options)
     settings = _settings(**asdict(optimization), patience=5)
     chosen = subject.found_task()
     folder = _own_folder(out or Path("runs") / f"study-{chosen.name}")
-    with _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
+    with held(folder), _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
         base, source = _base(subject, folder, accelerator)
         request = Request(
             base=base,

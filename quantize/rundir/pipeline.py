@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from qdqbench.quantize.core import files, interrupt
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.identity import made_with
+from qdqbench.quantize.core.lock import held
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.usage import measured
@@ -50,13 +51,14 @@ def open_run(config: RunConfig, folder: Path) -> Session:
     """Start or take up a run directory and record its configuration.
 
     Raises:
-        UserError: the folder holds something that is not a run.
+        UserError: the folder holds something that is not a run, or another process is at it.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
         raise UserError(f"{folder} holds other files than a run; give --out an empty or new folder")
-    files.write_json(folder / CONFIG, config.model_dump(mode="json"))
+    with held(folder):
+        files.write_json(folder / CONFIG, config.model_dump(mode="json"))
     return Session(config, folder)
 
 
@@ -74,7 +76,17 @@ def run_stages(
 
     Returns:
         Cost of each stage; a reused one has the cost of the run that made it.
+
+    Raises:
+        UserError: another process is at this run.
     """
+    with held(session.folder):
+        return _run_stages(session, stages, announce)
+
+
+def _run_stages(
+    session: Session, stages: Iterable[Stage], announce: Callable[[str, bool], None]
+) -> dict[str, Timing]:
     manifest = _read(session.folder / MANIFEST)
     timings = {}
     for stage in stages:

@@ -455,13 +455,13 @@ def test_check_against_an_unknown_recipe(finished_run, qdqbench):
 
 INTERRUPTED = {
     "baseline": "qdqbench.quantize.tasks.rows.pad",
-    "quantize": "qdqbench.quantize.fakequant.quantizers.forward",
+    "quantize": "qdqbench.quantize.calibrate.ptq.forward",
     "export": "qdqbench.quantize.graph.export.save",
-    "check": "qdqbench.quantize.check.check.to_json",
+    "check": "qdqbench.eval.stages.stages.to_json",
     "parity": "qdqbench.eval.accuracy.parity.session_of",
     "onnxruntime": "qdqbench.eval.accuracy.runners.session_of",
     "build": "qdqbench.quantize.engine.build.coverage",
-    "report": "qdqbench.eval.runs.report.write_reports",
+    "report": "qdqbench.eval.runs.run.write_reports",
 }
 
 

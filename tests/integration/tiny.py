@@ -78,8 +78,9 @@ def results(folder: Path) -> dict:
 
 
 def listing(folder: Path) -> list[str]:
-    """Every file below a folder, hidden ones too."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """Every file below a folder, hidden ones too, but for the empty one that processes lock."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return sorted(str(path.relative_to(folder)) for path in found)
 
 
 def sentences(rows: int, seed: int) -> tuple[list[str], list[int]]:

@@ -12,6 +12,7 @@ import pytest
 
 from qdqbench.quantize.core import files, interrupt
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.lock import LOCK
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import MANIFEST, Stage, ancestors, forget_others, open_run, run_stages
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session, read_config
@@ -128,7 +129,14 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
     with pytest.raises(KeyboardInterrupt):
         line.run()
     assert line.path("b").read_text() == before
-    assert {p.name for p in line.session.folder.iterdir()} == {CONFIG, MANIFEST, "a.txt", "b.txt", "c.txt"}
+    assert {p.name for p in line.session.folder.iterdir()} == {
+        CONFIG,
+        MANIFEST,
+        LOCK,
+        "a.txt",
+        "b.txt",
+        "c.txt",
+    }
     line.fail_in = None
     assert line.run() == ["b", "c"]
     assert line.path("c").read_text() == "c1b2a1"
@@ -161,7 +169,7 @@ def test_finished_stages_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
 
 
 def test_another_version_of_a_library_runs_all(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqbench.quantize.rundir.pipeline.versions", lambda: {"torch": "0"})
+    monkeypatch.setattr("qdqbench.quantize.core.identity.versions", lambda: {"torch": "0"})
     assert line.run() == ["a", "b", "c"]
 
 
