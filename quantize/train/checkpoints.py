@@ -1,4 +1,8 @@
-"""Training checkpoints: written whole or not at all, proven by hash, and bound to one run."""
+"""Training checkpoints: written whole or not at all, proven by hash, and bound to one run.
+
+Accelerate writes and reads the state itself; what it rotates would lose the best checkpoint, and damage or
+another run's state would be loaded without a word.
+"""
 
 import shutil
 from collections.abc import Callable

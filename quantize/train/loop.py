@@ -2,7 +2,9 @@
 
 A global batch is a function of seed, epoch and position (`training_data`), every process takes its rows of
 it, and the gradient is that of the mean over the whole batch: so the number of processes and of accumulated
-parts changes rounding only, and a resumed run goes on exactly where it was.
+parts changes rounding only, and a resumed run goes on exactly where it was. That is why the loop is no
+`Trainer`: its sampler, Accelerate's, fills the last batch of an epoch with rows of the first, and cuts
+batches by the number of processes. Schedule, seeds, clipping, autocast and saved state are the libraries'.
 """
 
 import math
