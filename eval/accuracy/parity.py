@@ -1,6 +1,6 @@
 """ONNX Runtime against the fake-quant model, layer by layer with the same inputs fed to both.
 
-End to end the two drift apart by rounding alone (facts: stages never agree bit for bit), so a correct graph
+End to end the two drift apart by rounding alone, as no two runtimes add in the same order, so a correct graph
 cannot be told from a wrong one there. With teacher forcing it can: each quantizer's input is replaced by the
 reference's, so that every layer is judged on its own. A correct layer then differs by at most one step, in
 well under one percent of its codes.

@@ -76,10 +76,9 @@ def _round(
     value: torch.Tensor, amax: torch.Tensor, lowest: int = -quantizers_module.INT8_MAX
 ) -> torch.Tensor:
     """ModelOpt's arithmetic step by step, bit for bit, without its copies: most of its time on a CPU."""
-    scale = (
-        amax.new_tensor(quantizers_module.INT8_MAX) / amax
-    )  # a plain number would be multiplied by 1 / amax
-    return (value * scale).round_().clamp_(lowest, quantizers_module.INT8_MAX).div_(scale)
+    largest = quantizers_module.INT8_MAX
+    scale = amax.new_tensor(largest) / amax  # a plain number would be multiplied by 1 / amax
+    return (value * scale).round_().clamp_(lowest, largest).div_(scale)
 
 
 def _use_in_place(quantizers: Iterator[Any]) -> None:

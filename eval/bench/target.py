@@ -44,9 +44,7 @@ class Target:
 
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
-    built: "dict[str, EngineResult]" = field(
-        default_factory=dict
-    )  # engines that all cells share, by precision
+    built: "dict[str, EngineResult]" = field(default_factory=dict)  # shared by all cells; by precision
     stack: ExitStack = field(default_factory=ExitStack)  # removes them
 
     @property

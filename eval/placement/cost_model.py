@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.core.strict import Frozen, Strict, read
 from qdqbench.quantize.encoders.family import layer_of, linear_kind
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -44,10 +44,8 @@ TERMS = {
 }
 
 
-class ModelShape(BaseModel):
+class ModelShape(Frozen):
     """Sizes of a BERT encoder."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     layers: int
     hidden: int
@@ -55,10 +53,8 @@ class ModelShape(BaseModel):
     heads: int
 
 
-class Row(BaseModel):
+class Row(Frozen):
     """One measured engine at one shape, and its FP16 twin in the same process."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # of the model
     model: ModelShape

@@ -58,9 +58,8 @@ class Confirmed(Strict):
     engine: dict[str, Comparison] = {}  # empty where no engine ran
     engine_metrics: dict[str, float] = {}
     latency: Latency | None = None
-    dominates: bool = (
-        False  # a shipped recipe: at least as accurate and as fast as the chosen one, one strictly
-    )
+    # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
+    dominates: bool = False
 
 
 class Agreement(Strict):

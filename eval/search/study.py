@@ -27,9 +27,7 @@ WAIT_S, CLAIM_PAUSE_S, CLAIM_S = 1.0, 0.2, 1800.0  # for the ranking that anothe
 UNMARKED = timedelta(seconds=15)  # the first thing that a trial does is to say who runs it
 LOCK_S = 120.0  # SQLite makes workers wait for each other
 MOST_OPENINGS = 10  # workers that create one database at the same time trip over each other's tables
-MOST_REPEATS = (
-    3  # a small space runs out of new recipes: then the search ends after this many times its trials
-)
+MOST_REPEATS = 3  # times its trials, after which a search ends whose small space has no new recipe
 
 
 @contextmanager

@@ -27,9 +27,7 @@ class Ledger:
         self.found: dict[str, dict[str, Any]] = {}
         before = _lines(path)
         header = before[0] if before else None
-        self.anew = bool(before) and header != {
-            "settings": settings
-        }  # other settings: what was there is lost
+        self.anew = bool(before) and header != {"settings": settings}  # what was there is lost
         if before and not self.anew:
             self.found = {line["key"]: line for line in before[1:]}
         self.resumed = len(self.found)

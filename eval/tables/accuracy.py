@@ -153,12 +153,9 @@ def _mean_difference(runs: Iterable[Results]) -> str:
             return "not measured"
         deltas.append(row.vs_fp32.delta[metric])
         squares += row.vs_fp32.delta_stderr.get(metric, math.nan) ** 2
-    error = math.sqrt(squares) / len(
-        deltas
-    )  # tasks have different samples, so their errors add up as squares
-    return f"{100 * sum(deltas) / len(deltas):+.2f}" + (
-        f" ± {100 * error:.2f}" if math.isfinite(error) else ""
-    )
+    error = math.sqrt(squares) / len(deltas)  # of different samples, so errors add up as squares
+    spread = f" ± {100 * error:.2f}" if math.isfinite(error) else ""
+    return f"{100 * sum(deltas) / len(deltas):+.2f}{spread}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -62,11 +62,13 @@ class EngineResult(Strict):
     expected_int8_gemms: int
     not_int8: list[str]  # ONNX nodes that the recipe asks for and the engine runs in something else
     attention_fused: int  # fused attention kernels
-    attention_int8: int  # ... whose q, k and v are INT8
+    attention_int8: int  # of these, with INT8 q, k and v
     expected_attention_int8: int
     int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
     expected_int8_residuals: int = 0
-    not_int8_residuals: list[str] = Field(default_factory=list)  # ... that should and do not, by ONNX name
+    not_int8_residuals: list[str] = Field(
+        default_factory=list
+    )  # LayerNorms whose kernel should and does not, by ONNX name
     layers: list[LayerRow]
 
 

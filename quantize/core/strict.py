@@ -17,6 +17,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Frozen(Strict):
+    """One whose values do not change."""
+
+    model_config = ConfigDict(frozen=True)
+
+
 def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
     """Read and check a JSON file.
 

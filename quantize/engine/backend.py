@@ -35,9 +35,8 @@ __all__ = [
 BackendName = Literal["tensorrt", "tensorrt_rtx"]
 BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 
-DEFAULT_COMPUTE_CAPABILITY = (
-    "8.9"  # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
-)
+# Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
+DEFAULT_COMPUTE_CAPABILITY = "8.9"
 _BUILD_LOCK = threading.Lock()  # the logger is process-global while any builder lives
 _INSTALL: dict[BackendName, str] = {
     "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU",

@@ -33,12 +33,11 @@ class Graph:
     """ONNX nodes by name."""
 
     linears: list[str]  # MatMul and Gemm with weights
-    products: list[str]  # ... of two activations
+    products: list[str]  # MatMul of two activations
     softmaxes: list[str]
-    softmax_types: dict[str, str] = field(
-        default_factory=dict
-    )  # datatype of each, where the graph is at hand
-    residuals: list[str] = field(default_factory=list)  # LayerNorms that add an INT8 residual; the same
+    # where the graph is at hand: datatype of each softmax, and LayerNorms that add an INT8 residual
+    softmax_types: dict[str, str] = field(default_factory=dict)
+    residuals: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -52,19 +51,17 @@ class Facts:
     int8: list[str]  # linears in INT8
     dequantized: list[str]  # linears with INT8 inputs or weights that a kernel dequantizes to multiply in FP
     fp32_outputs: list[str]  # INT8 linears that write FP32
-    raw_outputs: list[
-        str
-    ]  # INT8 linears that write their INT32 sums as FP16, and scale them in the next kernel
+    raw_outputs: list[str]  # INT8 linears that write INT32 sums as FP16; the next kernel scales them
     separate: list[str]  # linears whose bias or scale another kernel applies
     qkv: int  # attentions with q, k and v linears
-    qkv_merged: int  # ... in one GEMM
+    qkv_merged: int  # of these, in one GEMM
     attentions: int
     fused: list[LayerRow]  # kernels of fused attentions
     gelu_fused: int  # in the kernel of a GEMM
     gelu_separate: int
     norms: dict[str, list[str]]  # precision -> kernels, as labels
     residuals: list[str]  # LayerNorms whose residual has Q/DQ in the graph
-    float_residuals: list[str]  # ... that a kernel reads in floating point all the same
+    float_residuals: list[str]  # of these, that a kernel reads in floating point all the same
     softmax: dict[str, int]  # precision -> kernels of their own
     layout_quantized: int  # layout kernels that read or write INT8, or quantize
     int8_writers: Counter[str]  # kernels that write INT8, by kind

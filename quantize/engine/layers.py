@@ -19,7 +19,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import LayerRow
 
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
-MAX_TABLE_LAYERS = 20_000  # ... and 1,400 kernels
+MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
 MAX_MERGED = 64  # GEMMs in one kernel
 _LINE = re.compile(
     r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"
@@ -45,7 +45,7 @@ class Coverage:
     int8_gemms: list[str]  # proven, sorted; products of two activations only where they are expected
     not_int8: list[str]  # expected and not proven, sorted
     attention_fused: int  # attentions that run as one kernel
-    attention_int8: int  # ... with INT8 q, k and v
+    attention_int8: int  # of these, with INT8 q, k and v
     unknown: list[str]  # nodes that no row names, sorted
 
 

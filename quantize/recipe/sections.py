@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     WithJsonSchema,
     model_validator,
 )
+
+from qdqbench.quantize.core.strict import Frozen
 
 Positive = Annotated[int, Field(gt=0)]
 Range = tuple[Positive, Positive, Positive]
@@ -45,10 +45,8 @@ def _method(text: str) -> str:
     return text
 
 
-class Section(BaseModel):
+class Section(Frozen):
     """A part of a recipe: unknown keys are refused, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelSection(Section):

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from qdqbench.quantize.core.strict import Frozen
 
 Positive = Annotated[int, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
@@ -10,10 +12,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Training(BaseModel):
+class Training(Frozen):
     """Optimization by AdamW, and what it is judged on while it runs; the settings of `finetune`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = Field(
         default=4, description="Passes over the training rows."
@@ -59,10 +59,8 @@ class Training(BaseModel):
     )
 
 
-class Distill(BaseModel):
+class Distill(Frozen):
     """Weights of the parts of the loss, which compare with the FP32 model, and with the labels."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     logits: Weight = Field(
         default=1.0, description="Weight of the KL divergence of the answers; squared error for regression."

@@ -217,7 +217,7 @@ INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
         ("int8", FakeLane(NAN), "NaN or infinite logits for 1 of 4 inputs"),
         ("fp16", FakeLane(INF), "NaN or infinite logits for 1 of 4 inputs"),
         ("int8", FakeLane([np.ones((2, 3))]), "the same logits for all of 4 different inputs"),
-        ("int8", noisy(0.8), "its logits are 0.8"),  # facts: q, k, v without the softmax
+        ("int8", noisy(0.8), "its logits are 0.8"),  # as with INT8 q, k, v and no INT8 softmax
         ("fp16", noisy(0.2), "its logits are 0.2"),
     ],
 )
