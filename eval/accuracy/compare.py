@@ -43,14 +43,14 @@ def compare(
     systems = [metrics.predictions(task, each, labels) for each in (reference_logits, logits)]
     found = metrics.bootstrap(task, labels, systems, seed=seed, resamples=metrics.RESAMPLES)
     errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
-    primary = task.metrics[0]
+    primary, counted = task.metrics[0], task.kind.right_or_wrong
     difference = logits.astype(np.float64) - reference_logits.astype(np.float64)
     return Comparison(
         delta=delta,
         delta_stderr=errors,
         n=len(labels),
-        disagreements=None if task.is_regression else int((systems[0] != systems[1]).sum()),
-        mcnemar_p=None if task.is_regression else _mcnemar(systems[0] == labels, systems[1] == labels),
+        disagreements=int((systems[0] != systems[1]).sum()) if counted else None,
+        mcnemar_p=_mcnemar(systems[0] == labels, systems[1] == labels) if counted else None,
         within_noise=abs(delta[primary]) <= NOISE * errors[primary],
         mean_abs_logit_diff=float(np.abs(difference).mean()),
         sqnr_db=_sqnr_db(reference_logits.astype(np.float64), difference),

@@ -3,7 +3,6 @@
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Float64, Floats
-from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks.task import Task
 
 
@@ -21,12 +20,4 @@ def divergence(task: Task, reference: Floats, logits: Floats) -> Float64:
     Raises:
         CheckFailed: all FP32 outputs of a regression are equal.
     """
-    before, after = reference.astype(np.float64), logits.astype(np.float64)
-    if task.is_regression:
-        spread = float(before.var())
-        if spread == 0:
-            raise CheckFailed("FP32 gives the same output for every sample; the model or the data is broken")
-        return np.asarray(((after - before) ** 2).mean(axis=1) / spread)
-    logs = [x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (before, after)]
-    each = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1)
-    return np.asarray(np.maximum(each, 0))  # rounding
+    return task.kind.divergence(reference.astype(np.float64), logits.astype(np.float64))

@@ -78,6 +78,7 @@ def compare_layers(
     """
 
     forced, boundaries, outputs = force(onnx_model)
+    answers = onnx_model.graph.output[0].name
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
     epsilon = (
@@ -90,7 +91,7 @@ def compare_layers(
         with _recorded(model, list(counts), [*outputs, *rounded]) as (inputs, made):
             logits = forward(model, batch).float().cpu().numpy()
         feeds = {b.reference: made.get(b.fed, inputs[b.fed]) for b in boundaries}
-        names = [b.tensor for b in boundaries] + list(outputs.values()) + ["logits"]
+        names = [b.tensor for b in boundaries] + list(outputs.values()) + [answers]
         got = dict(zip(names, session.run(names, batch | feeds), strict=True))
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
@@ -99,7 +100,7 @@ def compare_layers(
             difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
             errors[module][0] += float(np.square(difference).sum())
             errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
-        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(got["logits"] - logits), nan=1e6).max()))
+        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(got[answers] - logits), nan=1e6).max()))
         samples += len(logits)
         padded |= bool((batch["attention_mask"] == 0).any())
     rows = [_row(name, count, errors, epsilon) for name, count in counts.items()]

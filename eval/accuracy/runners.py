@@ -104,7 +104,7 @@ def onnxruntime_runner(path: Path) -> Predict:
         UserError: ONNX Runtime refuses the file.
     """
     session = session_of(path.read_bytes(), str(path))
-    return lambda batch: np.asarray(session.run(["logits"], batch)[0], dtype=np.float32)
+    return lambda batch: np.asarray(session.run(None, batch)[0], dtype=np.float32)
 
 
 def session_of(model: bytes, name: str) -> Any:

@@ -68,7 +68,7 @@ def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Pla
         UserError, CheckFailed: the export fails.
     """
     settings = ExportSettings.of(recipe, weight_form(session))
-    write(trace(model, settings.opset), plan, settings, path)
+    write(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
     return Exported(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))
 

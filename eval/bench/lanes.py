@@ -7,12 +7,13 @@ import numpy as np
 
 from qdqbench.eval.bench.loop import Lane
 from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, Int64]
-OUTPUT = "logits"
+(OUTPUT,) = LOGITS
 LENGTH_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
 
 

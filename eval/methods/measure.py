@@ -250,7 +250,7 @@ class Comparing:
             seed=config.seed,
             batch_size=config.batch_size,
             metric=task.metrics[0],
-            divergence="squared" if task.is_regression else "kl",
+            divergence=task.kind.divergence_name,
             fp32={name: self._scores(name) for name in session.eval_splits},
             rows=rows,
             recipe_name=chosen.name,

@@ -34,7 +34,7 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import RunConfig, Session
-from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.task import Task, kind_of
 
 RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
 SHAPES = target.SHAPES | {"minilm": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}}
@@ -226,8 +226,7 @@ def _session(model: str, folder: Path, seed: int) -> Session:
     task = Task(name="random-token-ids", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
     if model not in SHAPES:
         labels = target.label_count(model)
-        metrics = ("pearson",) if labels == 1 else ("accuracy",)
-        task = task.model_copy(update={"num_labels": labels, "metrics": metrics})
+        task = task.model_copy(update={"num_labels": labels, "metrics": kind_of(labels).default_metrics})
     config = RunConfig(
         recipe=_plain(RECIPE),
         model=source,

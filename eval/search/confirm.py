@@ -192,7 +192,8 @@ def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
     graph = export(session, work.recalibrated(recipe, plan), recipe, plan, folder / "model.int8.onnx")
     path = build_and_prove(session, graph, folder / "model.int8.engine")
     found = {}
-    with EngineRunner(path, graph.path, runtime_cache=folder / "runtime.cache") as runner:
+    cache, outputs = folder / "runtime.cache", session.config.task.kind.outputs
+    with EngineRunner(path, graph.path, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         for name, (_, encoded) in session.eval_splits.items():
             found[name] = predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")

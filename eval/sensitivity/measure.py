@@ -288,7 +288,7 @@ class Measurement:
             seed=config.seed,
             batch_size=config.batch_size,
             metric=config.task.metrics[0],
-            divergence="squared" if config.task.is_regression else "kl",
+            divergence=config.task.kind.divergence_name,
             fp32=fp32,
             full=full,
             int8=[

@@ -94,10 +94,11 @@ def fake_quant(session: Session) -> list[Path]:
 def export(session: Session) -> list[Path]:
     """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
     recipe, form = session.recipe, weight_form(session)
-    twin = trace(session.fp32_model, recipe.export.opset)
+    outputs = session.config.task.kind.outputs
+    twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs: list[tuple[onnx.ModelProto, Compute | None, str]] = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
     if recipe.quantizes:
-        jobs.append((trace(session.fake_quant_model, recipe.export.opset), None, INT8))
+        jobs.append((trace(session.fake_quant_model, recipe.export.opset, outputs), None, INT8))
     for number, (traced, compute, name) in enumerate(jobs):
         settings = ExportSettings.of(recipe, form, compute)
         write(traced, session.plan, settings, session.folder / name, session.notes)

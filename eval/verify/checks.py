@@ -195,7 +195,7 @@ def check_answers(  # noqa: PLR0913
     check.mean_abs_logit_diff = found.mean_abs_logit_diff
     check.ks_statistic, check.ks_p = float(worst.statistic), float(worst.pvalue)
     if found.disagreements is not None:
-        own = float(np.mean(reference.argmax(axis=1) != fp32.argmax(axis=1)))
+        own = float(np.mean(task.kind.predict(reference) != task.kind.predict(fp32)))
         share = own + max_drop
         check.disagreements = found.disagreements
         check.disagreement_limit = n * share + 2 * float(np.sqrt(n * share * max(1 - share, 0)))

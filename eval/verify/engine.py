@@ -176,7 +176,7 @@ def verify_engine(session: "Session") -> Verification:
     sidecar = check_sidecar(path, graph)
     data = _data(session, widest(sidecar.profiles).max[1])
     cost, task, seed = Cost.of(data.reference, data.fp32), session.config.task, session.config.seed
-    with EngineRunner(path, graph) as runner:
+    with EngineRunner(path, graph, outputs=task.kind.outputs) as runner:
         shapes = _run_shapes(runner, data, sidecar, session)
         chosen = data.rows[:PADDING_SAMPLES].tolist()
         padding = check_padding(

@@ -12,6 +12,8 @@ from qdqbench.quantize.core.files import sha256
 from qdqbench.quantize.core.hub import HubError, commit_of
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.tasks.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kind import TaskKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,24 +35,25 @@ class ModelInfo:
     revision: str | None = None  # commit of a hub model
 
 
-def load_model(name: str, revision: str | None = None) -> "PreTrainedModel":
-    """FP32 classifier in eval mode from a folder or a hub id; never runs code from the repository.
+def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION) -> "PreTrainedModel":
+    """FP32 model with its head, in eval mode, from a folder or a hub id; never runs code from the repository.
 
     Args:
         name: folder or hub id.
         revision: of a hub model: branch, tag or commit; None: its default branch.
+        kind: of its task.
 
     Raises:
         UserError: not found, no classifier head in the weights, or an unsupported architecture.
     """
     import torch
-    from transformers import AutoModelForSequenceClassification
+    import transformers
 
     _register_attention()
     with quiet("transformers"), _explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = getattr(transformers, kind.model_class).from_pretrained(
             name,
             revision=commit,
             config=config,
@@ -64,16 +67,16 @@ def load_model(name: str, revision: str | None = None) -> "PreTrainedModel":
     if lost:
         raise UserError(
             f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it "
-            f"is not fine-tuned for classification; fine-tune it first"
+            f"is not fine-tuned for {kind.name}; fine-tune it first"
         )
     return model.eval()  # type: ignore[no-any-return]
 
 
 def load_encoder(  # noqa: PLR0913
     name: str,
+    kind: TaskKind,
     *,
     num_labels: int,
-    regression: bool,
     dropout: float | None = None,
     keep_head: bool = False,
     revision: str | None = None,
@@ -82,8 +85,8 @@ def load_encoder(  # noqa: PLR0913
 
     Args:
         name: folder or hub id, of an encoder or of a classifier.
+        kind: of the task.
         num_labels: of the classifier; 1 for regression.
-        regression: one score per sample.
         dropout: of hidden states and attention; None: as the model says.
         keep_head: go on with the model's own classifier instead of a new one.
         revision: as `load_model`.
@@ -92,17 +95,17 @@ def load_encoder(  # noqa: PLR0913
         UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
     """
     import torch
-    from transformers import AutoModelForSequenceClassification
+    import transformers
 
     with quiet("transformers"), _explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
         known = config.num_labels
         config.num_labels = num_labels
-        config.problem_type = "regression" if regression else "single_label_classification"
+        config.problem_type = kind.problem_type
         if dropout is not None:
             config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = getattr(transformers, kind.model_class).from_pretrained(
             name,
             revision=commit,
             config=config,

@@ -8,7 +8,7 @@ which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,12 +23,13 @@ from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, sh
 from qdqbench.quantize.graph.weights import factor_scales, fold_weights
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-OUTPUT = "logits"
+VARYING = ("batch", "length")  # axes; the others have the size that the model gives them
 IR_VERSION = 10  # the newest that TensorRT 10 and ONNX Runtime 1.23 both read
 WeightForm = Literal["channel", "factored"]
 Compute = Literal["fp16", "fp32"]
@@ -60,10 +61,17 @@ def default_weight_form(backend: str) -> WeightForm:
     return "factored" if backend == "tensorrt_rtx" else "channel"
 
 
-def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
+def trace(
+    model: "PreTrainedModel", opset: int, outputs: Mapping[str, tuple[str, ...]] = LOGITS
+) -> onnx.ModelProto:
     """TorchScript export of an FP32 model, fake-quantized or not, as an FP32 ONNX graph.
 
-    Inputs are int64 [batch, length]; the output is float32 [batch, num_labels].
+    Inputs are int64 [batch, length]; outputs are float32.
+
+    Args:
+        model: in eval mode.
+        opset: ONNX opset.
+        outputs: names of the outputs and of their axes, as the kind of task says.
 
     Raises:
         UserError: the exporter fails.
@@ -83,9 +91,13 @@ def trace(model: "PreTrainedModel", opset: int) -> onnx.ModelProto:
                 opset_version=opset,
                 dynamo=False,
                 input_names=list(INPUTS),
-                output_names=[OUTPUT],
+                output_names=list(outputs),
                 do_constant_folding=True,
-                dynamic_axes={name: {0: "batch", 1: "length"} for name in INPUTS} | {OUTPUT: {0: "batch"}},
+                dynamic_axes={name: {0: "batch", 1: "length"} for name in INPUTS}
+                | {
+                    name: {i: axis for i, axis in enumerate(axes) if axis in VARYING}
+                    for name, axes in outputs.items()
+                },
             )
         except Exception as error:
             raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error

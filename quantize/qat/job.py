@@ -16,7 +16,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.losses import answer_distance, hidden_distance, label_loss
 from qdqbench.quantize.tasks.rows import Encoded, Ints, encode
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.train.judge import BATCH, collapsed, mean_loss, predict_rows
+from qdqbench.quantize.train.judge import BATCH, collapsed, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed
 from qdqbench.quantize.train.record import CHECKPOINTS
 from qdqbench.quantize.train.rows import TrainingData, divide
@@ -184,7 +184,7 @@ def _judge(  # noqa: PLR0913, PLR0917
         distance = answer_distance(
             task, torch.from_numpy(logits), torch.from_numpy(wanted), parts.temperature
         )
-        found = {"distance": float(distance) / len(labels), "loss": mean_loss(task, logits, labels)}
+        found = {"distance": float(distance) / len(labels), "loss": task.kind.mean_loss(logits, labels)}
         score = parts.logits * found["distance"] + parts.labels * found["loss"]
         if parts.hidden:
             found["hidden"] = _held_out_hidden(accelerator, model, teacher, data)
@@ -202,8 +202,7 @@ def _far(task: Task, parts: Distill, wanted: Float32) -> float:
 
     A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.
     """
-    unit = float(np.var(wanted)) if task.is_regression else 1.0
-    return FAR * ((parts.logits + parts.labels) * unit + parts.hidden)
+    return FAR * ((parts.logits + parts.labels) * task.kind.distance_unit(wanted) + parts.hidden)
 
 
 def _held_out_hidden(

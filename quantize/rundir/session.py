@@ -104,7 +104,7 @@ class Session:
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
 
-        model = load_model(self.model_name, self.config.revision)
+        model = load_model(self.model_name, self.config.revision, self.config.task.kind)
         config = model.config
         check_model_fits(
             self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
@@ -148,7 +148,7 @@ class Session:
         """The trained fake-quant model, rebuilt from the files of the QAT stage."""
 
         name = str(self.folder / QAT / "model")
-        model = load_model(name)
+        model = load_model(name, kind=self.config.task.kind)
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, name)
         ptq.restore(model, self.plan, read_record(self.record_path))

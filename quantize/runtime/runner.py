@@ -1,7 +1,7 @@
 """Evaluate with an engine: batches of any shape of its profiles, CUDA graphs for shapes that repeat."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -13,10 +13,10 @@ from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.engine import Engine, EngineMemory
 from qdqbench.quantize.runtime.tensors import Arrays
+from qdqbench.quantize.tasks.kind import LOGITS
 
 __all__ = ["BoundRun", "Engine", "EngineMemory", "EngineRunner"]
 
-OUTPUT = "logits"
 MAX_GRAPHS = 16
 
 
@@ -32,9 +32,10 @@ class EngineRunner:
         onnx_path: as of Engine.
         runtime_cache: as of Engine.
         graphs: most CUDA graphs to keep; 0 for none.
+        outputs: of the graph, as the kind of task says; the answers are the only one.
 
     Raises:
-        UserError, MissingDevice: as of Engine; UserError also where there is no output "logits".
+        UserError, MissingDevice: as of Engine; UserError also where that output is not there.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class EngineRunner:
         *,
         runtime_cache: Path | None = None,
         graphs: int = MAX_GRAPHS,
+        outputs: Iterable[str] = LOGITS,
     ) -> None:
+        (self._output,) = outputs
         self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
-        if OUTPUT not in self.engine.outputs:
-            raise UserError(f"{path} has no output {OUTPUT!r} but {', '.join(self.engine.outputs)}")
+        if self._output not in self.engine.outputs:
+            raise UserError(f"{path} has no output {self._output!r} but {', '.join(self.engine.outputs)}")
         free = self.engine.torch.cuda.mem_get_info()[0]
         room = free // 2 // max(1, self.engine.memory.activation_bytes)  # half of what is free
         self._most = min(graphs, int(room))
@@ -76,7 +79,7 @@ class EngineRunner:
         for name in self.engine.inputs:
             columns = np.pad(batch[name], ((0, 0), (0, to_length - length)))
             feeds[name] = np.pad(columns, ((0, to_rows - rows), (0, 0)), mode="edge")
-        logits = self._run((to_rows, to_length), feeds)[OUTPUT][:rows]
+        logits = self._run((to_rows, to_length), feeds)[self._output][:rows]
         return np.asarray(logits, dtype=np.float32)
 
     def _run(self, shape: tuple[int, int], feeds: Arrays) -> Arrays:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def label_loss(task: Task, logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
-    """Cross entropy, or squared error of a regression.
+    """Distance of answers from labels: cross entropy, or squared error of a regression.
 
     Args:
         task: says which.
@@ -19,20 +19,13 @@ def label_loss(task: Task, logits: "torch.Tensor", labels: "torch.Tensor") -> "t
     Returns:
         float32 scalar, the sum over B.
     """
-    from torch.nn import functional
-
-    logits = logits.float()
-    if task.is_regression:
-        return functional.mse_loss(logits[:, 0], labels, reduction="sum")
-    return functional.cross_entropy(logits, labels, reduction="sum")
+    return task.kind.loss(logits.float(), labels)
 
 
 def answer_distance(
     task: Task, logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float
 ) -> "torch.Tensor":
-    """Distillation from answers: KL(teacher || student) T^2 (Hinton et al. 2015, arXiv 1503.02531).
-
-    Squared error for a regression.
+    """Distillation from answers: KL(teacher || student) T^2, or squared error of a regression.
 
     Args:
         task: says which.
@@ -43,15 +36,7 @@ def answer_distance(
     Returns:
         float32 scalar, the sum over B.
     """
-    from torch.nn import functional
-
-    logits, teacher = logits.float(), teacher.float()
-    if task.is_regression:
-        return functional.mse_loss(logits, teacher, reduction="sum")
-    student = functional.log_softmax(logits / temperature, dim=-1)
-    target = functional.log_softmax(teacher / temperature, dim=-1)
-    distance = functional.kl_div(student, target, reduction="sum", log_target=True)
-    return distance * temperature**2
+    return task.kind.distance(logits.float(), teacher.float(), temperature)
 
 
 def hidden_distance(

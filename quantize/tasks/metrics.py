@@ -36,9 +36,7 @@ def predictions(task: Task, logits: Floats, labels: Labels) -> npt.NDArray[Any]:
             f"logits are NaN or infinite for {bad} of {len(labels)} samples; look for an FP16 overflow or a "
             "bad scale"
         )
-    if task.is_regression:
-        return np.asarray(logits[:, 0], dtype=np.float64)
-    return np.asarray(np.argmax(logits, axis=1), dtype=np.int64)
+    return task.kind.predict(logits)
 
 
 def compute(task: Task, logits: Floats, labels: Labels) -> dict[str, float]:
@@ -62,7 +60,7 @@ def compute(task: Task, logits: Floats, labels: Labels) -> dict[str, float]:
     from sklearn import metrics
 
     predicted = predictions(task, logits, labels)
-    if task.is_regression and np.ptp(labels) == 0:
+    if {"pearson", "spearman"} & {*task.metrics} and np.ptp(labels) == 0:
         raise UserError(
             f"all {len(labels)} labels of task {task.name!r} are equal, so correlation is undefined; use "
             "more samples"

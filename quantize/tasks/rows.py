@@ -93,7 +93,7 @@ def _check_rows(dataset: "datasets.Dataset", task: Task, source: str) -> None:
     if column.null_count:
         problem = f"are missing in {column.null_count} of {len(column)} rows; give a labelled split"
     elif not re.fullmatch(r"bool|u?int\d+|halffloat|float|double", str(column.type)):
-        wanted = "numbers" if task.is_regression else f"integers from 0 to {task.num_labels - 1}"
+        wanted = task.kind.label_values.format(last=task.num_labels - 1)
         problem = f"are {column.type}; map them to {wanted}, or name the right --label-column"
     else:
         problem = _label_problem(column.to_numpy(), task)
@@ -115,18 +115,7 @@ def _label_problem(labels: npt.NDArray[Any], task: Task) -> str:
     """What is wrong with numeric labels, [rows]; empty when nothing is."""
     if (labels == NO_LABEL).all():
         return f"are all {NO_LABEL}: test splits of GLUE have no labels; use the train or a validation split"
-    if task.is_regression:
-        bad = int((~np.isfinite(labels)).sum())
-        return f"are not finite in {bad} of {len(labels)} rows; drop or correct them" if bad else ""
-    if labels.dtype.kind == "f":
-        return f"are {labels.dtype}, not classes 0 to {task.num_labels - 1}; regression needs --num-labels 1"
-    least, most = int(labels.min()), int(labels.max())
-    if least < 0 or most >= task.num_labels:
-        return (
-            f"go from {least} to {most}, but task {task.name!r} has classes 0 to {task.num_labels - 1} "
-            "(-1 means unlabelled); correct them or give the right --num-labels"
-        )
-    return ""
+    return task.kind.label_problem(labels, task.num_labels)
 
 
 class Sample(NamedTuple):
@@ -198,7 +187,7 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
     return Encoded(
         input_ids=[sample.input_ids for sample in samples],
         token_type_ids=[sample.token_type_ids for sample in samples],
-        labels=np.array(values, dtype=np.float32 if task.is_regression else np.int64),
+        labels=np.array(values, dtype=task.kind.label_type),
         truncated=sum(sample.truncated for sample in samples),
     )
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.tasks.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kind import TaskKind
+from qdqbench.quantize.tasks.regression import REGRESSION
 
-CLASSIFICATION_METRICS = ("accuracy", "f1", "matthews")
-REGRESSION_METRICS = ("pearson", "spearman")
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
@@ -26,9 +27,14 @@ class Task(BaseModel):
     eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
 
     @property
-    def is_regression(self) -> bool:
-        """One float per sample instead of a class."""
-        return self.num_labels == 1
+    def kind(self) -> TaskKind:
+        """What labels and answers are, and everything that follows."""
+        return kind_of(self.num_labels)
+
+
+def kind_of(num_labels: int, problem_type: str | None = None) -> TaskKind:
+    """The kind of a task with so many labels, or of a model's head (`config.problem_type`)."""
+    return REGRESSION if num_labels == 1 or problem_type == REGRESSION.problem_type else CLASSIFICATION
 
 
 def _glue(name: str, columns: str, metrics: str, num_labels: int = 2) -> Task:
@@ -104,8 +110,8 @@ def get_task(
     given = {key: value for key, value in given.items() if value not in (None, ())}
     if name in known:
         fields = known[name].model_dump() | given
-        if num_labels is not None and not metrics and (num_labels == 1) != known[name].is_regression:
-            fields["metrics"] = _default_metrics(num_labels)
+        if num_labels is not None and not metrics and kind_of(num_labels) is not known[name].kind:
+            fields["metrics"] = kind_of(num_labels).default_metrics
     elif not text_columns:
         raise UserError(
             f"unknown task {name!r}, nearest is {nearest(name, known)!r}; choose one of {', '.join(known)}, "
@@ -118,14 +124,10 @@ def get_task(
             "(1 for regression)"
         )
     else:
-        fields = {"name": name, "metrics": _default_metrics(num_labels)} | given
+        fields = {"name": name, "metrics": kind_of(num_labels).default_metrics} | given
     task = Task.model_validate(fields)
     _check_fields(task)
     return task
-
-
-def _default_metrics(num_labels: int) -> tuple[str, ...]:
-    return REGRESSION_METRICS if num_labels == 1 else ("accuracy",)
 
 
 def _check_fields(task: Task) -> None:
@@ -138,12 +140,10 @@ def _check_fields(task: Task) -> None:
         raise UserError(
             f"task {task.name!r} has {task.num_labels} labels; give --num-labels 1 (regression) or more"
         )
-    fitting = REGRESSION_METRICS if task.is_regression else CLASSIFICATION_METRICS
-    if bad := [metric for metric in task.metrics if metric not in fitting]:
-        kind = "regression" if task.is_regression else f"{task.num_labels} classes"
+    if bad := [metric for metric in task.metrics if metric not in task.kind.metrics]:
         raise UserError(
-            f"task {task.name!r} ({kind}) cannot be scored by {', '.join(bad)}; choose from "
-            f"{', '.join(fitting)}"
+            f"task {task.name!r} ({task.kind.head.format(count=task.num_labels)}) cannot be scored by "
+            f"{', '.join(bad)}; choose from {', '.join(task.kind.metrics)}"
         )
     if "f1" in task.metrics and task.num_labels != 2:
         raise UserError(
@@ -164,15 +164,16 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     Raises:
         UserError: the head is for another kind of task or another number of classes.
     """
-    head = "regression" if problem_type == "regression" or model_labels == 1 else "classification"
-    wanted = "regression" if task.is_regression else "classification"
-    made = f"{problem_type or head} with {model_labels} output{'s' * (model_labels != 1)}"
-    needs = "one regression output" if task.is_regression else f"{task.num_labels} classes"
-    if model_labels != task.num_labels or head != wanted or problem_type == "multi_label_classification":
+    head = kind_of(model_labels, problem_type)
+    made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
+    needs = task.kind.head.format(count=task.num_labels)
+    if (
+        model_labels != task.num_labels
+        or head is not task.kind
+        or problem_type == "multi_label_classification"
+    ):
         fitting = [
-            name
-            for name, other in GLUE.items()
-            if (other.num_labels == 1) == (head == "regression") and other.num_labels == model_labels
+            name for name, other in GLUE.items() if other.kind is head and other.num_labels == model_labels
         ]
         others = f" (GLUE tasks with such a head: {', '.join(fitting)})" if fitting else ""
         raise UserError(

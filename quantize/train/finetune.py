@@ -27,7 +27,7 @@ from qdqbench.quantize.tasks.losses import label_loss
 from qdqbench.quantize.tasks.rows import Encoded, Ints, encode, load_split
 from qdqbench.quantize.tasks.sources import from_hub
 from qdqbench.quantize.tasks.task import Task, by_split
-from qdqbench.quantize.train.judge import collapsed, mean_loss, predict_rows
+from qdqbench.quantize.train.judge import collapsed, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed, train
 from qdqbench.quantize.train.record import (
     CHECKPOINTS,
@@ -121,8 +121,8 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
         torch.manual_seed(seed)
         model = load_encoder(
             request.base,
+            task.kind,
             num_labels=task.num_labels,
-            regression=task.is_regression,
             dropout=request.settings.dropout,
             keep_head=request.keep_head,
             revision=request.revision,
@@ -224,7 +224,7 @@ def _job(  # noqa: PLR0913, PLR0917
         values = metrics.compute(task, logits, answers)
         score = next(iter(values.values()))
         return Judged(
-            score, {"loss": mean_loss(task, logits, answers), **values}, collapsed(task, logits, answers)
+            score, {"loss": task.kind.mean_loss(logits, answers), **values}, collapsed(task, logits, answers)
         )
 
     return Job(

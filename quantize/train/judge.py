@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Array, Float32, Float64
+from qdqbench.quantize.core.arrays import Array, Float32
 from qdqbench.quantize.tasks.rows import Encoded, Ints, pad
 from qdqbench.quantize.tasks.task import Task
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 BATCH = 64
-SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same
 
 
 def predict_rows(
@@ -51,27 +50,6 @@ def predict_rows(
     return result
 
 
-def mean_loss(task: Task, logits: Float32, labels: Array) -> float:
-    """Mean cross entropy, or mean squared error of a regression."""
-    if task.is_regression:
-        return float(np.mean((logits[:, 0].astype(np.float64) - labels) ** 2))
-    return float(-np.mean(log_softmax(logits)[np.arange(len(labels)), labels]))
-
-
-def log_softmax(logits: Float32) -> Float64:
-    """Log probabilities, float64 [n, classes]."""
-    from scipy.special import log_softmax as stable
-
-    return np.asarray(stable(logits.astype(np.float64), axis=1))
-
-
 def collapsed(task: Task, logits: Float32, labels: Array) -> bool:
-    """Whether the answers do not depend on the input though the labels do.
-
-    Not whether one class gets them all: with few samples of the others, a sound model may do that.
-    """
-    if not np.isfinite(logits).all():
-        return True
-    if task.is_regression:
-        return bool(np.std(logits[:, 0]) <= SAME * np.std(labels))
-    return len(np.unique(labels)) > 1 and bool(np.ptp(log_softmax(logits), axis=0).max() <= SAME)
+    """Whether the answers are not finite, or do not depend on the input though the labels do."""
+    return not np.isfinite(logits).all() or task.kind.constant(logits, labels)

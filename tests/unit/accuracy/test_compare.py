@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.regression import REGRESSION
 from qdqbench.quantize.tasks.task import get_task
 
 SST2, MRPC, STSB = get_task("sst2"), get_task("mrpc"), get_task("stsb")
@@ -35,13 +36,13 @@ def scored(n, noise, seed=0):
 
 @pytest.mark.parametrize("task", [SST2, MRPC, STSB], ids=lambda task: task.name)
 def test_equal_logits(task):
-    logits, _, labels = scored(50, 0) if task.is_regression else case(50, 3, 4)
+    logits, _, labels = scored(50, 0) if task.kind is REGRESSION else case(50, 3, 4)
     found = compare(task, logits, logits.copy(), labels, seed=0)
     zeros = dict.fromkeys(task.metrics, 0.0)
     assert (found.delta, found.delta_stderr) == (zeros, zeros)
     assert found.within_noise
     assert (found.mean_abs_logit_diff, found.sqnr_db) == (0, None)
-    assert (found.disagreements, found.mcnemar_p) == ((None, None) if task.is_regression else (0, 1.0))
+    assert (found.disagreements, found.mcnemar_p) == ((None, None) if task.kind is REGRESSION else (0, 1.0))
 
 
 @pytest.mark.parametrize(

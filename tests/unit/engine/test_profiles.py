@@ -22,6 +22,7 @@ from qdqbench.quantize.engine.profiles import Profile, fit, require_room
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
 from qdqbench.quantize.rundir import artifacts, session
+from qdqbench.quantize.tasks.task import GLUE
 
 HEAD = "version: 1\nname: x\n"
 TWO = "[{batch: [1, 1, 4], length: [16, 32, 128]}, {batch: [4, 32, 128], length: [16, 128, 128]}]"
@@ -152,7 +153,7 @@ def run(tmp_path, monkeypatch):
     made = types.SimpleNamespace(
         folder=tmp_path,
         recipe=recipe(TWO, "precision: {compute: fp16}"),
-        config=types.SimpleNamespace(batch_size=4),
+        config=types.SimpleNamespace(batch_size=4, task=GLUE["sst2"]),
         plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
         notes=[],
         progress=lambda done, total: None,
@@ -221,9 +222,9 @@ class Runner:
 
     max_batch = 3
 
-    def __init__(self, path, onnx_path, *, runtime_cache):
+    def __init__(self, path, onnx_path, *, runtime_cache, outputs):
         self.engine = types.SimpleNamespace(notes=["the cache is ignored"], memory=None)
-        assert (path.name, runtime_cache.name) == ("x.engine", "runtime.cache")
+        assert (path.name, runtime_cache.name, [*outputs]) == ("x.engine", "runtime.cache", ["logits"])
 
     def __enter__(self):
         from qdqbench.quantize.runtime.runner import EngineMemory

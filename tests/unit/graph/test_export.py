@@ -22,6 +22,7 @@ from qdqbench.quantize.graph.export import ExportSettings, default_weight_form, 
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.tasks.task import GLUE
 
 from ...support.tiny_bert import (
     LAYERS,
@@ -259,6 +260,7 @@ class TestUnjoined:
         model, plan, _ = quantized(tiny_bert)
         session = SimpleNamespace(
             recipe=load_recipe("bert-int8-linears"),
+            config=SimpleNamespace(task=GLUE["mnli"]),
             plan=plan,
             fp32_model=load_model(str(tiny_bert)),
             fake_quant_model=model,

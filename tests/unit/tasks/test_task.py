@@ -42,7 +42,7 @@ def test_unknown_name_says_the_nearest_and_how_to_name_columns():
 def test_own_task(labels, metrics):
     task = get_task("reviews", text_columns=["title", "body"], label_column="stars", num_labels=labels)
     assert (task.text_columns, task.label_column, task.metrics) == (("title", "body"), "stars", metrics)
-    assert task.is_regression == (labels == 1)
+    assert task.kind.name == ("regression" if labels == 1 else "classification")
 
 
 def test_known_task_with_other_columns_keeps_the_rest():

@@ -41,6 +41,7 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.engine.backend import Profile
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.regression import REGRESSION
 from qdqbench.quantize.tasks.rows import Encoded
 from qdqbench.quantize.tasks.task import get_task
 
@@ -167,7 +168,7 @@ def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float =
     fp32 = logits(len(got), labels_of)
     reference = logits(len(got), labels_of, 0.2, 1) if reference is None else reference
     truth = logits(len(got), labels_of, 1.0, 5)
-    labels = truth[:, 0] if task.is_regression else truth.argmax(1)
+    labels = truth[:, 0] if task.kind is REGRESSION else truth.argmax(1)
     cost = Cost.of(reference, fp32)
     return check_answers(task, got, reference, fp32, labels, cost=cost, max_drop=max_drop, seed=0)
 
@@ -178,7 +179,7 @@ def test_another_rounding_of_the_recipe_passes(task: Any, labels: int) -> None:
     row = answers(logits(labels=labels, noise=0.2, seed=2), task)
     assert row.holds, row
     assert row.mean_abs_logit_diff > row.quantization_mean_abs_logit_diff
-    assert (row.disagreements is None) == task.is_regression
+    assert (row.disagreements is None) == (task.kind is REGRESSION)
 
 
 @pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (STSB, 1)])
@@ -387,7 +388,7 @@ class OnnxRunner:
 
     spoil: Any = staticmethod(lambda batch, got: got)
 
-    def __init__(self, path: Any, graph: Any) -> None:
+    def __init__(self, path: Any, graph: Any, outputs: Any) -> None:
         self.run = onnxruntime_runner(graph)
 
     def __call__(self, batch: Any) -> Any:
