@@ -27,11 +27,9 @@ def compare(
     Tibshirani 1993), both stages scored on the same resamples.
 
     Args:
-        task: Names the metrics.
         reference_logits: float32 [n, num_labels] of FP32.
         logits: The same of the stage.
         labels: int64 classes or float32 scores, [n].
-        seed: Seeds the bootstrap.
 
     Raises:
         CheckFailed: wrong shape, NaN or infinite logits.

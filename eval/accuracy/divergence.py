@@ -13,7 +13,6 @@ def divergence(task: Task, reference: Floats, logits: Floats) -> Float64:
     variance of FP32's outputs.
 
     Args:
-        task: classes or regression.
         reference: float32 [n, num_labels] of FP32.
         logits: the same of the candidate.
 

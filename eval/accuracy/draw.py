@@ -17,7 +17,6 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     Notes of the split, and that it has fewer rows, go to the session.
 
     Args:
-        session: names data, recipe and tokenizer.
         samples: rows to draw.
         least: rows without which nothing can be said, unless fewer were asked for.
 

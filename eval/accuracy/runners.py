@@ -32,10 +32,7 @@ def predict(  # noqa: PLR0913
 
     Args:
         run: one batch (int64 [B, L] arrays) to float32 logits [B, num_labels].
-        encoded: the split.
-        pad_id: token id of padding.
         batch_size: samples per batch, sorted by length so that padding is small.
-        stage: named in errors.
         progress: called with the number of samples of each batch.
 
     Raises:

@@ -145,8 +145,6 @@ class EngineTimer:
         twin: graph of the FP16 twin.
         folder: for engines, which are deleted once they are measured.
         shapes: (batch, length) to measure; the recipe's profiles must hold them.
-        devices: what touches the GPU.
-        first_id: smallest token id of the random inputs.
 
     Raises:
         MissingDevice: no GPU, or nothing that builds for it.
@@ -196,7 +194,6 @@ class EngineTimer:
         """Build, prove and time one engine.
 
         Args:
-            exported: its graph.
             done: called after each shape.
             shapes: some of those that it was made for; None: all.
 

@@ -150,7 +150,6 @@ def measure(
 
     Args:
         contestants: each with at least as many lanes as the largest number of streams.
-        effort: rounds, time and streams.
         now: wall clock, seconds.
         progress: called with rounds done and their number.
 
@@ -171,13 +170,7 @@ def measure(
 
 
 def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio:
-    """How many times faster `other` is: ratio of medians over rounds, 95% by paired bootstrap of the rounds.
-
-    Args:
-        reference: latency of each round.
-        other: latency of the same rounds.
-        seed: of the bootstrap.
-    """
+    """How many times faster `other` is: ratio of medians, 95% by paired bootstrap of the rounds."""
     base, own = np.asarray(reference), np.asarray(other)
     value = float(np.median(base) / np.median(own))
     if len(base) < 3:

@@ -70,9 +70,6 @@ def run_bench(
     """Measure every cell.
 
     Args:
-        target: what to measure.
-        options: how.
-        command: the command line, for the record.
         save: called after each cell with what is known so far.
         announce: called with what is being done.
 
@@ -200,8 +197,6 @@ def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str
     """INT8 over each other contestant, and the others over the FP16 twin.
 
     Args:
-        rows: of one cell.
-        seed: of the bootstrap.
         reasons: why INT8 is slower than its FP16 twin; called only when it is.
     """
     done = {row.contestant: row for row in rows if row.status == "done"}

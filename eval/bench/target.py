@@ -147,8 +147,6 @@ def real_split(
 
     Args:
         target: what is measured; its own task's data and tokenizer are the default in a run directory.
-        task: name of a task.
-        batch: sequences per batch.
         data: source of the task, as in `qdqbench run`; needed where the target has no such task.
         tokenizer: folder or hub id; needed for a built-in shape.
 

@@ -20,7 +20,6 @@ def sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -
     """Calibration sections to compare, the recipe's own first, none twice.
 
     Args:
-        own: the recipe's section.
         methods: of activations; none: `METHODS` and the recipe's own.
         smooths: "none", "gain" or an alpha; none: "none" and the recipe's own, or else 0.65.
 

@@ -71,9 +71,6 @@ def measure_costs(  # noqa: PLR0913
         placements: fixed ones first (all, all with attention, each kind alone), then random ones.
         seed: of weights, inputs and placements.
         budget_s: no engine is started that would not end within it, by the longest one so far.
-        say: told of each engine.
-        devices: what touches the GPU; none: the real one.
-        clock: seconds.
 
     Raises:
         MissingDevice: no GPU.

@@ -37,12 +37,7 @@ ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
 
 
 def collect(session: "Session", timings: dict[str, Timing]) -> Results:
-    """All numbers of a run, from the files in its directory.
-
-    Args:
-        session: a run whose stages are done.
-        timings: cost of each stage.
-    """
+    """All numbers of a run, from the files in its directory."""
     folder, config = session.folder, session.config
     quantized = config.recipe.quantizes
     built, verified = read_built(folder), read_verified(folder)

@@ -29,7 +29,6 @@ def run_until(
     """Run up to a stage; with `until` None or "report", everything and the report.
 
     Args:
-        session: the run.
         until: a stage, "evaluate" for the four evaluations, or "report".
         show: called with a stage's name as it starts, and whether what is there is used again.
 

@@ -41,10 +41,6 @@ def study(plan: Plan, accelerator: "Accelerator") -> Study:
 
     What an earlier call finished is kept.
 
-    Args:
-        plan: what to do.
-        accelerator: of one process.
-
     Raises:
         UserError: a recipe without QAT section, several processes, or as `finetune`.
         CheckFailed: nothing came to its end.

@@ -26,12 +26,6 @@ def latency_source(
 ) -> "tuple[Source, Measure]":
     """Source of latencies, and the function that gives one.
 
-    Args:
-        session: of the given recipe.
-        options: mode and shape.
-        work: makes the models to build.
-        stack: closes the FP16 twin.
-
     Raises:
         MissingDevice: no GPU and no cost model.
         UserError: the recipe's engine does not take the shape.

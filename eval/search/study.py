@@ -50,7 +50,6 @@ def open_study(storage: str, name: str, settings: dict[str, Any]) -> "optuna.Stu
 
     Args:
         storage: SQLAlchemy URL.
-        name: of the study.
         settings: what its trials depend on; JSON.
 
     Raises:

@@ -105,7 +105,6 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
     """Run trials until the study has as many as asked for, or the budget of time is spent.
 
     Args:
-        worker: of this process.
         progress: called with the trials that are done, their number, and what is best so far.
 
     Returns:

@@ -51,7 +51,6 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     and the attention and other linears that the recipe has in INT8.
 
     Args:
-        recipe: the recipe.
         modules: every module by full name, in model order.
         prefix: name of the base model inside the model.
 

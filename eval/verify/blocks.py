@@ -263,7 +263,6 @@ def engine_of(
     """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
 
     Args:
-        model: the graph.
         sidecar: of the deployed engine: its backend and shapes.
         expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
 

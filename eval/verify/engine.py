@@ -49,13 +49,7 @@ def widest(profiles: "Sequence[Profile]") -> "Profile":
 
 
 def shape_cases(lengths: Int64, profiles: "Sequence[Profile]", seed: int) -> list[Case]:
-    """Batches at every corner of the profiles, padded and of equal lengths, and the shortest and the longest.
-
-    Args:
-        lengths: tokens of each sample.
-        profiles: of the engine.
-        seed: of the draw.
-    """
+    """Batches at each corner of the profiles, padded and of equal lengths, and the shortest and longest."""
     random = np.random.default_rng(seed)
     cases: dict[tuple[str, int, int], Case] = {}
 

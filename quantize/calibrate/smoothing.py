@@ -48,7 +48,6 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
 
     Args:
         model: FP32 model with quantizers inserted; changed in place.
-        plan: says which linears are smoothed, and how.
         ranges: what `measure` saw of the calibration data.
 
     Raises:

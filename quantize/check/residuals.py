@@ -16,8 +16,6 @@ def check_residuals(
     The latter is slow and not wrong: a warning, and an error in a file that is held to a recipe.
 
     Args:
-        graph: the graph.
-        found: its residuals.
         expected: modules that the recipe wants in INT8; None: no recipe.
     """
     for residual in found:

@@ -27,8 +27,6 @@ def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
     """Read and check a JSON file.
 
     Args:
-        path: of the file.
-        schema: of what it holds.
         what: what it should be, such as "study".
         again: how to get a good one, such as "run `qdqbench study` again".
 

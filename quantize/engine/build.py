@@ -76,14 +76,11 @@ def build(  # noqa: PLR0913  all but the two files are keywords
 
     Args:
         onnx_path: strongly typed ONNX graph with [batch, length] inputs.
-        engine_path: file to write.
-        backend: "auto", "tensorrt" or "tensorrt_rtx".
         profiles: input shapes, one optimization profile each.
         expected_gemms: names of the ONNX MatMul/Gemm nodes that must run in INT8.
         expected_attention: attentions that must run as one INT8 kernel.
         compute_capability: target such as "8.9"; None for the GPU at hand or the default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
-        layers_path: file for the layer table.
         timing_cache: file of kernel timings to read and write (TensorRT only).
         note: called with what the user must hear: known faults of the version, an ignored cache.
         progress: called with the builder's phase and the fraction of it that is done.

@@ -33,7 +33,6 @@ def read_cache(path: Path, here: dict[str, str]) -> tuple[bytes, str | None]:
     """Content of a cache and a note on why it is not used.
 
     Args:
-        path: the file, which may be missing.
         here: the present `origin`.
 
     Returns:

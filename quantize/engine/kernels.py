@@ -127,7 +127,6 @@ def label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     """What a kernel computes, in as few words as name it: `layer.0 attention value+key+query`.
 
     Args:
-        row: the kernel.
         linears: ONNX nodes that it multiplies, if it is a GEMM.
     """
     kind = kind_of(row)

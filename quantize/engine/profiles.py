@@ -91,8 +91,6 @@ def fit(profiles: Sequence[Profile], batch: int, length: int, step: int = 1) -> 
     """Profile, batch and length to pad a batch of sequences to.
 
     Args:
-        profiles: of the engine.
-        batch: sequences.
         length: tokens of the longest.
         step: lengths are rounded up to multiples of this, where the profile allows, so that they repeat.
 
@@ -119,7 +117,6 @@ def require_room(profiles: Sequence[Profile], lengths: Int64, batch_size: int) -
     """Find out before any work that the data does not fit the engine that will be built.
 
     Args:
-        profiles: of the recipe.
         lengths: tokens of each sample, int64 [samples].
         batch_size: samples per batch, drawn in order of length; never more than the largest batch.
 
@@ -151,7 +148,6 @@ def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) 
     or the batch size, differs from the opt of the profile that takes it by more than a factor 2.
 
     Args:
-        profiles: of the engine or recipe.
         lengths: tokens of each sample, int64 [samples].
         batch_size: samples per batch, drawn in order of length.
     """

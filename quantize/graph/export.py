@@ -117,7 +117,6 @@ def finish(
     Args:
         traced: not changed.
         plan: what is INT8 in a traced model that has quantizers.
-        settings: how it is written.
         notes: what the user should know of the graph is added here.
 
     Raises:

@@ -59,7 +59,6 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     others. They wait where the process group is made, and end when there is nothing to train.
 
     Args:
-        session: the run, as every process opened it.
         lead: runs the stages up to the named one; called in the main process.
     """
     from accelerate.utils import broadcast_object_list

@@ -46,7 +46,6 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     """Apply the recipe's rules in order, the later wins.
 
     Args:
-        recipe: the recipe.
         modules: every module by full name, in model order.
         prefix: name of the base model inside the model (`bert` in `bert.encoder.layer.0`); patterns
             match names with or without it.

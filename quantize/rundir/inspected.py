@@ -49,7 +49,6 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
     """Read the layer table of a run directory, an .engine file or a saved JSON.
 
     Args:
-        path: the target.
         onnx: the graph; None: the one that the engine was built from, where it is beside it.
         recipe: the recipe; None: the run's.
 

@@ -70,7 +70,6 @@ def run_stages(
     """Run stages in order; one whose key and files are as it left them is reused.
 
     Args:
-        session: the run.
         stages: in an order in which each stage's needs come first.
         announce: called with a stage's name, and whether it is reused, before it runs.
 

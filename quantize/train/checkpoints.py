@@ -55,8 +55,6 @@ def save(
     """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
 
     Args:
-        folder: of the run's checkpoints.
-        step: optimizer steps done.
         accelerator: holds model, optimizer and scheduler.
         identity: what a resumed run must share.
         state: of the training loop, with `best_step`, whose checkpoint is kept as well.
@@ -98,7 +96,6 @@ def find(folder: Path, identity: dict[str, Any], notes: list[str]) -> Checkpoint
     """The last whole checkpoint of a run, if any.
 
     Args:
-        folder: of the run's checkpoints.
         identity: of the run that wants to go on.
         notes: gets a line for each damaged checkpoint that is passed over.
 

@@ -88,10 +88,6 @@ def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
     Seeds that an earlier call with the same settings finished are kept, an unfinished one goes on from its
     last checkpoint.
 
-    Args:
-        request: what to do.
-        accelerator: of all processes.
-
     Raises:
         UserError: model, data or folder cannot be used.
         CheckFailed: every seed failed.

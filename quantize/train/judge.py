@@ -23,9 +23,7 @@ def predict_rows(
     Args:
         accelerator: each process computes a share.
         model: in eval mode, on the accelerator's device.
-        encoded: the split.
         rows: int64.
-        pad_id: token id of padding.
     """
     import torch
     from accelerate.utils import gather_object

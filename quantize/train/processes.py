@@ -20,9 +20,6 @@ def precision_here(precision: str) -> str:
 
     `auto` is bf16, and `tf32` is TF32, where the GPU has it; else both are FP32. TF32 products have the
     10 bits of mantissa that FP16 has, bf16 has 7: about those of INT8, whose steps QAT is to learn.
-
-    Args:
-        precision: of the settings.
     """
     import torch
 
@@ -48,11 +45,7 @@ def matrix_products(precision: str) -> Iterator[None]:
 
 
 def new_accelerator(precision: str) -> "Accelerator":
-    """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started.
-
-    Args:
-        precision: of the settings.
-    """
+    """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started."""
     from datetime import timedelta
 
     import torch

@@ -32,10 +32,7 @@ def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingDa
     """Hold out a seeded draw of the rows.
 
     Args:
-        encoded: the train split.
-        pad_id: token id of padding.
         share: of the rows to hold out; at most `MOST_HELD_OUT`.
-        seed: of the draw.
 
     Raises:
         UserError: too few rows.
