@@ -1,12 +1,13 @@
 """What runs on ModelOpt's private names, and the only file that knows them; a test holds it to `PRIVATE`.
 
-The fake quantization of training (`native.py`) is here, as it must be short. The range is ModelOpt's and the
-engine's: codes -128 to 127 unless the quantizer asks for the narrow one, round half to even, zero point 0.
-The kernels compute in FP32 whatever the tensor's type, and give back the type that they got; so under
-autocast to BF16 activations arrive and leave as BF16. A code times its scale has more than the 8 significant
-bits of BF16, and moves by up to 2^-9 of itself: a quarter of a step at code 127, a hundredth at code 5. The
-matmul that reads the value would round it like this anyway, so FP32 in between would double the traffic and
-change no bit. Weights are quantized from their FP32 masters, before autocast rounds them.
+The fake quantization of training (`native.py`) is here because it reads them at every call, and Python around
+a call takes longer than the kernels of a small layer. The range is ModelOpt's and the engine's: codes -128 to
+127 unless the quantizer asks for the narrow one, round half to even, zero point 0. The kernels compute in
+FP32 whatever the tensor's type, and give back the type that they got; so under autocast to BF16 activations
+arrive and leave as BF16. A code times its scale has more than the 8 significant bits of BF16, and moves by up
+to 2^-9 of itself: a quarter of a step at code 127, a hundredth at code 5. The matmul that reads the value
+would round it like this anyway, so FP32 in between would double the traffic and change no bit. Weights are
+quantized from their FP32 masters, before autocast rounds them.
 """
 
 from dataclasses import dataclass
