@@ -1,1 +1,1 @@
-"""A task: data, tokens, loss, metrics."""
+"""A task: data, tokens, metrics, and its kind, which says what labels, answers and losses are."""

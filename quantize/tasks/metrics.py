@@ -105,6 +105,8 @@ def bootstrap(
     Samples with equal label and predictions are one cell, and a resample is a multinomial draw of counts over
     the cells, which is the distribution of drawing n samples with replacement and counting. All resamples are
     computed at once: 1,000 of F1 and Matthews take 4 ms for two classes, a loop over scikit-learn's 11 s.
+    SciPy's Spearman takes 4 times as long as this one. A single call of scikit-learn's, some 5 ms:
+    `python -m timeit -s "import numpy, sklearn.metrics as m; y = numpy.arange(1500) % 2" "m.f1_score(y, y)"`
 
     Args:
         task: Names the metrics.
