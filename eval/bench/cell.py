@@ -20,6 +20,7 @@ from qdqbench.eval.bench.loop import Contestant, Lane, Timer, WallTimer
 from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import RealSplit, Target
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.engine.build import build, sidecar_path
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.rundir import artifacts
@@ -197,7 +198,7 @@ def _device_maker(
         if about.name in target.twins:
             return engine(about)
         model = peers.sdpa_model(target.session.new_model(), about.precision, "cuda")  # type: ignore[arg-type]
-        masked = shape.real is not None
+        masked, names = shape.real is not None, family_of(model.config).inputs
         if about.name == COMPILED:
             forward = peers.compiled_forward(model, options.compile_mode, dynamic=masked)
             how = f"torch.compile mode {options.compile_mode}{', dynamic shapes' if masked else ''}"
@@ -206,7 +207,7 @@ def _device_maker(
             how += ", TF32 allowed" if about.precision == "fp32" else ""
         made, detail = lanes(
             lambda batch, length, stream: peers.TorchRun(
-                forward, batch, length, masked=masked, how=how, stream=stream
+                forward, batch, length, inputs=names, masked=masked, how=how, stream=stream
             )
         )
         return _entry(about, made, timer, BenchRow(contestant=about.name, status="done", detail=detail))
@@ -272,6 +273,7 @@ def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:
     if shape.real:
         return shape.real.batches
     return random_sets(
+        inputs=target.session.plan.family.inputs,
         batch=shape.batch,
         length=shape.length or 0,
         vocabulary=target.vocabulary,

@@ -169,6 +169,7 @@ class EngineTimer:
             (batch, length): [
                 self.devices.place(each)
                 for each in random_sets(
+                    inputs=session.plan.family.inputs,
                     batch=batch,
                     length=length,
                     vocabulary=vocabulary,

@@ -7,6 +7,7 @@ import numpy as np
 
 from qdqbench.eval.bench.loop import Lane
 from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.encoders.inputs import MASK, TOKENS, widened
 from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
@@ -29,27 +30,29 @@ class Bound(Protocol):
 
 
 def random_sets(  # noqa: PLR0913
-    *, batch: int, length: int, vocabulary: int, sets: int, seed: int, first_id: int = 0
+    *, inputs: Sequence[str], batch: int, length: int, vocabulary: int, sets: int, seed: int
 ) -> list[Batch]:
-    """Input sets of random token ids in [first_id, vocabulary), int64 [batch, length], without padding."""
+    """Input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
+
+    Args:
+        inputs: what the model takes: of these the mask is 1, and all but it and the tokens are 0.
+        batch: sequences.
+        length: tokens of each.
+        vocabulary: number of token ids.
+        sets: how many.
+        seed: of the draw; sets of other shapes are drawn anew.
+    """
     shape = (batch, length)
-    return [
-        {
-            "input_ids": np.random.default_rng([seed, batch, length, number]).integers(
-                first_id, vocabulary, shape, dtype=np.int64
-            ),
-            "attention_mask": np.ones(shape, dtype=np.int64),
-            "token_type_ids": np.zeros(shape, dtype=np.int64),
-        }
-        for number in range(sets)
-    ]
+    rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
+    drawn = (np.random.default_rng([seed, batch, length, number]) for number in range(sets))
+    return [{TOKENS: each.integers(0, vocabulary, shape, dtype=np.int64)} | rest for each in drawn]
 
 
-def rounded_up(batch: Batch, longest: int, step: int = LENGTH_STEP) -> Batch:
+def rounded_up(batch: Batch, longest: int, pad_id: int, step: int = LENGTH_STEP) -> Batch:
     """A batch padded with masked positions to the next multiple of `step`, at most `longest`."""
     length = batch["input_ids"].shape[1]
     more = max(0, min(-(-length // step) * step, longest) - length)
-    return {name: np.pad(array, ((0, 0), (0, more))) for name, array in batch.items()}
+    return widened(batch, more, pad_id)
 
 
 class DeviceLane:

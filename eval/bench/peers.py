@@ -6,7 +6,7 @@ always take the mask.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ import numpy as np
 from qdqbench.eval.bench.lanes import OUTPUT, Batch
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.inputs import MASK
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,7 @@ class TorchRun:
         batch: int,
         length: int,
         *,
+        inputs: Sequence[str],
         masked: bool,
         how: str,
         stream: "torch.cuda.Stream | None" = None,
@@ -61,14 +63,12 @@ class TorchRun:
         import torch
 
         self.torch, self.forward = torch, forward
-        names = (
-            ("input_ids", "attention_mask", "token_type_ids") if masked else ("input_ids", "token_type_ids")
-        )
         self.inputs = {
-            name: (torch.ones if name == "attention_mask" else torch.zeros)(
+            name: (torch.ones if name == MASK else torch.zeros)(
                 batch, length, dtype=torch.long, device="cuda"
             )
-            for name in names
+            for name in inputs
+            if masked or name != MASK
         }
         self.outputs: dict[str, torch.Tensor] = {}
         self.stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]

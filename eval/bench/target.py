@@ -6,14 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.lanes import LENGTH_STEP, Batch, random_sets, rounded_up
+from qdqbench.eval.bench.lanes import Batch, random_sets, rounded_up
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
@@ -34,7 +37,6 @@ SHAPES = {
 }
 RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
 RANDOM_IDS = "random token ids: accuracy means nothing"
-INT8_ATTENTION_LENGTH = 512  # facts: INT8 attention fusion
 TWINS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
 
 
@@ -175,7 +177,8 @@ def real_split(
             f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
         )
     batches = [
-        rounded_up(made, longest, LENGTH_STEP) for _, made in sorted_batches(encoded, batch, pad_id=pad_id)
+        rounded_up(inputs_of(session.fp32_model, made), longest, pad_id)
+        for _, made in sorted_batches(encoded, batch, pad_id=pad_id)
     ]
     return RealSplit(chosen.name, batches, int(encoded.lengths.sum()))
 
@@ -188,11 +191,10 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
     """
     longest = target.about.shape["positions"]
     reason = f"{target.about.name} has {longest} positions"
-    if target.session.recipe.attention == "int8" and longest > INT8_ATTENTION_LENGTH:
-        longest, reason = (
-            INT8_ATTENTION_LENGTH,
-            f"INT8 attention is fused up to {INT8_ATTENTION_LENGTH} tokens",
-        )
+    recipe = target.session.recipe
+    fused = limits_of(recipe.engine.backend).int8_attention_length
+    if recipe.int8_attention and longest > fused:
+        longest, reason = fused, f"INT8 attention is fused up to {fused} tokens"
     if wrong := [str(length) for length in lengths if length > longest]:
         raise UserError(f"--length {', '.join(wrong)} is too long: {reason}")
 
@@ -201,10 +203,12 @@ def _calibrate(session: Session) -> list[Path]:
     """`quantize` on random token ids: any finite scales make the same kernels."""
 
     model = session.new_int8_model()
-    length = min(session.recipe.export.max_length, int(model.config.max_position_embeddings))
+    family = session.plan.family
+    length = min(session.recipe.export.max_length, family.positions(model.config))
     count = RANDOM_SAMPLES // RANDOM_BATCH
     batches = list(
         random_sets(
+            inputs=family.inputs,
             batch=RANDOM_BATCH,
             length=length,
             vocabulary=int(model.config.vocab_size),
@@ -245,7 +249,7 @@ def label_count(model: str) -> int:
 
 def _target(session: Session, kind: Any, name: str, *, random_weights: bool, calibration: str) -> Target:
     model: PreTrainedModel = session.fp32_model
-    config = model.config
+    config, family = model.config, family_of(model.config)
     about = BenchTarget(
         kind=kind,
         name=name,
@@ -255,9 +259,9 @@ def _target(session: Session, kind: Any, name: str, *, random_weights: bool, cal
             "layers": int(config.num_hidden_layers),
             "hidden": int(config.hidden_size),
             "heads": int(config.num_attention_heads),
-            "intermediate": int(config.intermediate_size),
+            "intermediate": int(getattr(config, family.intermediate)),
             "vocabulary": int(config.vocab_size),
-            "positions": int(config.max_position_embeddings),
+            "positions": family.positions(config),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         },
         files={},

@@ -21,7 +21,6 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.environment import environment
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.family import splittable
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
@@ -108,7 +107,8 @@ class Comparing:
         model = self.session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         cases: dict[Any, _Case] = {}
-        if not splittable(resolve(recipe, modules, prefix).int8):
+        plan = resolve(recipe, modules, prefix)
+        if not plan.family.splittable(plan.int8):
             listed = [section for section in listed if not section.split_outliers]  # nothing to split
         for section in listed:
             plan = resolve(recipe.model_copy(update={"calibration": section}), modules, prefix)

@@ -19,11 +19,10 @@ from pydantic import PrivateAttr, model_validator
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.strict import Frozen, Strict, read
-from qdqbench.quantize.encoders.family import layer_of, linear_kind
+from qdqbench.quantize.encoders.family import ENCODER_KINDS, family_of
 from qdqbench.quantize.recipe.plan import Plan
 
 DATA = "cost_data.json"  # beside this file
-ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 COLUMNS = (*ENCODER_KINDS, "attention")
 TILE, WAVE = 128, 128  # a GEMM below one wave of 128 output tiles of 128 x 128 takes as long as a full one
 
@@ -173,12 +172,12 @@ class Placement:
         """From a resolved recipe."""
         counts = {kind: [[0, 0] for _ in range(layers)] for kind in ENCODER_KINDS}
         for name in (*plan.int8, *plan.high):
-            kind, layer = linear_kind(name), layer_of(name)
+            kind, layer = plan.family.kind(name), plan.family.layer_of(name)
             if kind in counts and layer is not None:
                 counts[kind][layer][0] += name in plan.int8
                 counts[kind][layer][1] += 1
         linears = {kind: tuple(a / b if b else 0.0 for a, b in each) for kind, each in counts.items()}
-        inside = {layer_of(name) for name in plan.attention}
+        inside = {plan.family.layer_of(name) for name in plan.attention}
         return cls(linears, tuple(layer in inside for layer in range(layers)))
 
     @classmethod
@@ -280,6 +279,6 @@ def shape_of(config: Any) -> ModelShape:
     return ModelShape(
         layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
-        intermediate=int(config.intermediate_size),
+        intermediate=int(getattr(config, family_of(config).intermediate)),
         heads=int(config.num_attention_heads),
     )

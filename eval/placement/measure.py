@@ -26,6 +26,7 @@ from qdqbench.quantize.calibrate.narrow import narrowed
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import choose
@@ -234,7 +235,8 @@ def _session(model: str, folder: Path, seed: int) -> Session:
     )
     session = Session(config, folder)
     sizes = {i.head_size for i in module_table(session.fp32_model).values() if i.kind == "Attention"}
-    if not sizes <= {16, 32, 64}:  # the attention of such a model cannot be INT8
+    allowed = limits_of(config.recipe.engine.backend).int8_head_sizes
+    if not sizes <= set(allowed):  # the attention of such a model cannot be INT8
         linears = _plain("bert-int8-linears")
         session = Session(config.model_copy(update={"recipe": linears}), folder)
     return session
@@ -258,6 +260,7 @@ def _calibrate(session: Session) -> CalibrationRecord:
     """One record for all placements, from random token ids: any finite scales make the same kernels."""
     model = session.new_int8_model()
     batches: list[Any] = random_sets(
+        inputs=session.plan.family.inputs,
         batch=target.RANDOM_BATCH,
         length=session.recipe.export.max_length,
         vocabulary=int(model.config.vocab_size),

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from qdqbench.eval.placement.cost_model import COLUMNS, ENCODER_KINDS
+from qdqbench.eval.placement.cost_model import COLUMNS
 from qdqbench.eval.placement.space import Space, Unit
+from qdqbench.quantize.encoders.family import ENCODER_KINDS
 
 Chosen = tuple[frozenset[Unit], frozenset[int]]  # INT8 units, layers with INT8 attention
 

@@ -5,7 +5,6 @@ A BERT has dozens of linears and a search only dozens of trials, so the space fo
 many of the worst stay in FP16, and one or two exceptions.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from qdqbench.eval.placement.cost_model import ENCODER_KINDS
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import layer_of, linear_kind
+from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.encoders.family import ENCODER_KINDS, Family, Place, family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import INT8_HEAD_SIZES, Plan, matched, resolve
+from qdqbench.quantize.recipe.plan import Plan, matched, resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Rule
 
@@ -28,7 +27,6 @@ METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 SMOOTH = ("none", "gain", "0.3", "0.5", "0.65", "0.8")  # of LayerNorm outputs
 WEIGHT_METHODS = ("max", "mse")
 FLIPS = ("flip_1", "flip_2")
-MAX_INT8_ATTENTION_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,11 @@ class Space:
     attention: dict[int, str]  # layers whose attention may be INT8; in order of the ranking, worst first
     granularity: str  # channel or tensor: weight scales of the searched linears
     fixed: tuple[Rule, ...]  # rules that every trial ends with: FP32 islands, linears outside of the encoder
+
+    @property
+    def family(self) -> Family:
+        """The family that the recipe is for."""
+        return family_of(self.base.model.family)
 
     @property
     def ranking(self) -> dict[str, list[Any]]:
@@ -128,7 +131,7 @@ class Space:
         wanted = {name for unit in units for name in self.units[unit]}
         made = {name for name in plan.int8 if any(name in names for names in self.units.values())}
         assert made == wanted, (sorted(made ^ wanted), text)
-        assert {layer_of(name) for name in plan.attention} == attention, text
+        assert {self.family.layer_of(name) for name in plan.attention} == attention, text
         return recipe
 
     def _all_layers(self) -> set[int]:
@@ -136,7 +139,7 @@ class Space:
             n
             for name, i in self.modules.items()
             if i.kind == "Attention"
-            for n in [layer_of(name)]
+            for n in [self.family.layer_of(name)]
             if n is not None
         }
 
@@ -151,11 +154,11 @@ class Space:
             return []
         chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
         whole = set(self.units) == {
-            (n, k)
+            (n, self.family.kind(name))
             for name, i in self.modules.items()
             if i.kind == "Linear"
-            for n, k in [(layer_of(name), linear_kind(name))]
-            if n is not None and k
+            for n in [self.family.layer_of(name)]
+            if n is not None
         }
         if whole and 1 + len(kept) <= len(chosen):
             everything = self._everything()
@@ -167,8 +170,7 @@ class Space:
 
     def _everything(self) -> str:
         """Pattern of all linears of the encoder."""
-        first = self._short(next(iter(self.units.values()))[0])
-        return re.sub(r"\.layer\.\d+\..*", ".layer.*", first)
+        return f"{self._place(next(iter(self.units.values()))[0]).layers}.*"
 
     def _patterns(self, units: set[Unit]) -> list[str]:
         """Patterns that match exactly the linears of these units: kinds of all layers, then single ones."""
@@ -176,14 +178,13 @@ class Space:
         for kind in ENCODER_KINDS:
             of_kind = {unit for unit in self.units if unit[1] == kind}
             if of_kind and of_kind <= left and len(of_kind) == len(self._all_layers()):
-                example = self._unit_pattern(min(of_kind))
-                found.append(re.sub(r"\.layer\.\d+\.", ".layer.*[0-9].", example))
+                example = self._place(self._unit_pattern(min(of_kind)))
+                found.append(f"{example.layers}.*[0-9].{example.path}")
                 left -= of_kind
         for layer in sorted({unit[0] for unit in left}):
             of_layer = {unit for unit in self.units if unit[0] == layer}
             if len(of_layer) == len(ENCODER_KINDS) and of_layer <= left:
-                example = self._short(self.units[layer, "output"][0])
-                found.append(re.sub(rf"\.layer\.{layer}\..*", f".layer.{layer}.*", example))
+                found.append(f"{self._place(self.units[layer, 'output'][0]).layers}.{layer}.*")
                 left -= of_layer
         return found + [self._unit_pattern(unit) for unit in sorted(left)]
 
@@ -197,13 +198,19 @@ class Space:
         names = [self._short(self.attention[layer]) for layer in sorted(layers)]
         return [Rule(match=name, type="Attention", precision="int8") for name in names]
 
+    def _place(self, name: str) -> Place:
+        """Where in the encoder a searched module is, without the model's prefix."""
+        place = self.family.place(self._short(name))
+        assert place is not None, name
+        return place
+
     def _short(self, name: str) -> str:
         return name.removeprefix(f"{self.prefix}.") if self.prefix else name
 
     def project(self, plan: Plan, recipe: Recipe) -> Params:
         """The parameters whose recipe is nearest to a plan."""
         target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
-        inside = {layer_of(name) for name in plan.attention}
+        inside = {self.family.layer_of(name) for name in plan.attention}
         order = list(self.units)
         best: tuple[int, Params] | None = None
         for frame in FRAMES:
@@ -244,16 +251,19 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
         )
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
-        layer, kind = layer_of(name), linear_kind(name)
-        if info.kind == "Linear" and layer is not None and kind in ENCODER_KINDS:
-            units.setdefault((layer, kind), []).append(name)
+        layer = plan.family.layer_of(name)
+        if info.kind == "Linear" and layer is not None:
+            units.setdefault((layer, plan.family.kind(name)), []).append(name)
     free = {u: tuple(names) for u, names in units.items() if not any(n in plan.fp32 for n in names)}
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
-    attention = {}
+    attention, limits = {}, limits_of(base.engine.backend)
     for name, info in modules.items():
-        layer = layer_of(name)
-        fits = info.head_size in INT8_HEAD_SIZES and base.export.max_length <= MAX_INT8_ATTENTION_LENGTH
+        layer = plan.family.layer_of(name)
+        fits = (
+            info.head_size in limits.int8_head_sizes
+            and base.export.max_length <= limits.int8_attention_length
+        )
         if info.kind == "Attention" and layer is not None and name not in plan.fp32 and fits:
             attention[layer] = name
     searched = {name for names in units.values() for name in names}

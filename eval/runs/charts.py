@@ -26,6 +26,7 @@ from qdqbench.eval.report.svg import (
     svg_of,
 )
 from qdqbench.quantize.core.results import LayerRow, Results, StageResult
+from qdqbench.quantize.encoders.family import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 
@@ -38,17 +39,8 @@ STYLES = {  # a kind looks the same in every chart; colour is never the only dif
     "output": (INK, "P"),
 }
 OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
-KINDS = {  # what the families call their linears
-    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj"),
-    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj"),
-    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj"),
-    "query, key, value": ("attn.Wqkv",),
-    "attention": ("attention.self", "attention", "attn"),
-    "attention output": ("attention.output.dense", "attention.out_lin", "attn.Wo"),
-    "intermediate": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
-    "output": ("output.dense", "ffn.lin2", "mlp.Wo"),
-}
-_KIND = {path: kind for kind, paths in KINDS.items() for path in paths}
+_NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
+KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
 _MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?$")
 
 
@@ -57,8 +49,10 @@ def place(module: str) -> tuple[int | None, str]:
 
     A module outside the numbered layers has layer None and keeps its own path as kind.
     """
-    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", module)
-    return (int(found[1]), _KIND.get(found[2], found[2])) if found else (None, module)
+    if (found := part_of(module)) is None:
+        return None, module
+    layer, part, path = found
+    return layer, _NAMED.get(part, part) or path
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,7 @@ def ranges_svg(results: Results, measure: str) -> str:
         layer, kind = place(row.module)
         if row.kind != "weight" and value is not None and layer is not None:
             if row.kind == "residual":
-                kind = f"residual: {'attn' if row.module.endswith('.attention.output') else 'ffn'}"
+                kind = f"residual: {'attn' if adds_behind_attention(row.module) else 'ffn'}"
             elif row.kind != "input":
                 kind = f"attention: {row.kind}"
             points[kind][layer] = value

@@ -17,7 +17,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.usage import measured
-from qdqbench.quantize.encoders.family import linear_kind
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
@@ -74,6 +74,7 @@ class QatPlan(Strict):
 
     schema_version: Literal[1] = 1
     recipe: str
+    family: str  # of the model
     quantized: list[str]
     high_precision: list[str]
     attention: list[str]
@@ -216,6 +217,7 @@ def _plan(session: Session, runs: Runs, findings: list[str], cost: Cost) -> QatP
     settings = session.recipe.qat
     return QatPlan(
         recipe=session.recipe.name,
+        family=session.plan.family.name,
         quantized=list(session.plan.int8),
         high_precision=list(session.plan.high),
         attention=list(session.plan.attention),
@@ -254,7 +256,7 @@ def _lines(plan: QatPlan) -> list[tuple[str, str]]:
         proof += f" in INT8 ({runs.backend}, from its layer table)"
         if runs.not_int8:
             proof += f"; NOT in INT8: {', '.join(runs.not_int8)}"
-    kinds = Counter(linear_kind(name) or "other" for name in plan.quantized)
+    kinds = Counter(map(family_of(plan.family).kind, plan.quantized))
     delta, error = gap.delta[plan.metric], gap.delta_stderr[plan.metric]
     noise = " (within noise: there may be nothing to win back)" if gap.within_noise else ""
     settings = plan.settings

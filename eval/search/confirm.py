@@ -193,7 +193,9 @@ def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
     path = build_and_prove(session, graph, folder / "model.int8.engine")
     found = {}
     cache, outputs = folder / "runtime.cache", session.config.task.kind.outputs
-    with EngineRunner(path, graph.path, runtime_cache=cache, outputs=outputs) as runner:
+    with EngineRunner(
+        path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs
+    ) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         for name, (_, encoded) in session.eval_splits.items():
             found[name] = predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")

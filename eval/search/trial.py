@@ -17,7 +17,6 @@ from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.identity import made_with
-from qdqbench.quantize.encoders.family import layer_of
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
@@ -164,6 +163,7 @@ class Workspace:
         if not shared or fused.export != recipe.export:
             return self._record(recipe, plan)
         record = self._record(fused, found)
+        layer_of = plan.family.layer_of
         layers = {layer_of(name) for name in plan.int8} & set(space.attention)
         if not record.smoothing.rows or {layer_of(name) for name in plan.attention} >= layers:
             return narrowed(plan, record, record)

@@ -1,17 +1,16 @@
 """What sensitivity switches: every linear, attention, layer and kind of a model, and what "everything" is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qdqbench.eval.accuracy.switches import EMBEDDINGS, LAYERNORMS
 from qdqbench.eval.sensitivity.results import Group
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import KINDS, SMOOTHED, layer_of, linear_kind
+from qdqbench.quantize.core.limits import Limits, limits_of
+from qdqbench.quantize.encoders.family import ENCODER_KINDS, KINDS, SMOOTHED, Family
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import INT8_HEAD_SIZES, Plan, Scaling, resolve
+from qdqbench.quantize.recipe.plan import Plan, Scaling, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-
-ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 
 
 @dataclass(frozen=True)
@@ -66,24 +65,29 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
         )
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     known = [name for name, info in modules.items() if info.kind == "Attention"]
-    attention = [name for name in known if modules[name].head_size in INT8_HEAD_SIZES]
+    limits = limits_of(recipe.engine.backend)
+    attention = [name for name in known if modules[name].head_size in limits.int8_head_sizes]
     plan = Plan(
         int8={name: base.int8.get(name, "channel") for name in linears},
         attention=tuple(attention),
-        scaling={name: base.scaling.get(name) or _scaling(recipe, name) for name in [*linears, *attention]},
+        scaling={n: base.scaling.get(n) or _scaling(recipe, n, base.family) for n in linears}
+        | {n: base.scaling.get(n) or _of_section(recipe) for n in attention},
+        family=base.family,
     )
-    encoder = [name for name in linears if layer_of(name) is not None]
+    encoder = [name for name in linears if base.family.layer_of(name) is not None]
     everything = frozenset([*encoder, *base.int8, *base.attention])
-    return Choices(
-        base, plan, everything, _candidates(plan, everything, modules, prefix), _notes(plan, base, modules)
-    )
+    candidates = _candidates(plan, everything, modules, prefix)
+    return Choices(base, plan, everything, candidates, _notes(plan, base, modules, limits))
 
 
-def _scaling(recipe: Recipe, name: str) -> Scaling:
-    """Calibration of what the recipe has not in INT8: its section, which smooths some linears only."""
-    section = recipe.calibration
-    smooth = section.smooth if linear_kind(name) in SMOOTHED else "none"
-    return Scaling(section.method, section.weights_method, smooth)
+def _scaling(recipe: Recipe, linear: str, family: Family) -> Scaling:
+    """Calibration of a linear that the recipe has not in INT8: its section, which smooths some only."""
+    smooth = recipe.calibration.smooth if family.kind(linear) in SMOOTHED else "none"
+    return replace(_of_section(recipe), smooth=smooth)
+
+
+def _of_section(recipe: Recipe) -> Scaling:
+    return Scaling(recipe.calibration.method, recipe.calibration.weights_method)
 
 
 def _candidates(
@@ -92,22 +96,24 @@ def _candidates(
     def short(name: str) -> str:
         return name.removeprefix(f"{prefix}.") if prefix else name
 
-    layers = sorted({layer for name in plan.int8 if (layer := layer_of(name)) is not None})
+    family = plan.family
+    layers = sorted({layer for name in plan.int8 if (layer := family.layer_of(name)) is not None})
     found = []
     for name in plan.int8:
-        layer = layer_of(name)
+        layer = family.layer_of(name)
         start = len(layers) if layer is None else layer
-        kind = linear_kind(name) or "other"
+        kind = family.kind(name)
         found.append(Candidate(short(name), "linear", kind, layer, (name,), frozenset([name]), start))
     for name in plan.attention:
-        layer = layer_of(name)
+        layer = family.layer_of(name)
         found.append(
             Candidate(short(name), "attention", "attention", layer, (name,), frozenset([name]), layer)
         )
     for layer in layers:
-        inside = tuple(n for n in modules if n in everything and layer_of(n) == layer)
-        name = short(inside[0])
-        name = name[: name.index(f".{layer}.") + len(f".{layer}")]
+        inside = tuple(n for n in modules if n in everything and family.layer_of(n) == layer)
+        place = family.place(short(inside[0]))
+        assert place is not None, inside
+        name = f"{place.layers}.{layer}"
         found.append(Candidate(name, "block", "block", layer, inside, frozenset(inside), layer))
     return found + _kinds(plan, modules, len(layers))
 
@@ -115,25 +121,28 @@ def _candidates(
 def _kinds(plan: Plan, modules: Mapping[str, ModuleInfo], layers: int) -> list[Candidate]:
     found = []
     for kind in KINDS:
-        names = tuple(name for name in plan.int8 if linear_kind(name) == kind)
+        names = tuple(name for name in plan.int8 if plan.family.kind(name) == kind)
         start = None if kind in ENCODER_KINDS else layers
         if names:
             found.append(Candidate(kind, "kind", kind, None, names, frozenset(names), start))
     if plan.attention:
         units = frozenset(plan.attention)
         found.append(Candidate("attention", "kind", "attention", None, plan.attention, units, None))
-    norms = tuple(n for n, i in modules.items() if i.kind == "LayerNorm" and layer_of(n) is not None)
+    norms = tuple(
+        n for n, i in modules.items() if i.kind == "LayerNorm" and plan.family.layer_of(n) is not None
+    )
     tables = tuple(name for name, info in modules.items() if info.kind == "Embedding")
     for unit, names in ((LAYERNORMS, norms), (EMBEDDINGS, tables)):
         found.append(Candidate(unit, "kind", unit, None, names, frozenset([unit]), None, diagnostic=True))
     return found
 
 
-def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> list[str]:
+def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo], limits: Limits) -> list[str]:
     notes = [
         "LayerNorm input and embeddings are diagnostic: no recipe can put them into INT8 today (LayerNorm "
         "paths are protected, embeddings are looked up and not multiplied)"
     ]
+    layer_of = plan.family.layer_of
     added = [name for name in plan.int8 if layer_of(name) is not None and name not in base.int8]
     if added:
         notes.append(
@@ -141,10 +150,11 @@ def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> list[st
             "and so in the written recipe unless it keeps them out"
         )
     if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
-        notes.append("attention is not measured: INT8 attention is fused for head sizes 16, 32 and 64 only")
+        sizes = limits.head_sizes_text
+        notes.append(f"attention is not measured: INT8 attention is fused for head size {sizes} only")
     outside = [name for name in plan.int8 if layer_of(name) is None and name not in base.int8]
     if outside or not base.attention:
-        names = [kind for name in outside if (kind := linear_kind(name))]
+        names = [plan.family.kind(name) for name in outside]
         names += [] if base.attention else ["attention"]
         notes.append(
             f"{', '.join(dict.fromkeys(names))}: not INT8 in the recipe, so not part of everything, and "

@@ -6,8 +6,9 @@ from typing import Any
 
 from qdqbench.eval.report import svg
 from qdqbench.eval.sensitivity.results import Row, Sensitivity
+from qdqbench.quantize.encoders.family import QKV, part_of
 
-COLUMNS = ("query", "key", "value", "output", "ffn-in", "ffn-out", "attention")
+COLUMNS = (*QKV, "output", "ffn-in", "ffn-out", "attention")
 DECADES = 3.0  # below the largest value; what is smaller has the palest colour
 DARKEST = 0.75  # opacity: text in the page's colour stays readable on it
 
@@ -42,7 +43,8 @@ def all_but_svg(found: Sensitivity) -> str:
 
 def column(row: Row) -> str:
     """Column of a row: q, k and v stand apart."""
-    return row.name.rpartition(".")[2] if row.kind == "qkv" else row.kind
+    place = part_of(row.name) if row.kind == "qkv" else None
+    return place[1] if place else row.kind
 
 
 def _heat_map(  # noqa: PLR0913

@@ -8,7 +8,6 @@ from qdqbench.eval.accuracy import gate
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity.candidates import Choices
 from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Judged
-from qdqbench.quantize.encoders.family import splittable
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import matched, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
@@ -70,7 +69,8 @@ def choose(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, 
 
 def attention_of(linears: list[str], found: Choices) -> list[str]:
     """Attention modules in INT8 that leave it with these linears, because they would lose their fusion."""
-    return [name for name in found.base.attention if f"{name.rpartition('.')[0]}.output.dense" in linears]
+    family = found.base.family
+    return [name for name in found.base.attention if family.require_beside(name, "output") in linears]
 
 
 def write_up(
@@ -100,7 +100,7 @@ def write_up(
         rules.append(Rule(match=short(name), type="Linear", precision=precision))
     rules += [Rule(match=short(name), type="Attention", precision="fp16") for name in point.attention]
     calibration = recipe.calibration
-    if not splittable(int8):
+    if not found.base.family.splittable(name for name in int8 if name in found.plan.int8):
         calibration = calibration.model_copy(update={"split_outliers": 0})  # nothing is left to split
     count = len(point.linears)
     chosen = Recipe.model_validate(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Batch
@@ -28,7 +29,7 @@ class Held:
 
 
 class Suffixes:
-    """Logits of a BERT classifier over a draw, computed from the input of any encoder layer on."""
+    """Logits of a classifier over a draw, computed from the input of any encoder layer on."""
 
     def __init__(self, model: "PreTrainedModel", batches: list[Batch], samples: int) -> None:
         """`batches` are those of `eval.data.sorted_batches`; `model` computes [CLS] alone where that is all.
@@ -37,11 +38,13 @@ class Suffixes:
         computed. What the first token gets is not changed by it.
         """
         self.model, self.batches, self.samples = model, batches, samples
-        base: Any = model.base_model
-        self.layers: list[Any] = list(base.encoder.layer)
-        self.layers[-1].attention.output.register_forward_pre_hook(
-            lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
-        )
+        family = family_of(model.config)
+        self.layers: list[Any] = [model.get_submodule(name) for name in family.layer_names(model)]
+        self.head: list[Any] = [model.get_submodule(name) for name in family.head_names(model)]
+        if adds := family.residuals[0].module:  # apart from the layer, with these two tensors as its inputs
+            self.layers[-1].get_submodule(adds).register_forward_pre_hook(
+                lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
+            )
 
     def start(self) -> tuple[list[Held], Float32]:
         """States at the input of the first layer, and logits, in whatever precision the model is now."""
@@ -64,15 +67,15 @@ class Suffixes:
 
     def suffix(self, states: list[Held], layer: int) -> Float32:
         """Logits [n, num_labels] from states at the input of `layer`; its number may be that of the head."""
-        base: Any = self.model.base_model
-        head: Any = self.model
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
                 hidden = state.hidden
                 for module in self.layers[layer:]:
                     hidden = _run(module, replace(state, hidden=hidden))
-                yield state.rows, head.classifier(head.dropout(base.pooler(hidden)))
+                for module in self.head:
+                    hidden = module(hidden)
+                yield state.rows, hidden
 
         with torch.inference_mode():
             return self._gather(logits())
@@ -101,10 +104,11 @@ def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Cal
 
     from qdqbench.quantize.calibrate.histograms import ActivationCalibrator
 
+    family = family_of(model.config)
     norms = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.LayerNorm) and ".layer." in name
+        if isinstance(module, torch.nn.LayerNorm) and family.layer_of(name) is not None
     }
     by_max = settings.method == "max"
     seen: dict[str, Any] = {

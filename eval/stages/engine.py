@@ -108,8 +108,8 @@ def _run_engine(session: Session) -> list[Path]:
     assert isinstance(built, EngineResult)  # `cannot_run` looked
     detail = f"{built.backend} {built.version} on {gpu.name if gpu else 'an unknown GPU'}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
-    outputs, path = session.config.task.kind.outputs, folder / built.file
-    with EngineRunner(path, graph_path(session), runtime_cache=cache, outputs=outputs) as runner:
+    graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
+    with EngineRunner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate(session, "engine", runner, batch_size=size)
         memory = runner.engine.memory

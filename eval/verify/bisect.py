@@ -21,6 +21,7 @@ from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.encoders.family import Family
 from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.graph.read import read_model
@@ -60,6 +61,7 @@ def bisect(  # noqa: PLR0913
     run_engine: Run,
     run_reference: Run,
     *,
+    family: Family,
     inputs: Mapping[str, Array] | None = None,
     limits: Mapping[str, float] | None = None,
     suspects: Collection[str] = (),
@@ -73,6 +75,7 @@ def bisect(  # noqa: PLR0913
         feeds: int64 [B, L] arrays of the graph's own inputs.
         run_engine: runs a graph on what is on trial, and returns all its outputs by name.
         run_reference: the same on what is trusted.
+        family: whose module names the graph has.
         inputs: hidden state [B, L, hidden] of the reference before each block, by block name; by default
             those that `run_reference` has.
         limits: relative error that a block may have, by block name; LIMIT for the others and for tensors.
@@ -84,7 +87,7 @@ def bisect(  # noqa: PLR0913
         UserError: the graph cannot be read or cut, or the engine cannot be built.
     """
     model = read_model(onnx_path)
-    stitched = blocks.stitch(model)
+    stitched = blocks.stitch(model, family)
     given = dict(feeds) | stitched.feeds(inputs or _own_inputs(model, stitched, feeds, run_reference))
     allowed = dict(limits or {})
     mask = np.asarray(feeds["attention_mask"], bool)
@@ -243,6 +246,7 @@ def _explain(
         index=index,
         node=node,
         block=search.block,
+        family=stitched.family,
         got=got,
         expected=expected,
         mask=search.mask,
@@ -314,6 +318,7 @@ def bisect_run(folder: Path) -> BisectResult:
         batch,
         run_engine,
         run_onnxruntime,
+        family=session.plan.family,
         inputs={name: t.input for name, t in tensors.items() if t.input is not None},
         limits={name: max(0.01, cost) for name, cost in costs.items()},
         suspects={row.name for row in rows if not row.holds},

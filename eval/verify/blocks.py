@@ -6,7 +6,6 @@ blocks stay in one "stitched" graph, so one engine judges them, and what is insi
 with what) is as in the deployed graph.
 """
 
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.family import Family, family_of
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.graph.index import module_of, prune
@@ -38,7 +38,10 @@ FLOATS: dict[int, Any] = {
     TensorProto.FLOAT: np.dtype(np.float32),
     TensorProto.FLOAT16: np.dtype(np.float16),
 }
-_BORDER = re.compile(r"(?:^|\.)(?:(embeddings)|(layer\.\d+)\.output)\.LayerNorm$")
+
+
+class Uncut(UserError):
+    """The graph or the model cannot be cut into blocks, so that these cannot be checked."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Stitched:
     model: onnx.ModelProto
     blocks: tuple[Block, ...]  # in graph order
     types: dict[str, np.dtype[Any]]  # of the new graph inputs
+    family: Family  # whose module names the graph has
 
     def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
         """Hidden states by block name as feeds of the graph, in its types."""
@@ -76,16 +80,16 @@ class BlockTensors:
     unquantized: Float32  # output of the FP32 model's block for the same input
 
 
-def stitch(model: onnx.ModelProto) -> Stitched:
+def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     """Make the input of every block a graph input and its output a graph output; `model` is not changed.
 
     Raises:
-        UserError: the graph has no encoder layers as the exporter names them.
+        Uncut: the graph has no encoder layers as the exporter names them, or they end without a LayerNorm.
     """
     stitched = onnx.ModelProto()
     stitched.CopyFrom(model)
     graph = stitched.graph
-    borders = _borders(graph)
+    borders = _borders(graph, family)
     names = list(borders)
     values = tensor_values(stitched)
     blocks, types, replaced, source = [], {}, {}, None
@@ -102,18 +106,27 @@ def stitch(model: onnx.ModelProto) -> Stitched:
         shape = [*free, values[tensor].shape.dim[-1].dim_value]
         for place, title in ((graph.input, replaced[tensor]), (graph.output, tensor)):
             place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
-    return Stitched(stitched, tuple(blocks), types)
+    return Stitched(stitched, tuple(blocks), types, family)
 
 
-def _borders(graph: onnx.GraphProto) -> dict[str, str]:
+def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
     """Output tensor of the embeddings and of each encoder layer, by block name."""
     found: dict[str, str] = {}
+    if family.layer_end is None:
+        raise Uncut(f"the layers of family {family.name} do not end with a LayerNorm, where blocks are cut")
     for node in graph.node:
-        match = _BORDER.search(module_of(node.name))
-        if match and node.op_type != "Cast":
-            found[match[1] or match[2]] = node.output[0]  # the last node of a LayerNorm in several nodes
+        module = module_of(node.name)
+        place = family.place(module)
+        if place and place.path == family.layer_end:
+            name = f"layer.{place.number}"
+        elif f".{module}".endswith(f".{family.embeddings_norm}"):
+            name = EMBEDDINGS
+        else:
+            continue
+        if node.op_type != "Cast":
+            found[name] = node.output[0]  # the last node of a LayerNorm in several nodes
     if EMBEDDINGS not in found or len(found) < 2:
-        raise UserError(
+        raise Uncut(
             "the graph does not name its embeddings and encoder layers, so it cannot be cut into blocks; "
             "export it with qdqbench"
         )
@@ -206,11 +219,18 @@ def reference_blocks(
 
 
 def _torch_blocks(model: "PreTrainedModel") -> dict[str, str]:
-    """Module of each block by block name; the head's is the pooler, where it starts."""
-    prefix, layers = model.base_model_prefix, re.compile(r"\.encoder\.(layer\.\d+)$")
-    found = {EMBEDDINGS: f"{prefix}.embeddings"}
-    found |= {m[1]: name for name, _ in model.named_modules() if (m := layers.search(name))}
-    return found | {HEAD: f"{prefix}.pooler"}
+    """Module of each block by block name; the head's is the one where it starts."""
+    family = family_of(model.config)
+    found = {EMBEDDINGS: f"{model.base_model_prefix}.{family.embeddings}"}
+    found |= {f"layer.{family.layer_of(name)}": name for name in family.layer_names(model)}
+    return found | {HEAD: _head_names(model)[0]}
+
+
+def _head_names(model: "PreTrainedModel") -> list[str]:
+    try:
+        return family_of(model.config).head_names(model)
+    except UserError as error:
+        raise Uncut(str(error)) from error
 
 
 def _rounded(half: bool) -> Any:
@@ -241,13 +261,14 @@ def _recorder(found: dict[str, BlockTensors], name: str, twin: Any) -> Any:
 
 
 def _head(model: "PreTrainedModel", tensors: BlockTensors) -> Float32:
-    """Logits of the FP32 model's classifier on what its pooler made."""
+    """Logits of the FP32 model from what the first module of its head made."""
     import torch
 
-    classifier: Any = model.get_submodule("classifier")
     with torch.inference_mode():
-        device = next(model.parameters()).device
-        return _array(classifier(torch.from_numpy(tensors.unquantized).to(device)))
+        made = torch.from_numpy(tensors.unquantized).to(next(model.parameters()).device)
+        for name in _head_names(model)[1:]:
+            made = model.get_submodule(name)(made)
+        return _array(made)
 
 
 def _array(value: "torch.Tensor | tuple[torch.Tensor, ...]") -> Float32:

@@ -10,9 +10,10 @@ from onnx import TensorProto
 from qdqbench.eval.verify.blocks import Block
 from qdqbench.eval.verify.tensors import kept_positions
 from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.limits import FP16_MAX
+from qdqbench.quantize.encoders.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 
-FP16_MAX = 65504.0
 EXPLAINED = 0.3  # of the error may stay behind when a factor or an offset explains it
 _MOVES = ("Cast", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 _LINEAR_TAIL = (*_MOVES, "Mul", "Add", "Div", "Sub")
@@ -26,6 +27,7 @@ class Evidence:
     index: GraphIndex
     node: onnx.NodeProto  # that makes it
     block: Block
+    family: Family
     got: Array | None  # None: the fault vanished when the tensor was marked
     expected: Array | None
     mask: Array  # [batch, length]
@@ -127,7 +129,7 @@ def _partial_attention(evidence: Evidence) -> tuple[str, str] | None:
     index, module = evidence.index, module_of(evidence.node.name)
     for softmax in (node for node in index.graph.node if node.op_type == "Softmax"):
         attention = module_of(softmax.name)
-        if not _same_layer(module, attention):
+        if evidence.family.layer_of(module) != evidence.family.layer_of(attention):
             continue
         products = [
             node
@@ -137,17 +139,13 @@ def _partial_attention(evidence: Evidence) -> tuple[str, str] | None:
         sides = {node.name: [_dequantized(index, name) for name in node.input] for node in products}
         whole = any(all(side) for side in sides.values())
         half = any(any(side) and not all(side) for side in sides.values())
-        after = module == attention or "attention.output" in module
+        after = module == attention or evidence.family.behind_attention(module)
         if whole and half and after:
             return (
                 "attention is quantized in part: Q/DQ on q, k and v without Q/DQ on the softmax output",
                 "quantize all of it with `attention: int8`, or nothing with `attention: fp16`",
             )
     return None
-
-
-def _same_layer(module: str, attention: str) -> bool:
-    return module.startswith(attention.rpartition(".attention")[0])
 
 
 def _scale(evidence: Evidence) -> tuple[str, str] | None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qdqbench.eval.accuracy.logits import read_logits
-from qdqbench.eval.verify.blocks import engine_of, reference_blocks, stitch
+from qdqbench.eval.verify.blocks import Uncut, engine_of, reference_blocks, stitch
 from qdqbench.eval.verify.checks import BlockSums, Cost, check_answers, check_padding, check_shape, failures
 from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import BlockCheck, ShapeCheck, Verification
+from qdqbench.quantize.encoders.inputs import inputs_of, widened
 from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.graph.read import read_model
@@ -117,12 +118,7 @@ def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
 
     samples = [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in case.rows]
     _, batch = pad(samples, pad_id)
-    missing = case.length - batch["input_ids"].shape[1]
-    filler = {"input_ids": pad_id}
-    return {
-        name: np.pad(array, ((0, 0), (0, missing)), constant_values=filler.get(name, 0))
-        for name, array in batch.items()
-    }
+    return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
 
 def padding_answers(
@@ -170,7 +166,7 @@ def verify_engine(session: "Session") -> Verification:
     sidecar = check_sidecar(path, graph)
     data = _data(session, widest(sidecar.profiles).max[1])
     cost, task, seed = Cost.of(data.reference, data.fp32), session.config.task, session.config.seed
-    with EngineRunner(path, graph, outputs=task.kind.outputs) as runner:
+    with EngineRunner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
         shapes = _run_shapes(runner, data, sidecar, session)
         chosen = data.rows[:PADDING_SAMPLES].tolist()
         padding = check_padding(
@@ -179,7 +175,12 @@ def verify_engine(session: "Session") -> Verification:
         got = _run_rows(runner, data, sidecar, session)
     drawn = (values[data.rows] for values in (data.reference, data.fp32, data.labels))
     max_drop = session.recipe.gate.max_drop
-    blocks, gemms = _run_blocks(session, sidecar, data)
+    blocks: list[BlockCheck] = []
+    uncut, gemms = None, built.int8_gemms
+    try:
+        blocks, gemms = _run_blocks(session, sidecar, data)
+    except Uncut as error:
+        uncut = str(error)
     warnings = hazards(sidecar.backend, sidecar.version, sidecar.compute_capability[0])
     if gemms != built.int8_gemms:
         warnings.append(
@@ -190,6 +191,7 @@ def verify_engine(session: "Session") -> Verification:
         reference="fake_quant" if session.recipe.quantizes else "fp32",
         seed=seed,
         blocks=blocks,
+        blocks_not_checked=uncut,
         stitched_int8_gemms=gemms,
         shapes=shapes,
         padding=padding,
@@ -239,7 +241,8 @@ def _run_rows(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session
 def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
 
-    stitched = stitch(read_model(graph_path(session)))
+    family = session.plan.family
+    stitched = stitch(read_model(graph_path(session)), family)
     half = np.dtype(np.float16) in stitched.types.values()
     quantized = session.recipe.quantizes
     model = session.fake_quant_model if quantized else session.fp32_model
@@ -252,7 +255,7 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
             batch = batch_of(data.encoded, case, session.pad_id)
             tensors = reference_blocks(model, session.fp32_model if quantized else None, batch, half=half)
             inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
-            got = engine.run(batch | stitched.feeds(inputs))
+            got = engine.run(inputs_of(model, batch) | stitched.feeds(inputs))
             for block in stitched.blocks:
                 made = tensors[block.name]
                 sums[block.name].add(

@@ -8,12 +8,11 @@ A few tokens with huge outliers can rule a mean that is wrong for all others: a 
 the output of its layer nearer to FP32 is taken back.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.encoders.family import linear_kind
+from qdqbench.quantize.encoders.family import Family, family_of
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from qdqbench.quantize.fakequant.quantizers import Batch
 
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
-_LAYER = re.compile(r"\.layer\.\d+$")
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one layer for one batch
 
 
@@ -42,15 +40,15 @@ def correct_biases(
     """
     import torch
 
-    layers = {name: m for name, m in model.named_modules() if _LAYER.search(name)}
-    linears = list(linears)
+    family, linears = family_of(model.config), list(linears)
+    layers = {name: model.get_submodule(name) for name in family.layer_names(model)}
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
         with quantizers_off(model):
             exact = _calls(model, next(iter(layers.values())), _some(batches))
         calls = exact
         for name, layer in layers.items():
-            groups = _steps(name, linears, model)
+            groups = _steps(name, linears, model, family)
             with (
                 quantizers_off(model),
                 _means(model, [name for group in groups for name in group]) as targets,
@@ -115,12 +113,12 @@ def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> Non
             bias += torch.tensor(values, dtype=bias.dtype, device=bias.device)
 
 
-def _steps(layer: str, linears: Iterable[str], model: "PreTrainedModel") -> list[list[str]]:
+def _steps(layer: str, linears: Iterable[str], model: "PreTrainedModel", family: Family) -> list[list[str]]:
     """Linears of a layer in the order in which they run; q, k and v run side by side."""
     groups: dict[str, list[str]] = {}
     for name in linears:
         if name.startswith(f"{layer}.") and model.get_submodule(name).bias is not None:
-            groups.setdefault(linear_kind(name) or name, []).append(name)
+            groups.setdefault(family.kind(name), []).append(name)
     return list(groups.values())
 
 

@@ -1,8 +1,6 @@
 """One calibration for many placements: the part of its record that a plan needs."""
 
 from qdqbench.quantize.calibrate.record import CalibrationRecord, QuantizerState, Smoothing
-from qdqbench.quantize.calibrate.splitting import first_of
-from qdqbench.quantize.encoders.family import layer_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 
@@ -18,12 +16,13 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
         plain: all linears in INT8, no attention.
         fused: all linears and attentions in INT8.
     """
-    inside = {layer_of(name) for name in plan.attention}
+    family = plan.family
+    inside = {family.layer_of(name) for name in plan.attention}
     wanted = [f"{name}.{kind}_quantizer" for name in plan.int8 for kind in ("weight", "input")]
     wanted += [f"{name}.{x}_bmm_quantizer" for name in plan.attention for x in "qkvp"]
 
     def of(name: str) -> CalibrationRecord:
-        return fused if layer_of(name) in inside else plain
+        return fused if family.layer_of(name) in inside else plain
 
     smoothing = Smoothing()
     for record in (plain, fused):
@@ -36,7 +35,7 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
     for name, each in fused.splits.items():
-        rows = f"{first_of(name)}.weight_quantizer"
+        rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
         if name not in splits and rows in quantizers:
             quantizers[rows] = _without_copies(quantizers[rows], each.extra)
     return fused.model_copy(update={"quantizers": quantizers, "smoothing": smoothing, "splits": splits})

@@ -19,7 +19,6 @@ from qdqbench.quantize.calibrate.record import (
 )
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.family import splittable
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import (
     Batch,
@@ -69,7 +68,7 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
         CheckFailed: ModelOpt enabled other quantizers than the plan names.
     """
     mtq = import_modelopt()
-    with _silent(), residual.registered(plan.residual):
+    with _silent(), residual.registered(plan.family, plan.residual):
         mtq.quantize(model, modelopt_config(plan), None)
     found = enabled_quantizers(model)
     wanted = {f"{name}.{kind}" for name in plan.int8 for kind in ("weight_quantizer", "input_quantizer")}
@@ -162,7 +161,7 @@ def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
 ) -> tuple[Smoothing, dict[str, Split]]:
     """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
-    seconds = splittable(plan.int8) if extra else []
+    seconds = plan.family.splittable(plan.int8) if extra else []
     ranges = smoothing.measure(model, plan, forward_loop, seconds)
     moved = smoothing.smooth(model, plan, ranges)
     return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)

@@ -8,9 +8,9 @@ import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.results import QuantizerRow
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.encoders.family import residual_readers
 from qdqbench.quantize.fakequant.quantizers import Kind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
-# Activations are FP16 tensors in the engine, so they end at 65504, and below 1e-6 FP16 holds no seven bits.
-AMAX_BOUNDS = {"weight": (1e-8, 65504.0), "activation": (1e-6, 65504.0)}
+# Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.
+AMAX_BOUNDS = {"weight": (1e-8, FP16_MAX), "activation": (1e-6, FP16_MAX)}
 
 MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves the other codes at zero
 
@@ -134,7 +134,10 @@ def shared_quantizers(plan: "Plan") -> list[tuple[str, ...]]:
     The residual's comes first, then the input quantizers of its readers.
     """
     return [
-        (f"{name}.{QUANTIZER}", *(f"{reader}.input_quantizer" for reader in residual_readers(name)))
+        (
+            f"{name}.{QUANTIZER}",
+            *(f"{reader}.input_quantizer" for reader in plan.family.residual_readers(name)),
+        )
         for name in plan.residual
     ]
 

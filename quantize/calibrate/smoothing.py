@@ -28,7 +28,7 @@ from qdqbench.quantize.calibrate.record import Smoothing
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.family import linear_kind, residual_read_by
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant.quantizers import quantizers_off
 from qdqbench.quantize.fakequant.residual import QUANTIZER
 from qdqbench.quantize.recipe.plan import Plan
@@ -63,9 +63,9 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
             f"smooth: gain needs a LayerNorm before the linear, which {name_list(lost)} do not have; give an "
             "alpha such as 0.5 or none for them"
         )
-    rows = _move_into_rows(model, wanted, ranges)
+    rows = _move_into_rows(model, plan, wanted, ranges)
     for name in heads:
-        query, key = f"{name}.query", f"{name}.key"
+        query, key = _scored(plan, name)
         balance = _power_of_two(np.sqrt(_ratio(ranges.outputs[key], ranges.outputs[query])))
         rows.rows[query], rows.rows[key] = balance.tolist(), (1 / balance).tolist()
     apply(model, rows)
@@ -81,12 +81,20 @@ def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
     return {name: how for name, how in found.items() if how != "none"}
 
 
-def _move_into_rows(model: "PreTrainedModel", wanted: dict[str, Any], ranges: "Ranges") -> Smoothing:
+def _scored(plan: Plan, attention: str) -> tuple[str, str]:
+    """Linears that make q and k of an attention."""
+    family = plan.family
+    return family.require_beside(attention, "query"), family.require_beside(attention, "key")
+
+
+def _move_into_rows(
+    model: "PreTrainedModel", plan: Plan, wanted: dict[str, Any], ranges: "Ranges"
+) -> Smoothing:
     """Factors of output projections that go into the rows of the value projections."""
     found = Smoothing()
     for name, how in wanted.items():
-        value = _value_of(model, name) if linear_kind(name) == "output" and how != "gain" else None
-        if value is not None:
+        value = plan.family.beside(name, "value")
+        if value is not None and plan.family.role(name) == "output" and how != "gain":
             scale = _scales([_weight(model, name)], ranges.inputs[name], float(how))
             found.rows[value], found.columns[name] = (1 / scale).tolist(), scale.tolist()
     return found
@@ -246,7 +254,7 @@ def measure(
     def after(name: str) -> Callable[[Any, Any, "torch.Tensor"], None]:
         return lambda _, __, output: keep("outputs", name, output)
 
-    scored = [f"{name}.{part}" for name in attentions for part in ("query", "key")]
+    scored = [linear for name in attentions for linear in _scored(plan, name)]
     hooks = [model.get_submodule(name).register_forward_pre_hook(before(name)) for name in linears]
     hooks += [model.get_submodule(name).register_forward_hook(after(name)) for name in scored]
     try:
@@ -309,15 +317,9 @@ def _weight(model: "PreTrainedModel", name: str) -> Any:
     return model.get_submodule(name).weight
 
 
-def _value_of(model: "PreTrainedModel", output: str) -> str | None:
-    """The value projection of the attention that an output projection belongs to."""
-    name = output.removesuffix("output.dense") + "self.value"
-    return name if any(name == known for known, _ in model.named_modules()) else None
-
-
 def smooth_like(model: "PreTrainedModel", linear: str, factors: "torch.Tensor") -> None:
     """Give the residual that reads the same tensor as a linear the factors of its input, in place."""
-    name = residual_read_by(linear)
+    name = family_of(model.config).residual_read_by(linear)
     quantizer: Any = getattr(model.get_submodule(name), QUANTIZER, None) if name else None
     if quantizer is not None and quantizer.is_enabled:
         quantizer.pre_quant_scale = factors

@@ -20,6 +20,7 @@ import numpy as np
 from qdqbench.quantize.calibrate.record import Split
 from qdqbench.quantize.calibrate.smoothing import column_ranges
 from qdqbench.quantize.core.arrays import Float64, Int64
+from qdqbench.quantize.encoders.family import Family, family_of
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,9 @@ def apply(model: "PreTrainedModel", splits: dict[str, Split]) -> None:
         first.out_features = second.in_features = len(index)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
     if len(splits) == model.config.num_hidden_layers:
-        model.config.intermediate_size = len(index)  # so that it can be saved, and loaded again
+        setattr(
+            model.config, family_of(model.config).intermediate, len(index)
+        )  # so that it can be saved, and loaded again
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, Split]) -> Callable[[], None]:
@@ -125,12 +128,15 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, Split]) -> Callable[[
     return tie
 
 
-def merge(weights: "dict[str, torch.Tensor]", splits: dict[str, Split]) -> "dict[str, torch.Tensor]":
+def merge(
+    weights: "dict[str, torch.Tensor]", splits: dict[str, Split], family: Family
+) -> "dict[str, torch.Tensor]":
     """A state dict without copies, of which `apply` makes them again bit for bit if they were kept equal.
 
     Args:
         weights: of a model with copies.
         splits: by second linear.
+        family: of the model.
     """
     merged = dict(weights)
     for name, found in splits.items():
@@ -139,7 +145,7 @@ def merge(weights: "dict[str, torch.Tensor]", splits: dict[str, Split]) -> "dict
         columns = layout_of(found, width).columns[:width]
         merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
         for part in ("weight", "bias"):
-            if (key := f"{first_of(name)}.{part}") in weights:
+            if (key := f"{family.require_beside(name, 'ffn-in')}.{part}") in weights:
                 merged[key] = weights[key][:width]
     return merged
 
@@ -169,10 +175,6 @@ def layout_of(found: Split, width: int) -> Layout:
     return Layout(index, inputs[index] * less, columns[index] * kept / less)
 
 
-def first_of(name: str) -> str:
-    """The first linear of the feed-forward that a second one belongs to."""
-    return f"{name.removesuffix('.output.dense')}.intermediate.dense"
-
-
 def _linears(model: "PreTrainedModel", name: str) -> tuple[Any, Any]:
-    return model.get_submodule(first_of(name)), model.get_submodule(name)
+    first = family_of(model.config).require_beside(name, "ffn-in")
+    return model.get_submodule(first), model.get_submodule(name)

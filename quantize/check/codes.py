@@ -4,6 +4,7 @@ from typing import Literal
 
 import onnx
 
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import FindingRow
 
 Severity = Literal["error", "warning"]
@@ -19,7 +20,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "partial-attention": ("error", "put Q/DQ on all of q, k, v, the softmax output and the output, or none"),
     "attention-head-size": (
         "warning",
-        "keep this attention in FP16; INT8 attention needs head size 16, 32, 64",
+        f"keep this attention in FP16; INT8 attention needs head size {limits_of().head_sizes_text}",
     ),
     "bad-scale": ("error", "calibrate this quantizer again; every scale must be finite and above 0"),
     "dynamic-scale": ("warning", "store the scale and the zero point as constants"),

@@ -9,11 +9,11 @@ from onnx import TensorProto
 from qdqbench.quantize.check.codes import finding, label, type_name
 from qdqbench.quantize.check.view import MOVES, Attention, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import FindingRow
 from qdqbench.quantize.graph.index import attribute
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT
 _NORMS = (
     "LayerNormalization",
     "RMSNormalization",
@@ -156,7 +156,7 @@ def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
             continue
         if is_whole(attention):
             size = graph.head_size(attention)
-            if size is not None and size not in INT8_HEAD_SIZES:
+            if size is not None and size not in limits_of().int8_head_sizes:
                 why = f"its head size is {size}, and there is no fused INT8 attention for it"
                 yield finding("attention-head-size", label(attention.scores), why)
             continue

@@ -14,10 +14,10 @@ from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.check.codes import finding, label, type_name
 from qdqbench.quantize.check.view import MOVES, CheckGraph, is_dequantize, is_quantize, operator
+from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.results import FindingRow
 from qdqbench.quantize.graph.index import attribute
 
-FP16_MAX = 65504.0
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 # Operators through which a large constant stays as large.
 _CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Sum")

@@ -7,6 +7,7 @@ from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import finding, label
 from qdqbench.quantize.check.view import CheckGraph, Operand, is_quantize
+from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import FindingRow
 from qdqbench.quantize.graph.index import attribute
@@ -80,7 +81,7 @@ def _check_overflow(
         which = "weight" if types[0] == TensorProto.FLOAT16 else "activation"
         why = (
             f"its {which} scale is FP16 and the weight has {scale.size} scales: TensorRT-RTX stores the "
-            "INT32 sums as FP16 before scaling, and sums over 65504 become infinite"
+            f"INT32 sums as FP16 before scaling, and sums over {FP16_MAX:.0f} become infinite"
         )
         yield finding("fp16-overflow", label(node), why)
 

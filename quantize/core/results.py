@@ -204,6 +204,7 @@ class Verification(Strict):
     reference: Literal["fake_quant", "fp32"]  # FP32 where nothing is quantized
     seed: int
     blocks: list[BlockCheck]
+    blocks_not_checked: str | None = None  # why the graph could not be cut into blocks
     stitched_int8_gemms: int  # of the engine whose blocks were judged; the deployed one has engine.int8_gemms
     shapes: list[ShapeCheck]
     padding: PaddingCheck

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.core.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 ATTENTION = "qdq_eager"
@@ -25,8 +27,10 @@ def _register_attention() -> None:
         attention_mask: "torch.Tensor | None",
         scaling: float | None = None,
         dropout: float = 0.0,
+        sliding_window: int | None = None,
         **_: Any,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
+        _refuse_window(sliding_window)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = torch.matmul(query, key.transpose(2, 3)) * scaling
         if attention_mask is not None:
@@ -39,11 +43,24 @@ def _register_attention() -> None:
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
     def mask(
-        attention_mask: "torch.Tensor | None" = None, dtype: "torch.dtype" = torch.float32, **_: Any
+        attention_mask: "torch.Tensor | None" = None,
+        dtype: "torch.dtype" = torch.float32,
+        local_size: int | None = None,
+        **_: Any,
     ) -> "torch.Tensor | None":
+        _refuse_window(local_size)
         if attention_mask is None:
             return None
         return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, mask)
+
+
+def _refuse_window(size: int | None) -> None:
+    """The mask hides padding alone, so a layer with a window would attend to all tokens without a word."""
+    if size is not None:
+        raise UserError(
+            f"the model attends to a sliding window of {size} tokens, which the attention that can be "
+            "quantized does not have; take a model with full attention"
+        )

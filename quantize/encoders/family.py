@@ -1,54 +1,307 @@
-"""Which part of a BERT encoder a module is: what sensitivity and search move between precisions."""
+"""Encoder families as data: what a family calls its modules, and the few ways in which its models differ."""
 
+import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-KINDS = ("qkv", "output", "ffn-in", "ffn-out", "pooler", "classifier")
-_PATTERNS = {
-    "qkv": r"\.layer\.\d+\.attention\.self\.(query|key|value)$",
-    "output": r"\.layer\.\d+\.attention\.output\.dense$",
-    "ffn-in": r"\.layer\.\d+\.intermediate\.dense$",
-    "ffn-out": r"\.layer\.\d+\.output\.dense$",
-    "pooler": r"(^|\.)pooler\.dense$",
-    "classifier": r"(^|\.)classifier$",
-}
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import name_list
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Role = Literal[
+    "query", "key", "value", "query, key, value", "output", "ffn-in", "ffn-out", "pooler", "classifier",
+    "embeddings",
+]  # fmt: skip
+Norm = Literal["attention", "ffn", "attention input", "ffn input"]
+
+# What sensitivity and search move between precisions: q, k and v go together.
+ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
+KINDS = (*ENCODER_KINDS, "pooler", "classifier")
+QKV = ("query", "key", "value", "query, key, value")
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
-# ends of the names of modules that add a residual -> of the linears that read the same tensor
-_RESIDUALS = {
-    ".attention.output": (".attention.self.query", ".attention.self.key", ".attention.self.value"),
-    ".output": (".intermediate.dense",),
+
+class Place(NamedTuple):
+    """Where a module of the encoder is: `bert.encoder.layer`, 0 and `output.dense`."""
+
+    layers: str
+    number: int
+    path: str  # inside the layer; empty for the layer itself
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A tensor that a layer adds to what a linear made."""
+
+    module: str  # that adds it, inside a layer; empty: the layer itself
+    class_name: str
+    readers: tuple[Role, ...]  # linears that read the same tensor; none behind a LayerNorm of its own
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of encoders. Paths are inside a layer where nothing else is said."""
+
+    name: str  # `model.family` of a recipe
+    model_types: tuple[str, ...]  # of config.json
+    modeling: str  # module of transformers with the classes that are named here
+    layers: str  # path of the layers inside the base model; * stands for a number
+    linears: Mapping[str, Role]
+    outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
+    attention: str
+    attention_class: str
+    residuals: tuple[Residual, ...]  # that of the attention first
+    norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
+    embeddings: str  # in the base model
+    embeddings_norm: str  # in the base model
+    pooler: str | None  # in the base model
+    # modules that make the logits from the last hidden state or from what the pooler made, one after the
+    # other; none where the model does more between them
+    head: tuple[str, ...]
+    dropouts: tuple[str, ...]  # fields of the config, as all that follow
+    activation: str  # of the feed-forward
+    intermediate: str  # width of the feed-forward
+    inputs: tuple[str, ...]  # of `forward`, in the order of the graph's inputs
+    head_size: str = "attention_head_size"  # attribute of the attention
+    positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
+    attention_interface: bool = True  # attention goes through transformers' AttentionInterface
+    sliding_window: bool = False  # some layers attend to near tokens only
+
+    def place(self, name: str) -> Place | None:
+        """Where in the encoder a module is; None outside of its layers."""
+        layers = re.escape(self.layers).replace(r"\*", r"\d+")
+        found = re.match(rf"((?:.+?\.)?{layers})\.(\d+)(?:\.(.+))?$", name)
+        return Place(found[1], int(found[2]), found[3] or "") if found else None
+
+    def layer_of(self, name: str) -> int | None:
+        """Number of the encoder layer that a module is in; None outside of the encoder."""
+        place = self.place(name)
+        return place.number if place else None
+
+    def role(self, linear: str) -> Role:
+        """What a linear does.
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        if (found := self._role(linear)) is None:
+            raise UserError(_unknown([linear], self))
+        return found
+
+    def kind(self, linear: str) -> str:
+        """Role of a linear, with q, k and v as one: "qkv".
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        role = self.role(linear)
+        return "qkv" if role in QKV else role
+
+    def require_known(self, linears: Iterable[str]) -> None:
+        """Refuse linears that the family does not have, as nothing would smooth, split or judge them.
+
+        Raises:
+            UserError: names them all.
+        """
+        if lost := [name for name in linears if self._role(name) is None]:
+            raise UserError(_unknown(lost, self))
+
+    def beside(self, name: str, role: Role) -> str | None:
+        """The linear with a role in the layer that a module is in; None where the family has none."""
+        place = self.place(name)
+        path = next((path for path, found in self.linears.items() if found == role), None)
+        return f"{place.layers}.{place.number}.{path}" if place and path else None
+
+    def require_beside(self, name: str, role: Role) -> str:
+        """As `beside`, where there must be one.
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        if (found := self.beside(name, role)) is None:
+            raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
+        return found
+
+    def splittable(self, linears: Iterable[str]) -> list[str]:
+        """Second feed-forward linears, whose outlier channels can be split."""
+        return [name for name in linears if self.kind(name) == "ffn-out"]
+
+    def residual_readers(self, module: str) -> tuple[str, ...]:
+        """Linears that read the residual that a module adds; none of a module that adds none."""
+        place = self.place(module)
+        added = [each for each in self.residuals if place and each.module == place.path]
+        found = (self.beside(module, role) for each in added for role in each.readers)
+        return tuple(name for name in found if name)
+
+    def residual_read_by(self, linear: str) -> str | None:
+        """The module whose residual a linear reads; None where that is none, or known by another linear."""
+        place = self.place(linear)
+        first = {each.readers[0]: each.module for each in self.residuals if each.readers}
+        module = first.get(self.linears[place.path]) if place and place.path in self.linears else None
+        return f"{place.layers}.{place.number}.{module}".rstrip(".") if place and module is not None else None
+
+    def behind_attention(self, module: str) -> bool:
+        """Whether a module takes what an attention made, up to the LayerNorm behind it."""
+        ends = [path for path, role in self.linears.items() if role == "output"]
+        ends += [path for path, what in self.norms.items() if what == "attention"]
+        ends += [each.module for each in self.residuals[:1] if each.module]
+        place = self.place(module)
+        return place is not None and any(f"{place.path}.".startswith(f"{end}.") for end in ends)
+
+    @property
+    def layer_end(self) -> str | None:
+        """The LayerNorm that a layer ends with; None where it ends with a sum."""
+        return next((path for path, what in self.norms.items() if what == "ffn"), None)
+
+    def layer_names(self, model: "PreTrainedModel") -> list[str]:
+        """The encoder layers of a model, in order."""
+        found = ((name, self.place(name)) for name, _ in model.named_modules())
+        return [name for name, place in found if place and not place.path]
+
+    def head_names(self, model: "PreTrainedModel") -> list[str]:
+        """The modules from the last hidden state to the logits, one after the other.
+
+        Raises:
+            UserError: the family's models do more than that between them.
+        """
+        if not self.head:
+            raise UserError(f"the head of family {self.name} cannot be run apart from the model")
+        return [*([f"{model.base_model_prefix}.{self.pooler}"] if self.pooler else []), *self.head]
+
+    def residual_classes(self) -> list[type]:
+        """Classes of transformers that add a residual."""
+        modeling = importlib.import_module(self.modeling)
+        return list(dict.fromkeys(getattr(modeling, each.class_name) for each in self.residuals))
+
+    def positions(self, config: Any) -> int:
+        """Most tokens that a sample can have."""
+        taken = int(config.pad_token_id) + 1 if self.positions_follow_padding else 0
+        return int(config.max_position_embeddings) - taken
+
+    def _role(self, linear: str) -> Role | None:
+        place = self.place(linear)
+        if place:
+            return self.linears.get(place.path)
+        ends = (role for end, role in self.outside.items() if f".{linear}".endswith(f".{end}"))
+        return next(ends, None)
+
+
+BERT = Family(
+    name="bert",
+    model_types=("bert",),
+    modeling="transformers.models.bert.modeling_bert",
+    layers="encoder.layer",
+    linears={
+        "attention.self.query": "query",
+        "attention.self.key": "key",
+        "attention.self.value": "value",
+        "attention.output.dense": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"pooler.dense": "pooler", "classifier": "classifier"},
+    attention="attention.self",
+    attention_class="BertSelfAttention",
+    residuals=(
+        Residual("attention.output", "BertSelfOutput", ("query", "key", "value")),
+        Residual("output", "BertOutput", ("ffn-in",)),
+    ),
+    norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler="pooler",
+    head=("classifier",),
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
+)
+
+FAMILIES = (BERT,)  # whose whole path is tested
+
+
+def family_of(of: Any, model: str = "") -> Family:
+    """The family of a model type such as "bert", or of a transformers configuration.
+
+    Args:
+        of: either.
+        model: folder or hub id, for the message.
+
+    Raises:
+        UserError: it is not supported.
+    """
+    model_type = of if isinstance(of, str) else of.model_type
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise UserError(
+        f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
+        f"(config.json, key model_type)"
+    )
+
+
+def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
+    """The family of a model, which must be the one that a recipe is for.
+
+    Args:
+        recipe: its name.
+        family: its `model.family`.
+        model: folder or hub id.
+        config: of the model.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = family_of(config, model)
+    if found.name != family:
+        raise UserError(
+            f"recipe {recipe} is for model family {family!r}, but model {model} is a {config.model_type!r}; "
+            f"take a recipe of family {found.name}"
+        )
+    return found
+
+
+def _unknown(linears: list[str], family: Family) -> str:
+    known = ", ".join([*family.linears, *family.outside])
+    return f"family {family.name} has no linears such as {name_list(linears)}, only {known}"
+
+
+# What follows reads names in ONNX files, engines and results, where no configuration says of which family
+# they are: by what all families call the same parts.
+ANY_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
+ANY_HEAD = re.compile(
+    r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
+)
+ANY_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
+ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last part of a linear's name
+ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
+ACTIVATION = "act_fn"  # what the module of an activation ends with
+SILENT = ("self", "dense")  # parts of a name that say nothing
+_CALLED: dict[str, tuple[str, ...]] = {
+    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj"),
+    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj"),
+    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj"),
+    "query, key, value": ("attn.Wqkv",),
+    "attention": ("attention.self", "attention", "attn"),
+    "output": ("attention.output.dense", "attention.out_lin", "attn.Wo"),
+    "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
+    "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
 }
+PARTS = tuple(_CALLED)  # of a layer, in the order of computation
+_PART = {path: part for part, paths in _CALLED.items() for path in paths}
 
 
-def linear_kind(name: str) -> str | None:
-    """Kind of a linear by its full name; None for one that BERT does not have."""
-    return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name)), None)
+def part_of(module: str) -> tuple[int, str, str] | None:
+    """Layer, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
+    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", module)
+    return (int(found[1]), _PART.get(found[2], ""), found[2]) if found else None
 
 
-def splittable(linears: Iterable[str]) -> list[str]:
-    """Second feed-forward linears, whose outlier channels can be split."""
-    return [name for name in linears if linear_kind(name) == "ffn-out"]
-
-
-def layer_of(name: str) -> int | None:
-    """Number of the encoder layer that a module is in; None outside of the encoder."""
-    found = re.search(r"\.layer\.(\d+)(\.|$)", name)
-    return int(found[1]) if found else None
-
-
-def residual_readers(name: str) -> tuple[str, ...]:
-    """Linears that read the residual of a module such as `bert.encoder.layer.0.output`; none of any other."""
-    if layer_of(name) is not None:
-        for end, ends in _RESIDUALS.items():
-            if name.endswith(end):
-                return tuple(name.removesuffix(end) + other for other in ends)
-    return ()
-
-
-def residual_read_by(linear: str) -> str | None:
-    """The module whose residual a linear reads; None where that is none, or known by another linear."""
-    for end, ends in _RESIDUALS.items():
-        if linear.endswith(ends[0]):
-            return linear.removesuffix(ends[0]) + end
-    return None
+def adds_behind_attention(module: str) -> bool:
+    """Whether the residual that a module adds is that of the attention, in any family."""
+    return any(family.behind_attention(module) for family in FAMILIES)

@@ -12,13 +12,13 @@ from qdqbench.quantize.core.files import sha256
 from qdqbench.quantize.core.hub import HubError, commit_of
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.tasks.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.kind import TaskKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = ("bert",)  # model types whose whole path is tested
 TANH = "gelu_pytorch_tanh"
 
 
@@ -53,6 +53,12 @@ def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFI
     with quiet("transformers"), _explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
+        family = family_of(config)
+        if family.sliding_window or not family.attention_interface:
+            raise UserError(
+                f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
+                "can be quantized"
+            )
         model, loading = getattr(transformers, kind.model_class).from_pretrained(
             name,
             revision=commit,
@@ -104,7 +110,9 @@ def load_encoder(  # noqa: PLR0913
         config.num_labels = num_labels
         config.problem_type = kind.problem_type
         if dropout is not None:
-            config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+            for field in family_of(config).dropouts:
+                if getattr(config, field, None) is not None:  # none: as another field says
+                    setattr(config, field, dropout)
         model, loading = getattr(transformers, kind.model_class).from_pretrained(
             name,
             revision=commit,
@@ -118,7 +126,8 @@ def load_encoder(  # noqa: PLR0913
         )
     made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
-    if lost := sorted(key for key in made if key.startswith(prefix) and ".pooler." not in key):
+    pooler = f"{prefix}{family_of(config).pooler}."
+    if lost := sorted(key for key in made if key.startswith(prefix) and not key.startswith(pooler)):
         raise UserError(
             f"model {name} lacks encoder weights: {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}"
         )
@@ -151,11 +160,7 @@ def _supported_config(name: str, commit: str | None) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"model {name} is a {config.model_type!r}; supported here: {', '.join(ARCHITECTURES)} "
-            f"(config.json, key model_type)"
-        )
+    family_of(config, name)
     return config
 
 
@@ -223,18 +228,20 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     """
     from transformers.activations import ACT2FN, GELUActivation
 
-    if model.config.hidden_act == TANH:
+    field = family_of(model.config).activation
+    activation = getattr(model.config, field)
+    if activation == TANH:
         return
-    if model.config.hidden_act != "gelu":
+    if activation != "gelu":
         raise UserError(
-            f"export.gelu is tanh, but model {name} computes {model.config.hidden_act!r} in its feed-forward "
+            f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
             "layers; set export.gelu to exact"
         )
     for module in model.modules():
-        for child, activation in module.named_children():
-            if isinstance(activation, GELUActivation):
+        for child, found in module.named_children():
+            if isinstance(found, GELUActivation):
                 setattr(module, child, ACT2FN[TANH])
-    model.config.hidden_act = TANH
+    setattr(model.config, field, TANH)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qdqbench.quantize.encoders.family import family_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -18,22 +20,29 @@ class ModuleInfo:
 
 
 def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
-    """Every module by name with its class, as recipes match it; classes decide, never names."""
+    """Every module by name with its class, as recipes match it; classes decide, never names.
+
+    Raises:
+        UserError: the model's family is not supported.
+    """
     from torch import nn
 
+    family = family_of(model.config)
+    adders = tuple(each.class_name for each in family.residuals)
     table: dict[str, ModuleInfo] = {}
     for name, module in model.named_modules():
+        class_name = type(module).__name__  # ModelOpt puts a prefix before it
         if isinstance(module, nn.Linear):
             kind = "Linear"
         elif isinstance(module, nn.LayerNorm):
             kind = "LayerNorm"
         elif isinstance(module, nn.Embedding):
             kind = "Embedding"
-        elif type(module).__name__.endswith("SelfAttention"):
-            table[name] = ModuleInfo("Attention", head_size=int(module.attention_head_size))
+        elif class_name.endswith(family.attention_class):
+            table[name] = ModuleInfo("Attention", head_size=int(getattr(module, family.head_size)))
             table[f"{name}.softmax"] = ModuleInfo("Softmax")
             continue
-        elif type(module).__name__.endswith(("BertSelfOutput", "BertOutput")):
+        elif class_name.endswith(adders):
             kind = "Residual"
         else:
             kind = "other"

@@ -11,6 +11,7 @@ import onnx
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.gpu import Gpu, find_gpu
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import EngineResult, LayerRow
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.engine.backend import (
@@ -175,10 +176,12 @@ def require_int8(result: EngineResult) -> None:
             "run `qdqbench check` on the ONNX file for the Q/DQ at fault"
         )
     if result.attention_int8 < result.expected_attention_int8:
+        limits = limits_of(result.backend)
         problems.append(
             f"{result.attention_int8} of {result.expected_attention_int8} attentions run as one INT8 kernel "
             f"({result.attention_fused} are fused at all); it takes Q/DQ on q, k, v, the softmax and the "
-            "output, head size 16, 32 or 64 and at most 512 tokens, else set attention: fp16 in the recipe"
+            f"output, head size {limits.head_sizes_text} and at most {limits.int8_attention_length} tokens, "
+            "else set attention: fp16 in the recipe"
         )
     if result.not_int8_residuals:
         problems.append(

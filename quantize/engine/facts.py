@@ -3,7 +3,6 @@
 Counts are of one copy of the network; an engine has one copy a profile.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.encoders.family import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.engine.kernels import is_gelu, kind_of, label, norm_precision, operations, operator
 from qdqbench.quantize.engine.layers import (
     computing_rows,
@@ -23,9 +23,6 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms
-
-_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")
-_MERGED = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ class Facts:
     qkv_merged: int  # of these, in one GEMM
     attentions: int
     fused: list[LayerRow]  # kernels of fused attentions
-    gelu_fused: int  # in the kernel of a GEMM
-    gelu_separate: int
+    gelu_fused: int  # GELUs in the kernel of a GEMM
+    gelu_separate: int  # GELUs in another kernel
     norms: dict[str, list[str]]  # precision -> kernels, as labels
     residuals: list[str]  # LayerNorms whose residual has Q/DQ in the graph
     float_residuals: list[str]  # of these, that a kernel reads in floating point all the same
@@ -184,9 +181,9 @@ def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bo
     whole = 0
     for node in linears:
         parent, _, leaf = module_of(node).rpartition(".")
-        if _QKV.fullmatch(leaf):
+        if ANY_QKV.fullmatch(leaf):
             groups[parent].append(made[node].name)
-        whole += bool(_MERGED.fullmatch(leaf))
+        whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
     return [len({*names}) == 1 for names in groups.values() if len(names) == 3] + [True] * whole
 
 

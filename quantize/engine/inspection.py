@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import FP16_MAX, limits_of
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
 from qdqbench.quantize.engine.kernels import block_of, block_of_node, block_order, kind_of, short
@@ -132,8 +133,8 @@ def findings(facts: Facts) -> list[str]:
     if facts.raw_outputs:
         found.append(
             f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
-            f"kernel ({named(facts.raw_outputs)}), so that sums over 65504 become infinite and logits NaN: "
-            "set `export.weights: factored`, or `weights: int8/tensor`"
+            f"kernel ({named(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite and "
+            "logits NaN: set `export.weights: factored`, or `weights: int8/tensor`"
         )
     if facts.dequantized:
         found.append(_dequantized(facts))
@@ -232,10 +233,12 @@ def _float_residuals(facts: Facts) -> str:
 
 
 def _attention_apart(facts: Facts) -> str:
+    limits = limits_of()
     return (
         f"{facts.attentions - len(facts.fused)} of {facts.attentions} attentions fall apart into single "
-        "kernels: quantize all of q, k, v, the softmax and the output (`attention: int8`; head size 16, 32 "
-        "or 64, at most 512 tokens) or none of them (`attention: fp16`)"
+        "kernels: quantize all of q, k, v, the softmax and the output (`attention: int8`; head size "
+        f"{limits.head_sizes_text}, at most {limits.int8_attention_length} tokens) or none of them "
+        "(`attention: fp16`)"
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.encoders.family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
 from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
 
 Kind = Literal[
@@ -17,9 +18,6 @@ Kind = Literal[
     "elementwise", "none",
 ]  # fmt: skip
 EMBEDDINGS, HEAD, OTHER = "embeddings", "head", "other"
-_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
-_HEAD = re.compile(r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE)
-_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
 _QUANTIZER = re.compile(r"(?:Quantize|Dequantize)Linear(?:_\d+)?$|_quantizer(?:/|$)")
 _NO_KERNEL = {"signal", "wait", "shape_call", "shapehosttodevice", "constant", "noop", "shape"}
 _TYPES: dict[str, Kind] = {  # LayerType of engines that are not made by Myelin
@@ -78,7 +76,7 @@ def kind_of(row: LayerRow) -> Kind:
 def is_gelu(row: LayerRow) -> bool:
     """Whether a kernel computes GELU, alone or behind its GEMM."""
     return "Erf" in operations(row) or any(
-        operator(node) in ("Gelu", "Erf") or "act_fn" in node for node in row.onnx
+        operator(node) in ("Gelu", "Erf") or ACTIVATION in node for node in row.onnx
     )
 
 
@@ -96,11 +94,11 @@ def block_of(row: LayerRow) -> str:
 
 def block_of_node(node: str) -> str:
     """Block of one ONNX node."""
-    if layer := _LAYER.search(node):
+    if layer := ANY_LAYER.search(node):
         return f"layer.{layer[1]}"
-    if _EMBEDDINGS.search(node):
+    if ANY_EMBEDDINGS.search(node):
         return EMBEDDINGS
-    return HEAD if _HEAD.search(node) else OTHER
+    return HEAD if ANY_HEAD.search(node) else OTHER
 
 
 def block_order(block: str) -> tuple[int, int]:
@@ -112,13 +110,13 @@ def block_order(block: str) -> tuple[int, int]:
 
 def short(node: str) -> str:
     """`layer.3 attention value` for `/bert/encoder/layer.3/attention/self/value/MatMul`."""
-    layer = _LAYER.search(node)
+    layer = ANY_LAYER.search(node)
     parts = node[layer.end() if layer else 0 :].strip("/").split("/")
     if not layer and len(parts) > 2:
         parts = parts[1:]  # the model's prefix
-    if len(parts) > 1 and re.fullmatch(r"MatMul|Gemm", parts[-1]) and parts[-2] != "self":
+    if len(parts) > 1 and re.fullmatch(r"MatMul|Gemm", parts[-1]) and parts[-2] != SILENT[0]:
         parts = parts[:-1]
-    names = [part for part in parts if part not in ("self", "dense") and not part.endswith("act_fn")]
+    names = [part for part in parts if part not in SILENT and not part.endswith(ACTIVATION)]
     names = [re.sub("^LayerNormalization$", "", part) for part in names]
     return " ".join([*([f"layer.{layer[1]}"] if layer else []), *filter(None, names)]) or node
 
@@ -137,7 +135,9 @@ def label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     if kind in fixed or not own:
         return fixed.get(kind, base_name(row))
     if kind == "GELU":
-        place = next((node for node in own if "act_fn" in node or operator(node) in ("Gelu", "Erf")), own[0])
+        place = next(
+            (node for node in own if ACTIVATION in node or operator(node) in ("Gelu", "Erf")), own[0]
+        )
         return f"{short(place.rpartition('/')[0])} GELU"
     biased = [node.rpartition("/")[0] for node in own if operator(node) == "Add"]
     if kind == "layout" and biased:  # the linears whose bias and result it moves

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from qdqbench.quantize.encoders.family import residual_readers
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.modelopt import ShortQuantizer, forget_scale, prepared
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
@@ -106,9 +106,9 @@ def lengthen(module: nn.Module) -> None:
 
 def readers_of_one_tensor(model: "PreTrainedModel") -> Iterator[list[Any]]:
     """Quantizers of one tensor that have equal scales and factors: of q, k, v, and of an INT8 residual."""
-    found = enabled_quantizers(model)
+    found, family = enabled_quantizers(model), family_of(model.config)
     for name, _ in model.named_modules():
-        readers = [f"{linear}.input_quantizer" for linear in residual_readers(name)]
+        readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
         group = [found[key] for key in (*readers, f"{name}.{residual.QUANTIZER}") if key in found]
         if len(group) > 1 and set(readers) <= set(found) and all(_equal(group[0], q) for q in group[1:]):
             yield group

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.inputs import inputs_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,9 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
 
     device = next(model.parameters()).device
     with torch.inference_mode():
-        output = model(**{name: torch.from_numpy(array).to(device) for name, array in batch.items()})
+        output = model(
+            **{name: torch.from_numpy(array).to(device) for name, array in inputs_of(model, batch).items()}
+        )
     return output.logits  # type: ignore[no-any-return]
 
 

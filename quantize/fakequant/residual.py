@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.encoders.family import Family
 from qdqbench.quantize.fakequant.quantizers import import_modelopt
 
 if TYPE_CHECKING:
@@ -21,19 +22,18 @@ QUANTIZER = "residual_quantizer"
 
 
 @contextmanager
-def registered(wanted: Collection[str] = ("all",)) -> Iterator[None]:
-    """Let ModelOpt give BERT's residuals a quantizer while the block runs.
+def registered(family: Family, wanted: Collection[str] = ("all",)) -> Iterator[None]:
+    """Let ModelOpt give a family's residuals a quantizer while the block runs.
 
-    Not for good: every BERT that the process quantizes later would get them, and ModelOpt restores a saved
-    state only where the same classes are registered. So restore one with this too.
+    Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
+    saved state only where the same classes are registered. So restore one with this too.
 
     Args:
+        family: of the model.
         wanted: modules whose residual becomes INT8; nothing is registered where there are none.
     """
-    from transformers.models.bert.modeling_bert import BertOutput, BertSelfOutput
-
     mtq = import_modelopt()
-    classes = (BertSelfOutput, BertOutput) if wanted else ()
+    classes = family.residual_classes() if wanted else ()
     for each in classes:
         mtq.register(each, _quantized_class())
     try:

@@ -17,6 +17,7 @@ import onnx
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
@@ -28,7 +29,6 @@ from qdqbench.quantize.tasks.kind import LOGITS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 VARYING = ("batch", "length")  # axes; the others have the size that the model gives them
 IR_VERSION = 10  # the newest that TensorRT 10 and ONNX Runtime 1.23 both read
 WeightForm = Literal["channel", "factored"]
@@ -78,7 +78,7 @@ def trace(
     """
     import torch
 
-    device = next(model.parameters()).device
+    device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
     buffer = io.BytesIO()
     with _exporting(model):
@@ -87,13 +87,13 @@ def trace(
                 model,
                 (),
                 buffer,  # type: ignore[arg-type]  # the TorchScript exporter takes streams
-                kwargs=dict.fromkeys(INPUTS, ids),
+                kwargs=dict.fromkeys(inputs, ids),
                 opset_version=opset,
                 dynamo=False,
-                input_names=list(INPUTS),
+                input_names=inputs,
                 output_names=list(outputs),
                 do_constant_folding=True,
-                dynamic_axes={name: {0: "batch", 1: "length"} for name in INPUTS}
+                dynamic_axes={name: {0: "batch", 1: "length"} for name in inputs}
                 | {
                     name: {i: axis for i, axis in enumerate(axes) if axis in VARYING}
                     for name, axes in outputs.items()

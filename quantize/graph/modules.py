@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from qdqbench.quantize.encoders.family import residual_readers
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model
@@ -19,7 +19,8 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     Raises:
         UserError: unreadable file or recipe, or rules that match nothing in it.
     """
-    graph = read_model(onnx_file).graph
+    loaded, graph = load_recipe(recipe), read_model(onnx_file).graph
+    family = family_of(loaded.model.family)
     modules: dict[str, ModuleInfo] = {}
     for node in graph.node:
         if node.op_type in ("MatMul", "Gemm"):
@@ -27,11 +28,11 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
         elif node.op_type == "LayerNormalization":
             norm = module_of(node.name)
             modules[norm] = ModuleInfo("LayerNorm")
-            if residual_readers(around := norm.rpartition(".")[0]):
+            if family.residual_readers(around := norm.rpartition(".")[0]):
                 modules[around] = ModuleInfo("Residual")
         elif node.op_type == "Softmax":
             modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
             modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
     prefix = next(iter(modules), "").partition(".")[0]
-    plan = resolve(load_recipe(recipe), modules, prefix)
+    plan = resolve(loaded, modules, prefix)
     return {*plan.int8, *plan.attention, *plan.residual}

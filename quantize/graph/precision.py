@@ -11,10 +11,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
-FP16_MAX = 65504.0
 _SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
 
 
@@ -111,8 +111,8 @@ class _Typer:
         """Cast outputs back to FP32 and write the graph."""
         if self.too_large:
             raise CheckFailed(
-                f"constants do not fit FP16 (largest 65504): {', '.join(self.too_large)}; keep their "
-                f"modules in FP32 with a rule (precision: fp32)"
+                f"constants do not fit FP16 (largest {FP16_MAX:.0f}): {', '.join(self.too_large)}; keep "
+                f"their modules in FP32 with a rule (precision: fp32)"
             )
         for output in self.graph.output:
             if self.types.get(output.name) == TensorProto.FLOAT16:

@@ -14,7 +14,6 @@ from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.recipe.plan import Plan
 
-_QKV = {"query", "key", "value"}  # linears of a BERT self-attention
 _HEADS_PERM = {(0, 2, 1, 3): False, (0, 2, 3, 1): True}  # [B, L, H, D] to [B, H, L, D], or transposed again
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 _GELU_LINEAR, _GELU_CUBIC = 2 * np.sqrt(2 / np.pi), 2 * np.sqrt(2 / np.pi) * 0.044715
@@ -89,11 +88,10 @@ def join_heads(model: onnx.ModelProto) -> int:
 
 def unjoined_note(plan: Plan, joined: int) -> str | None:
     """One sentence where fewer attentions were joined than have q, k and v in INT8; else None."""
-    parts: dict[str, set[str]] = defaultdict(set)
+    parts: dict[int | None, set[str]] = defaultdict(set)
     for name in plan.int8:
-        attention, _, part = name.rpartition(".")
-        parts[attention].add(part)
-    possible = sum(found >= _QKV for found in parts.values())
+        parts[plan.family.layer_of(name)].add(plan.family.role(name))
+    possible = sum(found >= {"query", "key", "value"} for found in parts.values())
     if joined >= possible:
         return None
     return (

@@ -12,6 +12,7 @@ from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.core.training_results import TrainingRun
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers
 from qdqbench.quantize.qat.modelopt import save_modelopt
 from qdqbench.quantize.rundir.session import QAT, Session
@@ -65,7 +66,7 @@ def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationR
     """An ordinary Hugging Face folder: no quantizers, no smoothing factors in the weights, no copies."""
 
     plain = session.new_model()
-    weights = merge(take_back(model, record.smoothing), record.splits)
+    weights = merge(take_back(model, record.smoothing), record.splits, family_of(model.config))
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     plain.save_pretrained(folder)
     session.tokenizer.save_pretrained(folder)

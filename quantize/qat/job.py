@@ -9,6 +9,8 @@ from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.calibrate.splitting import keep_equal
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.rundir.session import QAT, Session
@@ -100,8 +102,10 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
                 module.p = settings.dropout
     if not (settings.distill.logits or settings.distill.labels):
         # hidden states do not depend on these, and processes would wait for their gradients
-        for head in (model.base_model.pooler, model.classifier):
-            head.requires_grad_(False)
+        family = family_of(model.config)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and family.role(name) in ("pooler", "classifier"):
+                module.requires_grad_(False)
     return model
 
 
@@ -145,6 +149,7 @@ def distillation(  # noqa: PLR0913, PLR0917
     labels = torch.from_numpy(encoded.labels).to(device)
 
     def loss(model: Any, rows: Ints, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
+        batch = inputs_of(teacher, batch)
         output = model(**batch, output_hidden_states=parts.hidden > 0)
         index = torch.from_numpy(rows).to(device)
         total: Any = 0.0
@@ -216,7 +221,8 @@ def _held_out_hidden(
     total = torch.zeros((), device=accelerator.device)
     for start in range(0, len(mine), BATCH):
         _, batch = data.batch(mine[start : start + BATCH])
-        inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
+        given = inputs_of(teacher, batch)
+        inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in given.items()}
         with torch.inference_mode(), accelerator.autocast():
             hidden = model(**inputs, output_hidden_states=True).hidden_states
             target = teacher(**inputs, output_hidden_states=True).hidden_states

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
@@ -69,7 +70,10 @@ def load_modelopt(folder: Path) -> "PreTrainedModel":
     names = [name for name in _quantizers(state) if name.endswith(residual.QUANTIZER)]
     try:
         if not ModeloptStateManager.is_converted(model):  # it is where transformers was patched
-            with contextlib.redirect_stdout(io.StringIO()), residual.registered(names):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                residual.registered(family_of(model.config), names),
+            ):
                 restore_from_modelopt_state(model, state)
         model.load_state_dict(load_file(folder / WEIGHTS))
     except Exception as error:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.family import SMOOTHED, linear_kind, residual_readers, splittable
+from qdqbench.quantize.encoders.family import BERT, SMOOTHED, Family, family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
-
-INT8_HEAD_SIZES = (16, 32, 64)  # fused INT8 attention of TensorRT (facts: INT8 attention fusion)
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Plan:
     residual: tuple[str, ...] = ()  # modules whose residual is INT8: bert.encoder.layer.0.attention.output
     fp32: tuple[str, ...] = ()  # modules (linears, LayerNorms, softmax, ...) that compute in FP32
     scaling: dict[str, Scaling] = field(default_factory=dict)  # of every INT8 linear, attention and residual
+    family: Family = BERT  # of the model
 
     def scaling_of(self, name: str) -> Scaling:
         """How the scales of an INT8 linear or attention are found."""
@@ -52,9 +52,11 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 
     Raises:
         UserError: rules that match nothing (all of them, with near names), an attention that cannot
-            be fused in INT8, an INT8 attention whose output linear is not INT8, or an INT8 residual whose
-            tensor is not INT8 for the linears that read it.
+            be fused in INT8, an INT8 attention whose output linear is not INT8, an INT8 residual whose
+            tensor is not INT8 for the linears that read it, or linears that the recipe's model family does
+            not have.
     """
+    family = family_of(recipe.model.family)
     _refuse_unmatched(recipe.rules, modules, prefix)
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
@@ -64,21 +66,24 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
         if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
             formats.update(dict.fromkeys(matched(rule, modules, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
+    family.require_known(linears)
     inherited = {name: _inherited(name, formats) for name in modules}
     int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
     attention = _int8_attention(recipe, modules, formats)
     residual = _int8_residuals(recipe, modules, prefix)
     scaling = _scaling(recipe, modules, prefix, {*int8, *attention})
-    _require_int8_readers(residual, int8, scaling)
+    readers = {name: family.residual_readers(name) for name in residual}
+    _require_int8_readers(readers, int8, scaling)
     if recipe.calibration.split_outliers:
-        _require_splittable(int8, scaling)
+        _require_splittable(family.splittable(int8), scaling)
     plan = Plan(
         int8=int8,
         high=tuple(name for name in linears if name not in int8),
         attention=attention,
         residual=residual,
         fp32=tuple(name for name in modules if inherited[name] == "fp32"),
-        scaling=scaling | {name: scaling[residual_readers(name)[0]] for name in residual},
+        scaling=scaling | {name: scaling[first] for name, (first, *_) in readers.items()},
+        family=family,
     )
     _require_quantized_outputs(plan)
     return plan
@@ -91,7 +96,8 @@ def _scaling(
     section = recipe.calibration
     found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
-    smoothed = [n for n in found if modules[n].kind == "Attention" or linear_kind(n) in SMOOTHED]
+    kind = family_of(recipe.model.family).kind
+    smoothed = [n for n in found if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
     found |= {name: replace(found[name], smooth=section.smooth) for name in smoothed}
     idle = []
     for rule in (rule for rule in recipe.rules if rule.refines):
@@ -163,10 +169,11 @@ def _int8_attention(
             "attention: int8 is asked for, but the model has no self-attention that is known here"
         )
     found = {name: info for name, info in known.items() if formats.get(name) == "int8"}
-    sizes = {info.head_size for info in found.values()} - set(INT8_HEAD_SIZES)
+    limits = limits_of(recipe.engine.backend)
+    sizes = {info.head_size for info in found.values()} - set(limits.int8_head_sizes)
     if sizes:
         raise UserError(
-            f"attention: int8 needs a head size of 16, 32 or 64 to be fused, this model has "
+            f"attention: int8 needs a head size of {limits.head_sizes_text} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
     return tuple(found)
@@ -186,14 +193,14 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
 
 
 def _require_int8_readers(
-    residual: Iterable[str], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
+    readers: Mapping[str, tuple[str, ...]], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
 ) -> None:
     """An INT8 residual is the tensor that linears read, so they must be INT8, and round it in one way."""
     lost: dict[str, None] = {}
     split = []
-    for name in residual:
-        lost |= dict.fromkeys(reader for reader in residual_readers(name) if reader not in int8)
-        ways = {(scaling[n].method, scaling[n].smooth) for n in residual_readers(name) if n in int8}
+    for name, linears in readers.items():
+        lost |= dict.fromkeys(reader for reader in linears if reader not in int8)
+        ways = {(scaling[n].method, scaling[n].smooth) for n in linears if n in int8}
         split += [name] if len(ways) > 1 else []
     problems = []
     if lost:
@@ -210,9 +217,8 @@ def _require_int8_readers(
         )
 
 
-def _require_splittable(int8: Mapping[str, str], scaling: Mapping[str, Scaling]) -> None:
+def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> None:
     """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
-    names = splittable(int8)
     if not names:
         raise UserError(
             "calibration.split_outliers is for the second linear of feed-forwards, and none of them is INT8; "
@@ -227,10 +233,8 @@ def _require_splittable(int8: Mapping[str, str], scaling: Mapping[str, Scaling])
 
 def _require_quantized_outputs(plan: Plan) -> None:
     """A fused INT8 attention needs a Q after its second matmul: the input of the output linear."""
-    lost = []
-    for name in plan.attention:
-        outputs = [n for n in (*plan.int8, *plan.high) if n.startswith(name.rpartition(".")[0] + ".output.")]
-        lost += [n for n in outputs if n not in plan.int8]
+    outputs = [plan.family.require_beside(name, "output") for name in plan.attention]
+    lost = [name for name in outputs if name not in plan.int8]
     if lost:
         raise UserError(
             f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "

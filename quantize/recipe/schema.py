@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.recipe.sections import (
     FORMS,
     Calibration,
@@ -74,9 +75,10 @@ class Recipe(Section):
                 "attention: int8 quantizes the softmax output, but precision.keep protects softmax; "
                 "set keep: [layernorm] or attention: fp16"
             )
-        if self.int8_attention and self.export.max_length > 512:
+        fused = limits_of(self.engine.backend).int8_attention_length
+        if self.int8_attention and self.export.max_length > fused:
             raise ValueError(
-                f"attention: int8 is fused for lengths up to 512 only, and export.max_length is "
+                f"attention: int8 is fused for lengths up to {fused} only, and export.max_length is "
                 f"{self.export.max_length}; shorten it or set attention: fp16"
             )
         if self.int8_residual and "layernorm" not in self.precision.keep:

@@ -10,6 +10,7 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.encoders.family import require_family
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer, model_fingerprint, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
@@ -105,11 +106,12 @@ class Session:
         """A fresh FP32 model, checked against the task."""
 
         model = load_model(self.model_name, self.config.revision, self.config.task.kind)
-        config = model.config
+        config, recipe = model.config, self.recipe
+        family = require_family(recipe.name, recipe.model.family, self.model_name, config)
         check_model_fits(
             self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
         )
-        longest = int(config.max_position_embeddings)
+        longest = family.positions(config)
         if self.recipe.export.max_length > longest:
             raise UserError(
                 f"export.max_length is {self.recipe.export.max_length}, but model {self.model_name} has "

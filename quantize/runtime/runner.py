@@ -9,6 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.inputs import widened
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.engine import Engine, EngineMemory
@@ -30,6 +31,7 @@ class EngineRunner:
     Args:
         path: as of Engine.
         onnx_path: as of Engine.
+        pad_id: token id of padding.
         runtime_cache: as of Engine.
         graphs: most CUDA graphs to keep; 0 for none.
         outputs: of the graph, as the kind of task says; the answers are the only one.
@@ -43,10 +45,12 @@ class EngineRunner:
         path: Path,
         onnx_path: Path,
         *,
+        pad_id: int,
         runtime_cache: Path | None = None,
         graphs: int = MAX_GRAPHS,
         outputs: Iterable[str] = LOGITS,
     ) -> None:
+        self.pad_id = pad_id
         (self._output,) = outputs
         self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
         if self._output not in self.engine.outputs:
@@ -76,9 +80,9 @@ class EngineRunner:
         rows, length = next(iter(batch.values())).shape
         _, to_rows, to_length = fit(self.engine.profiles, rows, length, LENGTH_STEP)
         feeds = {}
+        wide = widened(batch, to_length - length, self.pad_id)
         for name in self.engine.inputs:
-            columns = np.pad(batch[name], ((0, 0), (0, to_length - length)))
-            feeds[name] = np.pad(columns, ((0, to_rows - rows), (0, 0)), mode="edge")
+            feeds[name] = np.pad(wide[name], ((0, to_rows - rows), (0, 0)), mode="edge")
         logits = self._run((to_rows, to_length), feeds)[self._output][:rows]
         return np.asarray(logits, dtype=np.float32)
 

@@ -15,6 +15,8 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
+from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import (
     load_encoder,
     load_tokenizer,
@@ -123,7 +125,7 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
             keep_head=request.keep_head,
             revision=request.revision,
         )
-    longest = int(model.config.max_position_embeddings)
+    longest = family_of(model.config).positions(model.config)
     if request.max_length > longest:
         raise UserError(
             f"samples may have {request.max_length} tokens, but model {request.base} has {longest} "
@@ -210,7 +212,11 @@ def _job(  # noqa: PLR0913, PLR0917
     task, labels = request.task, torch.from_numpy(data.encoded.labels).to(accelerator.device)
 
     def loss(wrapped: Any, rows: Ints, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return label_loss(task, wrapped(**batch).logits, labels[torch.from_numpy(rows).to(labels.device)])
+        return label_loss(
+            task,
+            wrapped(**inputs_of(wrapped, batch)).logits,
+            labels[torch.from_numpy(rows).to(labels.device)],
+        )
 
     def judge(plain: Any) -> Judged:
         logits = predict_rows(accelerator, plain, data.encoded, data.held_out, data.pad_id)

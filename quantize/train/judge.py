@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float32
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.tasks.rows import Encoded, Ints, pad
 from qdqbench.quantize.tasks.task import Task
 
@@ -38,7 +39,8 @@ def predict_rows(
         ]
         _, batch = pad(samples, pad_id)
         with torch.inference_mode():
-            inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
+            given = inputs_of(model, batch)
+            inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in given.items()}
             logits: Any = model(**inputs).logits
         found.append((positions, logits.float().cpu().numpy()))
     parts: list[tuple[Ints, Float32]] = gather_object(found)

@@ -62,7 +62,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
     inputs = batch(np.random.default_rng(rows + length), rows, length, padding)
     expected = onnxruntime_runner(folder / f"{name}.onnx")(inputs)
-    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx") as engine:
+    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
         assert engine.max_batch == 128
         made = engine(inputs)
         again = engine(inputs)
@@ -84,7 +84,7 @@ def test_padding_changes_nothing(run):
     for key, value in alone.items():
         padded[key][2] = 0
         padded[key][2, :20] = value[0]
-    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx") as engine:
+    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
         short, long = engine(alone)[0], engine(padded)[2]
     assert np.linalg.norm(short - long) / np.linalg.norm(short) < 0.1
 
@@ -96,7 +96,7 @@ def test_shapes_outside_of_the_profile_are_refused(run):
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
     rng = np.random.default_rng(0)
-    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx") as engine:
+    with EngineRunner(folder / "engine" / f"{name}.engine", folder / f"{name}.onnx", pad_id=0) as engine:
         for inputs in (batch(rng, 129, 16), batch(rng, 1, 129)):
             with pytest.raises(CheckFailed, match="no profile of the engine takes"):
                 engine(inputs)
@@ -217,7 +217,7 @@ def test_several_profiles(linears, tmp_path):
         ]
         sizes = loaded.memory.activation_bytes_per_profile
         assert 0 < sizes[0] < sizes[1]
-    with EngineRunner(tmp_path / "x.engine", onnx) as runner:
+    with EngineRunner(tmp_path / "x.engine", onnx, pad_id=0) as runner:
         for rows, length in [(1, 20), (64, 128), (3, 40), (1, 20), (3, 40), (1, 20)]:  # 3 is between both
             inputs = batch(np.random.default_rng(rows), rows, length, length // 4)
             made, expected = runner(inputs), reference(inputs)

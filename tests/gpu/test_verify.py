@@ -7,6 +7,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from qdqbench.quantize.encoders.family import BERT
+
 from ..integration.tiny import results
 
 FAULTY = "bert.encoder.layer.1.output.dense.bias_fp16"
@@ -98,6 +100,8 @@ def test_bisecting_names_the_tensor(linears):
         "attention_mask": mask,
         "token_type_ids": np.zeros_like(mask),
     }
-    result = bisect(linears / "model.int8.onnx", feeds, run_engine, run_onnxruntime, suspects=["layer.1"])
+    result = bisect(
+        linears / "model.int8.onnx", feeds, run_engine, run_onnxruntime, family=BERT, suspects=["layer.1"]
+    )
     assert result.block == "layer.1"
     assert result.node == "/bert/encoder/layer.1/output/dense/Add"

@@ -18,12 +18,17 @@ from qdqbench.eval.bench.lanes import (
     rounded_up,
     to_device,
 )
+from qdqbench.quantize.encoders.family import BERT
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
 def test_random_inputs_are_seeded_distinct_and_in_the_vocabulary(batch, length, vocabulary, sets, seed):
-    made = random_sets(batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed)
-    again = random_sets(batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed)
+    made = random_sets(
+        inputs=BERT.inputs, batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed
+    )
+    again = random_sets(
+        inputs=BERT.inputs, batch=batch, length=length, vocabulary=vocabulary, sets=sets, seed=seed
+    )
     assert len(made) == sets
     for one, same in zip(made, again, strict=True):
         assert {name: array.dtype for name, array in one.items()} == dict.fromkeys(one, np.int64)
@@ -37,7 +42,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
     ids = [
         values["input_ids"].tobytes()
         for seed in (0, 1)
-        for values in random_sets(batch=4, length=16, vocabulary=1000, sets=8, seed=seed)
+        for values in random_sets(inputs=BERT.inputs, batch=4, length=16, vocabulary=1000, sets=8, seed=seed)
     ]
     assert len(set(ids)) == 16
 
@@ -46,7 +51,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
 def test_real_lengths_are_rounded_up_and_masked(length, step):
     longest = max(length, 128)
     batch = {name: np.ones((2, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
-    made = rounded_up(batch, longest, step)["attention_mask"]
+    made = rounded_up(batch, longest, 0, step)["attention_mask"]
     assert length <= made.shape[1] <= longest
     assert made.shape[1] % step == 0 or made.shape[1] == longest
     assert made.sum() == 2 * length

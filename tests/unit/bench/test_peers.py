@@ -7,6 +7,7 @@ import torch
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, onnxruntime_cpu, sdpa_model
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
 
 from ...support.tiny_bert import exported, padded_batch
@@ -123,7 +124,7 @@ def total(**inputs):
 
 
 def test_a_peer_is_captured_and_replayed(cuda):
-    run = TorchRun(total, 2, 8, masked=True, how="eager")
+    run = TorchRun(total, 2, 8, inputs=BERT.inputs, masked=True, how="eager")
     assert run.detail == "eager, with the mask, CUDA graph"
     assert set(run.inputs) == {"input_ids", "attention_mask", "token_type_ids"}
     assert float(run.outputs["logits"]) == 16  # the mask is all ones
@@ -133,7 +134,7 @@ def test_a_peer_is_captured_and_replayed(cuda):
 
 
 def test_fixed_shapes_take_no_mask(cuda):
-    run = TorchRun(total, 2, 8, masked=False, how="eager")
+    run = TorchRun(total, 2, 8, inputs=BERT.inputs, masked=False, how="eager")
     assert "attention_mask" not in run.inputs
     assert run.detail == "eager, without a mask, CUDA graph"
 
@@ -146,7 +147,13 @@ def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", Refusing)
     stream, calls = Stream(), []
     run = TorchRun(
-        lambda **inputs: calls.append(1) or total(**inputs), 1, 4, masked=True, how="eager", stream=stream
+        lambda **inputs: calls.append(1) or total(**inputs),
+        1,
+        4,
+        inputs=BERT.inputs,
+        masked=True,
+        how="eager",
+        stream=stream,
     )
     assert run.stream is stream
     assert run.detail.startswith("eager, with the mask, no CUDA graph (operation not permitted")

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 from qdqbench.quantize.calibrate import ptq, smoothing, splitting
 from qdqbench.quantize.calibrate.record import CalibrationRecord, Split
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant import quantizers as quantizers_module
@@ -170,7 +171,7 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
             linear.bias += 0.01 * torch.randn_like(linear.bias)
     tie()
     trained = outlying(tiny_bert)
-    weights = splitting.merge(smoothing.take_back(model, record.smoothing), record.splits)
+    weights = splitting.merge(smoothing.take_back(model, record.smoothing), record.splits, BERT)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
     with quantizers_module.quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)

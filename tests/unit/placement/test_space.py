@@ -20,7 +20,7 @@ from qdqbench.eval.placement.space import (
 )
 from qdqbench.eval.search import start
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import layer_of, linear_kind
+from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
@@ -80,13 +80,13 @@ def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     plan = resolve(parse_recipe(short_yaml(recipe), "again"), modules(), "bert")
     units = space.int8_units(params)
     assert set(plan.int8) == {name for unit in units for name in space.units[unit]}
-    inside = {layer_of(name) for name in plan.attention}
+    inside = {BERT.layer_of(name) for name in plan.attention}
     assert inside == space.int8_attention(params, units)
     assert all((layer, "output") in units for layer in inside)
     for name in plan.int8:
         scaling = plan.scaling_of(name)
         assert (scaling.method, scaling.weights) == (params["method"], params["weights_method"])
-        of_norm = linear_kind(name) in ("qkv", "ffn-in")
+        of_norm = BERT.kind(name) in ("qkv", "ffn-in")
         assert str(scaling.smooth) == (params["smooth"] if of_norm else "none")
     assert recipe.gate == space.base.gate
     assert recipe.engine == space.base.engine

@@ -365,7 +365,7 @@ def test_tensorrt_has_no_runtime_cache(gpu, engine_file, tmp_path):
 )
 def test_runner_pads_to_shapes_that_repeat(gpu, engine_file, rows, length, padded):
     feeds = batch(rows, length)
-    with EngineRunner(*engine_file) as runner:
+    with EngineRunner(*engine_file, pad_id=0) as runner:
         assert runner.max_batch == 64
         for _ in range(3):  # run, captured, replayed
             logits = runner(feeds)
@@ -375,7 +375,7 @@ def test_runner_pads_to_shapes_that_repeat(gpu, engine_file, rows, length, padde
 
 
 def test_runner_captures_a_shape_at_its_second_batch(gpu, engine_file):
-    with EngineRunner(*engine_file) as runner:
+    with EngineRunner(*engine_file, pad_id=0) as runner:
         counts = []
         for length in (16, 30, 32, 20, 16):
             runner(batch(2, length))
@@ -384,7 +384,7 @@ def test_runner_captures_a_shape_at_its_second_batch(gpu, engine_file):
 
 
 def test_runner_drops_the_least_recently_used_graph(gpu, engine_file):
-    with EngineRunner(*engine_file, graphs=2) as runner:
+    with EngineRunner(*engine_file, pad_id=0, graphs=2) as runner:
         for length in (16, 32, 48):
             for _ in range(2):
                 runner(batch(1, length))
@@ -400,7 +400,7 @@ def test_runner_drops_the_least_recently_used_graph(gpu, engine_file):
 @pytest.mark.parametrize(("free", "kept"), [(300_000 + 1_000, 0), (300_000 + 400_000, 3)])
 def test_runner_keeps_no_more_graphs_than_fit_into_half_of_the_free_memory(gpu, engine_file, free, kept):
     gpu.free = free
-    with EngineRunner(*engine_file) as runner:
+    with EngineRunner(*engine_file, pad_id=0) as runner:
         for length in (16, 32, 48, 64):
             for _ in range(3):
                 assert runner(batch(1, length))[:, 1].tolist() == [length]
@@ -410,7 +410,7 @@ def test_runner_keeps_no_more_graphs_than_fit_into_half_of_the_free_memory(gpu, 
 @pytest.mark.parametrize(("rows", "length"), [(65, 16), (1, 101)])
 def test_runner_refuses_what_no_profile_takes(gpu, engine_file, rows, length):
     with (
-        EngineRunner(*engine_file) as runner,
+        EngineRunner(*engine_file, pad_id=0) as runner,
         pytest.raises(CheckFailed, match=f"takes batch {rows}, length {length}; it takes .*build again"),
     ):
         runner(batch(rows, length))
@@ -424,7 +424,7 @@ def test_runner_wants_logits(gpu, engine_file, monkeypatch):
         lambda self, name: fake_gpu.TensorIOMode.OUTPUT if name == "scores" else fake_gpu.TensorIOMode.INPUT,
     )
     with pytest.raises(UserError, match="no output 'logits' but scores"):
-        EngineRunner(*engine_file)
+        EngineRunner(*engine_file, pad_id=0)
 
 
 def test_four_bit_tensors_are_refused(gpu, engine_file, monkeypatch):

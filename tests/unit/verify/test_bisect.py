@@ -15,6 +15,7 @@ from qdqbench.eval.verify.bisect import BisectResult, bisect, bisect_lines, bise
 from qdqbench.eval.verify.tensors import compared, kept_positions
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.graph.index import GraphIndex
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor
@@ -53,7 +54,7 @@ def scaled(name: str, factor: float) -> Edit:
 def found(folder: Path, edit: Edit, graph: onnx.ModelProto, tmp_path: Path, **options: Any) -> BisectResult:
     path = tmp_path / "model.onnx"
     onnx.save(graph, path)
-    return bisect(path, BATCH, faulty(edit), run_onnxruntime, **options)
+    return bisect(path, BATCH, faulty(edit), run_onnxruntime, family=BERT, **options)
 
 
 def linear(name: str) -> str:

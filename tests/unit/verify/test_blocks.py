@@ -13,6 +13,7 @@ from qdqbench.eval.verify.blocks import HEAD, Stitched, computed_floats, extract
 from qdqbench.eval.verify.checks import BlockSums
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck
+from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, quantized, run_onnx, tensor
@@ -25,7 +26,7 @@ MODULE = "bert.encoder.layer.1"
 
 
 def judged(folder: Path, graph: onnx.ModelProto, name: str, half: bool = True) -> dict[str, BlockCheck]:
-    stitched = stitch(graph)
+    stitched = stitch(graph, BERT)
     sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
     for batch in BATCHES:
         made = reference_blocks(quantized(folder, name).model, load_model(str(folder)), batch, half=half)
@@ -59,7 +60,7 @@ def test_the_right_graph_passes_in_every_block(
 
 def test_the_cut_graph_with_its_own_values_is_the_whole_graph(tiny_bert: Path) -> None:
     graph, batch = exported(tiny_bert), BATCHES[0]
-    stitched = stitch(graph)
+    stitched = stitch(graph, BERT)
     feeds: dict[str, Any] = dict(batch)
     feeds |= {b.input: np.zeros((*batch["input_ids"].shape, HIDDEN), np.float16) for b in stitched.blocks[1:]}
     for block, following in zip(stitched.blocks, stitched.blocks[1:], strict=False):
@@ -69,7 +70,7 @@ def test_the_cut_graph_with_its_own_values_is_the_whole_graph(tiny_bert: Path) -
 
 def test_new_inputs_have_the_shape_and_type_of_the_border(tiny_bert: Path) -> None:
     for compute, kind in (("fp16", onnx.TensorProto.FLOAT16), ("fp32", onnx.TensorProto.FLOAT)):
-        stitched = stitch(exported(tiny_bert, compute=compute))
+        stitched = stitch(exported(tiny_bert, compute=compute), BERT)
         inputs = {value.name: value.type.tensor_type for value in stitched.model.graph.input}
         for block in stitched.blocks[1:]:
             found = inputs[str(block.input)]
@@ -81,14 +82,14 @@ def test_new_inputs_have_the_shape_and_type_of_the_border(tiny_bert: Path) -> No
 
 def test_quantization_inside_of_a_block_stays(tiny_bert: Path) -> None:
     graph = exported(tiny_bert, "bert-int8-attention")
-    cut = stitch(graph).model
+    cut = stitch(graph, BERT).model
     assert [(n.name, n.op_type) for n in graph.graph.node] == [(n.name, n.op_type) for n in cut.graph.node]
     assert list(graph.graph.initializer) == list(cut.graph.initializer)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_block_alone_computes_the_same(tiny_bert: Path, name: str) -> None:
-    stitched, batch = stitch(exported(tiny_bert)), BATCHES[0]
+    stitched, batch = stitch(exported(tiny_bert), BERT), BATCHES[0]
     made = reference_blocks(quantized(tiny_bert).model, None, batch, half=True)
     feeds = batch | stitched.feeds({n: t.input for n, t in made.items() if t.input is not None})
     alone, output = extract(stitched, name), stitched.blocks[NAMES.index(name)].output
@@ -99,7 +100,7 @@ def test_a_block_alone_computes_the_same(tiny_bert: Path, name: str) -> None:
 
 
 def test_marked_tensors_come_out(tiny_bert: Path) -> None:
-    stitched = stitch(exported(tiny_bert))
+    stitched = stitch(exported(tiny_bert), BERT)
     inner = computed_floats(extract(stitched, FAULTY))
     assert all(name.startswith(("/bert/encoder/layer.1/", "/bert/Sub", "/bert/Mul")) for name in inner)
     kinds = {name: n.op_type for n in stitched.model.graph.node for name in n.output}
@@ -111,7 +112,7 @@ def test_marked_tensors_come_out(tiny_bert: Path) -> None:
 
 def test_a_graph_without_names_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be cut into blocks"):
-        stitch(healthy())
+        stitch(healthy(), BERT)
 
 
 def test_hooks_are_removed(tiny_bert: Path) -> None:
@@ -162,6 +163,6 @@ def test_a_fault_fails_its_block_and_no_other(
 
 
 def test_types_of_feeds(tiny_bert: Path) -> None:
-    stitched: Stitched = stitch(exported(tiny_bert))
+    stitched: Stitched = stitch(exported(tiny_bert), BERT)
     values = {name: np.ones((1, 2, HIDDEN), np.float32) for name in NAMES[1:]}
     assert {array.dtype for array in stitched.feeds(values).values()} == {np.dtype(np.float16)}
