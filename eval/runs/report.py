@@ -121,9 +121,11 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         remark = f"codes differ at worst, limit {worst.limit:.2%}"
         tiles.append(("layer parity", f"{share(worst):.2%}", remark, parity.passed))
     if (verified := results.verification) is not None:
-        held = sum(row.holds for row in verified.blocks)
+        held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
         remark = f"follow {label(verified.reference)} on the GPU"
-        tiles.append(("engine blocks", f"{held} / {len(verified.blocks)}", remark, verified.passed))
+        if verified.blocks_not_checked:
+            held, remark = "not checked", verified.blocks_not_checked
+        tiles.append(("engine blocks", held, remark, verified.passed))
     if results.timings:
         peak = max(row.peak_rss_bytes for row in results.timings.values())
         total = seconds(sum(row.wall_s for row in results.timings.values()))

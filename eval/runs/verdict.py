@@ -122,6 +122,8 @@ def _not_done(results: Results) -> list[str]:
         else:
             how = "ahead of time, without running it" if results.engine.ahead_of_time else "but not run"
             notes.append(f"The engine was built {how}; its outputs are not verified: {why}")
+    if results.verification is not None and (reason := results.verification.blocks_not_checked):
+        notes.append(f"The engine's blocks are not verified, only its answers: {sentence(reason)}")
     return notes
 
 

@@ -151,7 +151,7 @@ def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo], limits: Li
         )
     if any(i.kind == "Attention" and name not in plan.attention for name, i in modules.items()):
         sizes = limits.head_sizes_text
-        notes.append(f"attention is not measured: INT8 attention is fused for head size {sizes} only")
+        notes.append(f"attention is not measured: INT8 attention is fused for head sizes {sizes} only")
     outside = [name for name in plan.int8 if layer_of(name) is None and name not in base.int8]
     if outside or not base.attention:
         names = [plan.family.kind(name) for name in outside]

@@ -40,7 +40,7 @@ class EngineRunner:
         UserError, MissingDevice: as of Engine; UserError also where that output is not there.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         path: Path,
         onnx_path: Path,

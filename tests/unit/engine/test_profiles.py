@@ -156,6 +156,7 @@ def run(tmp_path, monkeypatch):
         config=types.SimpleNamespace(batch_size=4, task=GLUE["sst2"]),
         plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
         notes=[],
+        pad_id=0,
         progress=lambda done, total: None,
         eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
     )
@@ -222,7 +223,7 @@ class Runner:
 
     max_batch = 3
 
-    def __init__(self, path, onnx_path, *, runtime_cache, outputs):
+    def __init__(self, path, onnx_path, *, pad_id, runtime_cache, outputs):
         self.engine = types.SimpleNamespace(notes=["the cache is ignored"], memory=None)
         assert (path.name, runtime_cache.name, [*outputs]) == ("x.engine", "runtime.cache", ["logits"])
 

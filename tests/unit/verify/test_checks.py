@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -388,7 +389,8 @@ class OnnxRunner:
 
     spoil: Any = staticmethod(lambda batch, got: got)
 
-    def __init__(self, path: Any, graph: Any, outputs: Any) -> None:
+    def __init__(self, path: Any, graph: Any, *, pad_id: int, outputs: Any) -> None:
+        assert pad_id == 0
         self.run = onnxruntime_runner(graph)
 
     def __call__(self, batch: Any) -> Any:
@@ -465,6 +467,18 @@ def test_a_right_engine_is_verified(session: Any) -> None:
     assert found.answers.n == 80
     assert any("_gemm_mha_v2" in line for line in found.warnings)
     assert Verification.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_graph_that_cannot_be_cut_is_not_checked_and_says_why(session: Any) -> None:
+    """Its answers are judged all the same, and the run goes on."""
+    uncut = replace(session.plan.family, norms={})
+    session.plan = replace(session.plan, family=uncut)
+    found = verify_engine(session)
+    assert found.blocks == []
+    assert found.blocks_not_checked is not None
+    assert "do not end with a LayerNorm" in found.blocks_not_checked
+    assert found.passed
+    assert found.answers.n == 80
 
 
 @pytest.mark.parametrize(
