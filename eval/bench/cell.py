@@ -198,16 +198,16 @@ def _device_maker(
         if about.name in target.twins:
             return engine(about)
         model = peers.sdpa_model(target.session.new_model(), about.precision, "cuda")  # type: ignore[arg-type]
-        masked, names = shape.real is not None, family_of(model.config).inputs
+        dynamic, names = shape.real is not None, family_of(model.config).inputs
         if about.name == COMPILED:
-            forward = peers.compiled_forward(model, options.compile_mode, dynamic=masked)
-            how = f"torch.compile mode {options.compile_mode}{', dynamic shapes' if masked else ''}"
+            forward = peers.compiled_forward(model, options.compile_mode, dynamic=dynamic)
+            how = f"torch.compile mode {options.compile_mode}{', dynamic shapes' if dynamic else ''}"
         else:
             forward, how = peers.eager_forward(model), "eager, SDPA"
             how += ", TF32 allowed" if about.precision == "fp32" else ""
         made, detail = lanes(
             lambda batch, length, stream: peers.TorchRun(
-                forward, batch, length, inputs=names, masked=masked, how=how, stream=stream
+                forward, batch, length, inputs=names, how=how, stream=stream
             )
         )
         return _entry(about, made, timer, BenchRow(contestant=about.name, status="done", detail=detail))

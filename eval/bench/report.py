@@ -15,6 +15,7 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
     speedup_of,
+    without_unmasked,
 )
 from qdqbench.eval.report.formats import clean, label, size
 from qdqbench.eval.report.render import write
@@ -72,7 +73,7 @@ def bench_of(folder: Path) -> View | None:
     if not (folder / FILE).is_file():
         return None
     try:
-        bench = read_bench(folder / FILE)
+        bench = without_unmasked(read_bench(folder / FILE))
     except UserError as error:
         return View(
             title="unreadable",

@@ -9,6 +9,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.strict import Strict, read
 
 FILE = "bench.json"
+PEERS = ("torch-", "compile-")  # how names of PyTorch contestants begin
 
 
 class BenchTarget(Strict):
@@ -35,6 +36,7 @@ class BenchSettings(Strict):
     input_sets: int  # different random inputs that each contestant rotates through
     profile: Literal["static", "recipe"]
     seed: int
+    peers_masked: bool = False  # PyTorch had the attention mask at fixed shapes too; older files had it not
 
 
 class BenchContestant(Strict):
@@ -146,6 +148,34 @@ def row_of(cell: BenchCell, contestant: str) -> BenchRow | None:
     """The measured row of a contestant; None where it was not measured."""
     found = [row for row in cell.rows if row.contestant == contestant and row.status == "done"]
     return found[0] if found else None
+
+
+def without_unmasked(bench: Bench) -> Bench:
+    """A bench without the figures of PyTorch peers that had no attention mask, and a warning in their place.
+
+    They were slower than they need to be (`peers`), so that what INT8 gains over them is too good.
+    """
+    peers = {about.name for about in bench.contestants if about.name.startswith(PEERS)}
+    if not peers or bench.settings.peers_masked or bench.device == "cpu":
+        return bench
+    cells = [cell if cell.kind == "real" else _without(cell, peers) for cell in bench.cells]
+    left = {row.contestant for cell in cells for row in cell.rows}
+    warning = (
+        "PyTorch and torch.compile at fixed shapes are left out: they were measured without an attention "
+        "mask, which made them slower than they are; measure again"
+    )
+    changes = {
+        "cells": cells,
+        "contestants": [about for about in bench.contestants if about.name not in peers - left],
+        "warnings": [*bench.warnings, warning],
+    }
+    return bench.model_copy(update=changes)
+
+
+def _without(cell: BenchCell, names: set[str]) -> BenchCell:
+    rows = [row for row in cell.rows if row.contestant not in names]
+    speedups = [found for found in cell.speedups if not {found.contestant, found.over} & names]
+    return cell.model_copy(update={"rows": rows, "speedups": speedups})
 
 
 def speedup_of(cell: BenchCell, contestant: str, over: str) -> BenchSpeedup | None:

@@ -284,6 +284,7 @@ def _settings(options: Options) -> BenchSettings:
         input_sets=INPUT_SETS,
         profile=options.profile,
         seed=options.seed,
+        peers_masked=True,
     )
 
 

@@ -17,7 +17,7 @@ from qdqbench.eval.bench.report import (
     slow_lines,
 )
 from qdqbench.eval.bench.results import FILE as BENCH
-from qdqbench.eval.bench.results import Bench, BenchCell, read_bench, row_of, speedup_of
+from qdqbench.eval.bench.results import Bench, BenchCell, read_bench, row_of, speedup_of, without_unmasked
 from qdqbench.eval.report.formats import clean, text
 from qdqbench.eval.runs.study_results import FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
@@ -56,7 +56,8 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
         value = files.read_json(path)
         if isinstance(value, dict) and "cells" in value:
             bench = read_bench(path)
-            _add(benches, _bench_key(bench), path, Bench.model_validate(clean(bench.model_dump(mode="json"))))
+            shown = without_unmasked(bench).model_dump(mode="json")
+            _add(benches, _bench_key(bench), path, Bench.model_validate(clean(shown)))
         else:
             run = _read_run(path)
             _add(runs, run_key(run), path, Results.model_validate(clean(run.model_dump(mode="json"))))

@@ -1,5 +1,7 @@
 """Peers compute what the model computes, in their best form; capture is tried, and its failure is told."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -124,7 +126,7 @@ def total(**inputs):
 
 
 def test_a_peer_is_captured_and_replayed(cuda):
-    run = TorchRun(total, 2, 8, inputs=BERT.inputs, masked=True, how="eager")
+    run = TorchRun(total, 2, 8, inputs=BERT.inputs, how="eager")
     assert run.detail == "eager, with the mask, CUDA graph"
     assert set(run.inputs) == {"input_ids", "attention_mask", "token_type_ids"}
     assert float(run.outputs["logits"]) == 16  # the mask is all ones
@@ -133,10 +135,37 @@ def test_a_peer_is_captured_and_replayed(cuda):
     assert Graph.replays == 2
 
 
-def test_fixed_shapes_take_no_mask(cuda):
-    run = TorchRun(total, 2, 8, inputs=BERT.inputs, masked=False, how="eager")
-    assert "attention_mask" not in run.inputs
-    assert run.detail == "eager, without a mask, CUDA graph"
+@pytest.mark.parametrize(
+    "make", [eager_forward, lambda model: compiled_forward(model, "default", dynamic=False)]
+)
+@pytest.mark.parametrize("captures", [True, False])
+def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypatch, make, captures):
+    masks = []
+
+    def model(*, input_ids, token_type_ids, attention_mask):
+        masks.append(attention_mask)
+        return SimpleNamespace(logits=input_ids.sum(1))
+
+    class Refusing(Context):
+        def __exit__(self, *_):
+            raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    if not captures:
+        monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    run = TorchRun(make(model), 2, 8, inputs=BERT.inputs, how="x")
+    run.launch()
+    assert len(masks) == peers.WARM_CALLS + (1 if captures else 3)
+    assert all(mask.shape == (2, 8) and bool(mask.all()) for mask in masks)
+
+
+def test_the_peer_on_a_cpu_takes_the_mask(model, monkeypatch):
+    seen, real = [], model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *a, **k: seen.append(k.get("attention_mask")) or real(*a, **k)
+    )
+    peers.torch_cpu(model)(padded_batch())
+    assert [mask is not None for mask in seen] == [True]
 
 
 def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
@@ -151,7 +180,6 @@ def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
         1,
         4,
         inputs=BERT.inputs,
-        masked=True,
         how="eager",
         stream=stream,
     )

@@ -200,6 +200,17 @@ def test_a_bench_of_other_files_is_marked_stale(tmp_path):
     assert "model.int8.onnx changed after this bench" in bench_of(tmp_path).errors[0]
 
 
+def test_a_run_does_not_show_peers_that_had_no_mask(tmp_path):
+    bench = sample_bench()
+    write_bench(tmp_path / "bench.json", bench)
+    assert "PyTorch FP16 SDPA" in bench_of(tmp_path).columns
+    settings = bench.settings.model_copy(update={"peers_masked": False})
+    write_bench(tmp_path / "bench.json", bench.model_copy(update={"settings": settings}))
+    found = bench_of(tmp_path)
+    assert "PyTorch FP16 SDPA" not in found.columns
+    assert "without an attention mask" in found.warnings[-1]
+
+
 def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     for path in write_reports(sample_run(), tmp_path):

@@ -60,6 +60,19 @@ def test_an_engine_before_training_is_that_of_the_recipe():
     assert differences({"name": "mine"}) == []
 
 
+def test_peers_without_a_mask_are_left_out_with_the_reason(tmp_path):
+    bench = json.loads((GOLDEN / "bert-base" / "bench.json").read_text())
+    with_peers = tables_markdown(*find_results([GOLDEN]))
+    del bench["settings"]["peers_masked"]  # as files were before
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    made = tables_markdown(*find_results([tmp_path]))
+    assert "INT8 over torch.compile FP16" in with_peers
+    assert "| INT8 over FP16 engine |" in made
+    assert "INT8 over torch.compile" not in made
+    assert "PyTorch FP16 SDPA" not in made
+    assert "- PyTorch and torch.compile at fixed shapes are left out: they were measured without" in made
+
+
 def test_the_order_of_the_files_does_not_matter():
     paths = sorted(GOLDEN.rglob("*.json"))
     assert len(paths) == 4
