@@ -13,10 +13,11 @@ from qdqbench.eval.bench.lanes import (
     DeviceLane,
     HostLane,
     SplitLane,
+    WallTimer,
     random_sets,
     to_device,
 )
-from qdqbench.eval.bench.loop import Contestant, Lane, Timer, WallTimer
+from qdqbench.eval.bench.loop import Contestant, Lane, Timer
 from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import RealSplit, Target
 from qdqbench.quantize.core.errors import MissingDevice, QdqError

@@ -1,5 +1,6 @@
 """Lanes and timers of real devices: CUDA events around launches on a stream, and ONNX Runtime on a CPU."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -185,3 +186,28 @@ def to_device(batch: Batch) -> "dict[str, torch.Tensor]":
     import torch
 
     return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
+
+
+class WallTimer:
+    """Times on the host, for lanes whose launch waits for the result (a CPU)."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        """See `Timer`."""
+        found = []
+        for number in range(count):
+            lane.feed(number)
+            start = self.clock()
+            lane.launch()
+            found.append(1000 * (self.clock() - start))
+        return found
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        """See `Timer`; one lane after the other."""
+        start = self.clock()
+        for _ in range(count):
+            for lane in lanes:
+                lane.launch()
+        return self.clock() - start

@@ -248,31 +248,6 @@ def judge_outputs(
     return errors, differences, reference
 
 
-class WallTimer:
-    """Times on the host, for lanes whose launch waits for the result (a CPU)."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-
-    def latencies(self, lane: Lane, count: int) -> list[float]:
-        """See `Timer`."""
-        found = []
-        for number in range(count):
-            lane.feed(number)
-            start = self.clock()
-            lane.launch()
-            found.append(1000 * (self.clock() - start))
-        return found
-
-    def wall(self, lanes: Sequence[Lane], count: int) -> float:
-        """See `Timer`; one lane after the other."""
-        start = self.clock()
-        for _ in range(count):
-            for lane in lanes:
-                lane.launch()
-        return self.clock() - start
-
-
 @dataclass(frozen=True)
 class _Pace:
     """Launches of a burst, the same in every round."""

@@ -1,5 +1,6 @@
 """What a bench says: on the terminal, in `bench.md`, in `bench.html` and as a section of the run's report."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,21 +40,21 @@ class View:
     """A bench in words, ready for templates."""
 
     title: str
-    subtitle: str
-    complete: bool
-    random_weights: bool
-    notes: list[str]
-    warnings: list[str]
-    slow: list[str]  # where INT8 does not pay, and why
-    clocks: str
     errors: list[str]
-    columns: list[str]  # of the first table, after the shape
-    rows: list[tuple[str, list[Mark]]]
-    detail_columns: list[str]
-    details: list[list[Mark]]
-    method: str
-    charts: list[str]  # SVG
-    command: str
+    subtitle: str = ""
+    complete: bool = False
+    random_weights: bool = False
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    slow: Sequence[str] = ()  # where INT8 does not pay, and why
+    clocks: str = ""
+    columns: Sequence[str] = ()  # of the first table, after the shape
+    rows: Sequence[tuple[str, list[Mark]]] = ()
+    detail_columns: Sequence[str] = ()
+    details: Sequence[list[Mark]] = ()
+    method: str = ""
+    charts: Sequence[str] = ()  # SVG
+    command: str = ""
 
 
 def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
@@ -75,24 +76,7 @@ def bench_of(folder: Path) -> View | None:
     try:
         bench = without_unmasked(read_bench(folder / FILE))
     except UserError as error:
-        return View(
-            title="unreadable",
-            subtitle="",
-            complete=False,
-            random_weights=False,
-            notes=[],
-            warnings=[],
-            slow=[],
-            clocks="",
-            errors=[str(error)],
-            columns=[],
-            rows=[],
-            detail_columns=[],
-            details=[],
-            method="",
-            charts=[],
-            command="",
-        )
+        return View("unreadable", [str(error)])
     stale = [
         name
         for name, digest in bench.target.files.items()

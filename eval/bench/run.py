@@ -4,7 +4,8 @@ import gc
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from datetime import datetime, timezone
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from qdqbench.eval.bench.results import (
     cell_label,
 )
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import LayerRow
@@ -81,7 +82,7 @@ def run_bench(
     backend = ("onnxruntime", "") if options.cpu else require_gpu(target.session.recipe.engine.backend)
     listed = contestants(target, options, " ".join(backend))
     result = Bench(
-        created=_now(),
+        created=now(),
         command=command,
         complete=False,
         device="cpu" if options.cpu else "gpu",
@@ -100,11 +101,11 @@ def run_bench(
     with monitor or nullcontext(), target.stack:
         for shape in shapes(options):
             label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
-            _measure_cell(result, target, options, shape, monitor, _prefixed(announce, label))
+            _measure_cell(result, target, options, shape, monitor, partial(_announce, announce, label))
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
-    result.complete, result.created = True, _now()
+    result.complete, result.created = True, now()
     save(result)
     return result
 
@@ -146,13 +147,8 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
             if entry.row.status == "done":
                 found = measured[entry.row.contestant]
                 windows = [(burst.start, burst.end) for burst in found.bursts]
-                fill(
-                    entry.row,
-                    found,
-                    shape.sequences,
-                    effort.streams,
-                    monitor.during(windows) if monitor else Clocks(),
-                )
+                clocks = monitor.during(windows) if monitor else Clocks()
+                fill(entry.row, found, shape.sequences, effort.streams, clocks)
         cell = BenchCell(
             kind="real" if shape.real else "fixed",
             batch=shape.batch,
@@ -210,15 +206,7 @@ def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str
         slower = ratio.value < 1
         why = reasons() if slower and (name, over) == ("int8", "fp16") else []
         found.append(
-            BenchSpeedup(
-                contestant=name,
-                over=over,
-                value=ratio.value,
-                low=ratio.low,
-                high=ratio.high,
-                slower=slower,
-                reasons=why,
-            )
+            BenchSpeedup(contestant=name, over=over, **asdict(ratio), slower=slower, reasons=why),
         )
     return found
 
@@ -241,14 +229,8 @@ def _judge(entries: Sequence[Entry]) -> str | None:
 
 def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
     layers: dict[str, list[LayerRow]] = {entry.row.contestant: entry.layers for entry in entries}
-
-    def reasons() -> list[str]:
-        if not layers.get("int8") or not layers.get("fp16"):
-            return []  # ONNX Runtime shows no layers
-
-        return list(slow_reasons(layers["int8"], layers["fp16"]))
-
-    return reasons
+    int8, fp16 = layers.get("int8"), layers.get("fp16")
+    return lambda: list(slow_reasons(int8, fp16)) if int8 and fp16 else []  # ONNX Runtime shows no layers
 
 
 def _record_problems(result: Bench, cell: BenchCell) -> None:
@@ -268,8 +250,8 @@ def _record_problems(result: Bench, cell: BenchCell) -> None:
             )
 
 
-def _prefixed(announce: Callable[[str], None], label: str) -> Callable[[str], None]:
-    return lambda text: announce(f"{label}: {text}")
+def _announce(announce: Callable[[str], None], label: str, text: str) -> None:
+    announce(f"{label}: {text}")
 
 
 def _settings(options: Options) -> BenchSettings:
@@ -297,7 +279,3 @@ def _notes(target: Target, options: Options, backend: tuple[str, str], capabilit
         return notes
 
     return notes + hazards(*backend, capability)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from qdqbench.eval.methods.shared import Shared, calibrated, collect, widest
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
-from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -241,7 +240,7 @@ class Comparing:
         if any(rule.refines for rule in config.recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
         return Methods(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=now(),
             command=config.command,
             recipe=config.recipe.model_dump(mode="json"),
             model={"name": session.model_name, "sha256": session.model_sha256},

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from qdqbench.eval.accuracy.gate import Judgement, judge
 from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import (
     Comparison,
@@ -47,7 +46,7 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     verification = None if isinstance(verified, Skipped) else verified
     split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
     results = Results(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         command=config.command,
         recipe=config.recipe.model_dump(mode="json"),
         model=_model(session),

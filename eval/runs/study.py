@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from qdqbench.eval.accuracy.logits import score
 from qdqbench.eval.runs.study_results import FILE, Study, StudyRow, StudySummary
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.environment import now
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.core.training_results import Finetuning, Spread, TrainingRun, training_line
@@ -136,7 +136,7 @@ def _study(plan: Plan, models: Finetuning, rows: list[StudyRow]) -> Study:
             summary[recipe.name] = summarize(done, plan.request.task.metrics[0])
     failed = [f"seed {r.seed}, {r.recipe} failed: {r.reason}" for r in rows if r.status == "failed"]
     return Study(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         command=plan.request.command,
         base=models.base,
         task=models.task,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from qdqbench.eval.search.trial import explained
 from qdqbench.eval.search.trials import trials_of
 from qdqbench.eval.search.worker import Worker
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.identity import versions
 from qdqbench.quantize.recipe.schema import parse_recipe
 
@@ -85,7 +84,7 @@ def _judge(worker: Worker, trials: list[Trial], chosen: Trial, progress: Callabl
 def _search(worker: Worker, trials: list[Trial], chosen: Trial | None, why: str, judged: Judged) -> Search:
     session = worker.work.session
     return Search(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         command=session.config.command,
         recipe=session.recipe.model_dump(mode="json"),
         model=session.model_name,

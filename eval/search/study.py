@@ -4,10 +4,9 @@ import json
 import os
 import socket
 import time
-import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,21 +27,6 @@ UNMARKED = timedelta(seconds=15)  # the first thing that a trial does is to say 
 LOCK_S = 120.0  # SQLite makes workers wait for each other
 MOST_OPENINGS = 10  # workers that create one database at the same time trip over each other's tables
 MOST_REPEATS = 3  # times its trials, after which a search ends whose small space has no new recipe
-
-
-@contextmanager
-def quiet_optuna() -> Iterator[None]:
-    """None of Optuna's log lines and notes on its own experiments."""
-    import optuna
-
-    level = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        optuna.logging.set_verbosity(level)
 
 
 def open_study(storage: str, name: str, settings: dict[str, Any]) -> "optuna.Study":

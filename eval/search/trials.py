@@ -20,7 +20,6 @@ from qdqbench.eval.search.study import (
     open_study,
     others_run,
     prepare_study,
-    quiet_optuna,
     requeue,
     revive,
     running,
@@ -33,6 +32,7 @@ from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.identity import made_with
+from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.rundir.session import Session
@@ -62,7 +62,7 @@ def open_worker(
     work.identity = " ".join(str(settings[name]) for name in ("model", "data", "task"))
     storage = options.storage or default_storage(session.folder.parent)
     name = options.study or f"{session.recipe.name}-{session.config.task.name}"
-    with quiet_optuna():
+    with quiet("optuna"):
         study = open_study(storage, name, settings)
         work.space, said = prepare_study(
             study, lambda: rank(work, options.sensitivity), lambda space: first_trials(work, space), space
@@ -115,7 +115,7 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
     """
     study, wanted, budget_s = worker.study, worker.options.trials, worker.options.budget_s
     start = time.monotonic()
-    with quiet_optuna():
+    with quiet("optuna"):
         revive(study)
         while True:
             done = counted(study)

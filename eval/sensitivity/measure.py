@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
-from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.schema import Recipe
@@ -271,7 +270,7 @@ class Measurement:
         split, encoded = self.draw
         settings = config.recipe.calibration
         return Sensitivity(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=now(),
             command=config.command,
             recipe=config.recipe.model_dump(mode="json"),
             model={"name": session.model_name, "sha256": session.model_sha256},

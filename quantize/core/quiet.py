@@ -2,50 +2,55 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-# `datasets` and the hub log what they raise right after
+Library = Literal["transformers", "datasets", "optuna"]
 _LEVELS = {
     "transformers": {"transformers": logging.ERROR},
-    "datasets": {"datasets": logging.CRITICAL, "huggingface_hub": logging.CRITICAL},
+    "datasets": {"datasets": logging.CRITICAL, "huggingface_hub": logging.CRITICAL},  # logged, then raised
+    "optuna": {"optuna": logging.ERROR},
 }
 
 
 @contextmanager
-def quiet(library: Literal["transformers", "datasets"]) -> Iterator[None]:
+def quiet(library: Library) -> Iterator[None]:
     """No progress bars, advice or notes on its own future from a library; all is as before afterwards."""
-    if library == "transformers":
-        from transformers.utils import logging as untyped
-
-        bars: Any = untyped
-        shown, hide, show = (
-            bars.is_progress_bar_enabled(),
-            [bars.disable_progress_bar],
-            [bars.enable_progress_bar],
-        )
-    else:
-        import datasets
-        from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-
-        shown = not datasets.are_progress_bars_disabled()
-        hide = [datasets.disable_progress_bars, disable_progress_bars]
-        show = [datasets.enable_progress_bars, enable_progress_bars]
-    loggers = {logging.getLogger(name): level for name, level in _LEVELS[library].items()}
-    before = {logger: logger.level for logger in loggers}
-    for logger, level in loggers.items():
-        logger.setLevel(level)
-    if shown:
-        for switch in hide:
-            switch()
+    bars = _bars(library)  # imports the library, which sets its own level then
+    before = {logging.getLogger(name): logging.getLogger(name).level for name in _LEVELS[library]}
+    for name, level in _LEVELS[library].items():
+        logging.getLogger(name).setLevel(level)
+    for hide, _ in bars:
+        hide()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", Warning if library == "optuna" else FutureWarning)
             yield
     finally:
         for logger, level in before.items():
             logger.setLevel(level)
-        if shown:
-            for switch in show:
-                switch()
+        for _, show in bars:
+            show()
+
+
+def _bars(library: Library) -> list[tuple[Callable[[], None], Callable[[], None]]]:
+    """What hides bars that are shown, each with what shows them again."""
+    if library == "transformers":
+        from transformers.utils import logging as untyped
+
+        bars: Any = untyped
+        return (
+            [(bars.disable_progress_bar, bars.enable_progress_bar)] if bars.is_progress_bar_enabled() else []
+        )
+    if library == "optuna":
+        import optuna  # noqa: F401
+
+        return []
+    from datasets import are_progress_bars_disabled as hidden
+    from datasets import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars as hide_downloads
+    from huggingface_hub.utils.tqdm import enable_progress_bars as show_downloads
+
+    both = [(disable_progress_bars, enable_progress_bars), (hide_downloads, show_downloads)]
+    return [] if hidden() else both

@@ -3,14 +3,13 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.environment import environment
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.quiet import quiet
@@ -262,7 +261,7 @@ def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetunin
     done = [run for run in runs if run.status == "done"]
     best = max(done, key=held_out_score, default=None)
     return Finetuning(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         command=request.command,
         base={
             "name": Path(request.base).name,

@@ -237,9 +237,10 @@ def test_trials_that_fail_are_recorded_and_skipped(given, files, tmp_path, qdqbe
 def finished(storage):
     import optuna
 
-    from qdqbench.eval.search.study import decided, quiet_optuna
+    from qdqbench.eval.search.study import decided
+    from qdqbench.quantize.core.quiet import quiet
 
-    with quiet_optuna():
+    with quiet("optuna"):
         try:
             return len(decided(optuna.load_study(study_name="mine-sst2", storage=storage)))
         except (KeyError, optuna.exceptions.OptunaError, Exception):  # the tables are not there yet
@@ -293,8 +294,8 @@ def test_two_workers_share_a_study(given, files, tmp_path):
     assert TRIALS <= sum(trial.duplicate_of is None for trial in trials) <= TRIALS + 1
     import optuna
 
-    from qdqbench.eval.search.study import quiet_optuna
+    from qdqbench.quantize.core.quiet import quiet
 
-    with quiet_optuna():
+    with quiet("optuna"):
         study = optuna.load_study(study_name="mine-sst2", storage=storage)
     assert len({trial.user_attrs["worker"][1] for trial in study.get_trials()}) == 2

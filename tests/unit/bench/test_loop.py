@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.bench import loop
+from qdqbench.eval.bench.lanes import WallTimer
 from qdqbench.eval.bench.loop import (
     Burst,
     Contestant,
     Effort,
     Measured,
-    WallTimer,
     judge_outputs,
     measure,
     rotation,

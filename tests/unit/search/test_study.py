@@ -17,20 +17,20 @@ from qdqbench.eval.search.study import (
     open_study,
     others_run,
     prepare_study,
-    quiet_optuna,
     requeue,
     revive,
     running,
     use_sampler,
 )
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.quiet import quiet
 
 SETTINGS = {"model": "a", "batch and length": [32, 128]}
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    with quiet_optuna():
+def no_log_lines():
+    with quiet("optuna"):
         yield
 
 

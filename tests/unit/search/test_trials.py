@@ -7,14 +7,15 @@ import optuna
 import pytest
 
 from qdqbench.eval.search import trials
-from qdqbench.eval.search.study import open_study, quiet_optuna
+from qdqbench.eval.search.study import open_study
+from qdqbench.quantize.core.quiet import quiet
 
 FAIL = optuna.trial.TrialState.FAIL
 
 
 @pytest.fixture
 def study(tmp_path):
-    with quiet_optuna():
+    with quiet("optuna"):
         yield open_study(f"sqlite:///{tmp_path / 'study.db'}", "x", {})
 
 
