@@ -1,1 +1,82 @@
-"""Explicit Q/DQ INT8 for BERT-class encoders."""
+"""Explicit Q/DQ INT8 for BERT-class encoders: what notebooks and the command line call (docs/api.md)."""
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qdqbench.eval.api.bench import bench
+    from qdqbench.eval.api.models import Exported, Quantized, check, export, quantize
+    from qdqbench.eval.api.runs import Evaluation, Proof, build, evaluate, load_recipe, resume, run
+    from qdqbench.eval.bench.results import Bench
+    from qdqbench.eval.runs.run import StageProgress
+    from qdqbench.quantize.calibrate.record import CalibrationRecord
+    from qdqbench.quantize.check.check import CheckReport
+    from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, QdqError, UserError
+    from qdqbench.quantize.core.results import EngineResult, Results
+    from qdqbench.quantize.recipe.schema import Recipe
+
+# where each name lives: nothing is imported before it is asked for, so that `import qdqbench` is instant
+_HOMES = {
+    "eval.api.bench": "bench",
+    "eval.api.models": "Exported Quantized check export",
+    "eval.api.runs": "Evaluation Proof build evaluate load_recipe resume run",
+    "eval.bench.results": "Bench",
+    "eval.runs.run": "StageProgress",
+    "quantize.calibrate.record": "CalibrationRecord",
+    "quantize.check.check": "CheckReport",
+    "quantize.core.errors": "CheckFailed MissingDevice QdqError UserError",
+    "quantize.core.results": "EngineResult Results",
+    "quantize.recipe.schema": "Recipe",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "Bench",
+    "CalibrationRecord",
+    "CheckFailed",
+    "CheckReport",
+    "EngineResult",
+    "Evaluation",
+    "Exported",
+    "MissingDevice",
+    "Proof",
+    "QdqError",
+    "Quantized",
+    "Recipe",
+    "Results",
+    "StageProgress",
+    "UserError",
+    "bench",
+    "build",
+    "check",
+    "evaluate",
+    "export",
+    "load_recipe",
+    "quantize",
+    "resume",
+    "run",
+]
+
+
+class _Quantize(ModuleType):
+    """`qdqbench.quantize` is a package and a function: Python puts the package under that name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `qdqbench.eval.api.models.quantize`."""
+        return importlib.import_module(f"{__name__}.eval.api.models").quantize(*args, **kwargs)
+
+
+importlib.import_module(f"{__name__}.quantize").__class__ = _Quantize
+
+
+def __getattr__(name: str) -> Any:
+    """A public name from its module (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -67,7 +67,7 @@ def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Pla
     Raises:
         UserError, CheckFailed: the export fails.
     """
-    settings = ExportSettings.of(recipe, weight_form(session))
+    settings = ExportSettings.of(recipe, weight_form(session.recipe))
     write(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
     return Exported(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))

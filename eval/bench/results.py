@@ -1,11 +1,13 @@
 """Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/results.md)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.strict import Strict, read
 
 FILE = "bench.json"
@@ -110,7 +112,7 @@ class BenchCell(Strict):
     speedups: list[BenchSpeedup]
 
 
-class Bench(Strict):
+class Bench(Tabular):
     """Every number of one bench."""
 
     schema_version: Literal[1] = 1
@@ -128,6 +130,12 @@ class Bench(Strict):
     warnings: list[str]
     errors: list[str]
     environment: dict[str, Any]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One a contestant and shape."""
+        shape = {"kind", "batch", "length", "sequences"}
+        for cell in self.cells:
+            yield from (cell.model_dump(include=shape) | row.model_dump() for row in cell.rows)
 
 
 def read_bench(path: Path) -> Bench:

@@ -40,7 +40,7 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     folder, config = session.folder, session.config
     quantized = config.recipe.quantizes
     built, verified = read_built(folder), read_verified(folder)
-    stages = _stages(session)
+    stages = stage_results(session)
     findings = _findings(folder)
     parity = _parity(session) if quantized else None
     verification = None if isinstance(verified, Skipped) else verified
@@ -80,7 +80,8 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     return results
 
 
-def _stages(session: "Session") -> dict[str, StageResult]:
+def stage_results(session: "Session") -> dict[str, StageResult]:
+    """Accuracy of every stage of a session that was evaluated, in their order."""
     task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
     fp32 = folder / "fp32.npz"
     result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}

@@ -1,6 +1,7 @@
 """Run a session's stages with progress, and write the report at the end."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.runs.collect import collect
@@ -18,9 +19,35 @@ from qdqbench.quantize.rundir.session import CONFIG, Session
 
 if TYPE_CHECKING:
     from qdqbench.quantize.core.results import Results
+    from qdqbench.quantize.core.training_results import LogRow
 
 EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = ("results.json", "report.md", "report.html")
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """How far a run is."""
+
+    stage: str
+    done: int = 0
+    total: int = 0  # 0: the stage starts
+    reused: bool = False  # what is there is used again
+    row: "LogRow | None" = None  # of a training's log
+
+
+def follow(session: Session, progress: Callable[[StageProgress], None]) -> Callable[[str, bool], None]:
+    """Tell `progress` what the session does; the result is to be told which stage starts."""
+    stage = ""
+
+    def start(name: str, reused: bool) -> None:
+        nonlocal stage
+        stage = name
+        progress(StageProgress(name, reused=reused))
+
+    session.progress = lambda done, total: progress(StageProgress(stage, done, total))
+    session.report = lambda row, steps: progress(StageProgress(stage, row.step, steps, row=row))
+    return start
 
 
 def run_until(

@@ -93,7 +93,7 @@ def fake_quant(session: Session) -> list[Path]:
 
 def export(session: Session) -> list[Path]:
     """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
-    recipe, form = session.recipe, weight_form(session)
+    recipe, form = session.recipe, weight_form(session.recipe)
     outputs = session.config.task.kind.outputs
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs: list[tuple[onnx.ModelProto, Compute | None, str]] = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
@@ -188,7 +188,7 @@ def _exported(session: Session) -> Any:
         _placement(session),
         recipe.export.model_dump(),
         recipe.precision.model_dump(),
-        weight_form(session),
+        weight_form(session.recipe),
         recipe.name,
     ]
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.results import QuantizerRow
 from qdqbench.quantize.core.strict import Strict, read
@@ -53,7 +54,7 @@ class Split(Strict):
     outliers: dict[int, tuple[int, int]]
 
 
-class CalibrationRecord(Strict):
+class CalibrationRecord(Tabular):
     """`calibration.json`: every amax, and the data that it came from."""
 
     schema_version: Literal[2] = 2

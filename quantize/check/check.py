@@ -27,14 +27,14 @@ from qdqbench.quantize.check.types import check_constants, walk_types
 from qdqbench.quantize.check.view import CheckGraph, is_dequantize, is_quantize
 from qdqbench.quantize.check.weights import check_weights
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.graph.residuals import Residual, residuals
 
 
-class CheckReport(Strict):
+class CheckReport(Tabular):
     """What `check` found; node names are those of the file."""
 
     ir_version: int
@@ -50,6 +50,10 @@ class CheckReport(Strict):
     def errors(self) -> list[FindingRow]:
         """Findings that break or silently change the engine."""
         return [row for row in self.findings if row.severity == "error"]
+
+    def rows(self) -> list[FindingRow]:
+        """One a finding."""
+        return self.findings
 
 
 def to_json(report: CheckReport) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The commands `bench` and `tables`; registered in cli.py. Everything heavy is imported inside."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +10,8 @@ from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import command_line, console
 
 if TYPE_CHECKING:
-    from qdqbench.eval.bench.cell import Options
     from qdqbench.eval.bench.results import Bench
-    from qdqbench.eval.bench.target import Target
 
-DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
-DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 contestants
 DEFAULT_RECIPE = "bert-int8-linears"
 
 
@@ -72,42 +67,37 @@ def bench(  # noqa: PLR0913, PLR0917  (a command's options)
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """INT8 against its FP16 and FP32 twins and PyTorch: interleaved, verified, with clock and power."""
-    from qdqbench.eval.bench.cell import Options
-    from qdqbench.eval.bench.target import check_lengths, real_split
-    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.eval.api.bench import bench as measure
 
-    _check_target(target, model, recipe, profile, compile_mode)
-    if not seconds > 0:
-        raise UserError(f"--seconds is {seconds}; give a positive number")
-    if not cpu:
-        _require_gpu(target, recipe)
+    written: list[Path] = []
     with status(quiet=json) as announce:
-        announce("exporting")
-        chosen, folder = _open(target, model, recipe, out, seed)
-        real = None
-        if real_lengths is not None:
-            real = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
-        lengths = tuple(dict.fromkeys(length or (128,)))
-        check_lengths(chosen, lengths)
-        options = Options(
-            batches=tuple(dict.fromkeys(batch or (DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES))),
-            lengths=lengths,
-            real=real,
+        found = measure(
+            target,
+            model=model,
+            recipe=recipe,
+            batch=batch,
+            length=length,
+            real_lengths=real_lengths,
             real_batch=real_batch,
-            streams=tuple(dict.fromkeys(streams or (1, 2))),
-            rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
+            data=data,
+            tokenizer=tokenizer,
+            streams=streams,
+            rounds=rounds,
             seconds=seconds,
             repeats=repeats,
             peers=peers,
             fp32=fp32,
             compile_mode=compile_mode,
-            profile=profile,  # type: ignore[arg-type]
-            seed=seed,
+            profile=profile,  # type: ignore[arg-type]  # judged there
             cpu=cpu,
             keep_engines=keep_engines,
+            seed=seed,
+            out=out,
+            progress=announce,
+            written=written.append,
+            command=command_line(),
         )
-        found = _measure(chosen, options, folder, announce)
-    _finish(found, folder, json)
+    _finish(found, written, json)
 
 
 def tables(
@@ -138,69 +128,11 @@ def tables(
     console().print(f"{into}: {counted}", highlight=False, soft_wrap=True)
 
 
-def _check_target(
-    target: Path | None, model: str | None, recipe: str | None, profile: str, compile_mode: str
-) -> None:
-    from qdqbench.eval.bench.peers import COMPILE_MODES
-    from qdqbench.quantize.core.errors import UserError
-
-    if (target is None) == (model is None):
-        raise UserError("give either a run directory or --model (a folder, bert-base or bert-large)")
-    if target is not None and recipe is not None:
-        raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
-    if profile not in ("static", "recipe"):
-        raise UserError(f"--profile {profile!r} is unknown; use static or recipe")
-    if compile_mode not in COMPILE_MODES:
-        raise UserError(f"--compile-mode {compile_mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
-
-
-def _require_gpu(target: Path | None, recipe: str | None) -> None:
-    """Say what is missing before minutes are spent on an export."""
-    from qdqbench.eval.bench.run import require_gpu
-    from qdqbench.quantize.recipe.schema import load_recipe
-    from qdqbench.quantize.rundir.session import read_config
-
-    wanted = read_config(target).recipe if target else load_recipe(recipe or DEFAULT_RECIPE).ptq
-    require_gpu(wanted.engine.backend)
-
-
-def _open(
-    target: Path | None, model: str | None, recipe: str | None, out: Path | None, seed: int
-) -> "tuple[Target, Path]":
-    from qdqbench.eval.bench.target import model_target, run_target
-    from qdqbench.quantize.recipe.schema import load_recipe
-
-    if target is not None:
-        return run_target(target), out or target
-    assert model is not None
-    loaded = load_recipe(recipe or DEFAULT_RECIPE).ptq
-    folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
-    return model_target(model, loaded, folder / "work", seed), folder
-
-
-def _measure(target: "Target", options: "Options", folder: Path, announce: Callable[[str], None]) -> "Bench":
-    from qdqbench.eval.bench.results import FILE, write_bench
-    from qdqbench.eval.bench.run import run_bench
-
-    return run_bench(
-        target,
-        options,
-        command=command_line(),
-        save=lambda found: write_bench(folder / FILE, found),
-        announce=announce,
-    )
-
-
-def _finish(found: "Bench", folder: Path, json: bool) -> None:
-    """Reports, terminal and exit status."""
-    from qdqbench.eval.bench.report import summary, write_bench_reports
-    from qdqbench.eval.runs.report import refresh_reports
+def _finish(found: "Bench", written: list[Path], json: bool) -> None:
+    """Terminal and exit status."""
+    from qdqbench.eval.bench.report import summary
     from qdqbench.quantize.core.errors import CheckFailed
 
-    refreshed, why = refresh_reports(folder)
-    if why:
-        found = found.model_copy(update={"warnings": [*found.warnings, why]})
-    written = [*write_bench_reports(found, folder), *refreshed]
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
     else:

@@ -328,11 +328,10 @@ def check(
     json: Json = False,
 ) -> None:
     """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
-    from qdqbench.quantize.check.check import check_file, to_json
-    from qdqbench.quantize.graph.modules import recipe_modules
+    from qdqbench.eval.api.models import check as check_onnx
+    from qdqbench.quantize.check.check import to_json
 
-    expected = recipe_modules(onnx_file, recipe) if recipe else None
-    report = check_file(onnx_file, expected_quantized=expected)
+    report = check_onnx(onnx_file, recipe)
     if json:
         print_json(to_json(report))
     else:

@@ -15,8 +15,8 @@ from qdqbench.quantize.core.training_results import training_line
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from qdqbench.eval.runs.run import StageProgress
     from qdqbench.quantize.core.training_results import LogRow
-    from qdqbench.quantize.rundir.session import Session
 
 EVERY_S = 30.0
 Show = Callable[[int, "LogRow", int], None]
@@ -76,10 +76,11 @@ def time_left(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
 
 
 @contextmanager
-def stages(session: "Session", *, quiet: bool) -> Iterator[Callable[[str, bool], None]]:
-    """One bar per stage: called with its name as it starts, and whether what is there is used again."""
+def stages(*, quiet: bool) -> Iterator[Callable[["StageProgress"], None]]:
+    """One bar per stage."""
     if hidden(quiet):
-        yield _logged_stages(session, Log(quiet=quiet))
+        log = Log(quiet=quiet)
+        yield lambda now: log(_stage_text(now))
         return
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -97,35 +98,26 @@ def stages(session: "Session", *, quiet: bool) -> Iterator[Callable[[str, bool],
             if current:
                 bars.update(current[-1], total=1, completed=1)
 
-        def announce(name: str, reused: bool) -> None:
-            finish()
-            label = f"{name} (unchanged)" if reused else name
-            current.append(bars.add_task(label, total=1 if reused else None))
+        def show(now: "StageProgress") -> None:
+            if not now.total:
+                finish()
+                label = f"{now.stage} (unchanged)" if now.reused else now.stage
+                current.append(bars.add_task(label, total=1 if now.reused else None))
+                return
+            loss = now.row.loss if now.row else None
+            description = None if loss is None else f"{now.stage} {now.done}/{now.total} loss {loss:.4g}"
+            bars.update(current[-1], completed=now.done, total=now.total, description=description)
 
-        def report(row: "LogRow", steps: int) -> None:
-            loss = f" loss {row.loss:.4g}" if row.loss is not None else ""
-            description = f"qat {row.step}/{steps}{loss}" if loss else None
-            bars.update(current[-1], completed=row.step, total=steps, description=description)
-
-        session.progress = lambda done, total: bars.update(current[-1], completed=done, total=total)
-        session.report = report
-        yield announce
+        yield show
         finish()
 
 
-def _logged_stages(session: "Session", log: Log) -> Callable[[str, bool], None]:
-    stage = [""]
-
-    def announce(name: str, reused: bool) -> None:
-        stage[0] = name
-        log(name)
-
-    def report(row: "LogRow", steps: int) -> None:
-        log(f"{stage[0]}: {training_line(row, steps)}")
-
-    session.progress = lambda done, total: log(f"{stage[0]}: {done} of {total}")
-    session.report = report
-    return announce
+def _stage_text(now: "StageProgress") -> str:
+    """A line of a log."""
+    if not now.total:
+        return now.stage
+    done = training_line(now.row, now.total) if now.row else f"{now.done} of {now.total}"
+    return f"{now.stage}: {done}"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import typer
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.cli.groups import grouped
-from qdqbench.quantize.cli.run import go
+from qdqbench.quantize.cli.run import judge
 from qdqbench.quantize.cli.terminal import Json, console
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def qat(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Quantization-aware training, then on to engine and report; on one GPU or many."""
-    from qdqbench.eval.runs.run import run_until
+    from qdqbench.eval.api.runs import run_folder
+    from qdqbench.eval.runs.run import follow, run_until
     from qdqbench.quantize.qat.stage import settings_of, train_on_all
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.pipeline import open_run
@@ -45,7 +46,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     from qdqbench.quantize.train.processes import leads
 
     config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
-    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
+    folder = run_folder(config, out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written
     if leads():
@@ -53,10 +54,14 @@ def qat(  # noqa: PLR0913  (a command's options)
     if plan:
         _plan(session, json)
         return
-    with progress.stages(session, quiet=json) as show:
-        train_on_all(session, lambda stage: run_until(session, stage, show))
+    with progress.stages(quiet=json) as show:
+        start = follow(session, show)
+        train_on_all(session, lambda stage: run_until(session, stage, start))
     if leads():
-        go(session, None, json)
+        with progress.stages(quiet=json) as show:
+            results = run_until(session, None, follow(session, show))
+        assert results is not None
+        judge(results, folder, json=json)
 
 
 def _plan(session: "Session", json: bool) -> None:

@@ -3,13 +3,17 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qdqbench.quantize.cli import options, progress, terminal
 from qdqbench.quantize.cli.groups import grouped
 from qdqbench.quantize.cli.terminal import Json, Run, console, print_json
+
+if TYPE_CHECKING:
+    from qdqbench.eval.api.runs import Proof
+    from qdqbench.quantize.core.results import Results
 
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, validate and document recipes.")
 
@@ -89,79 +93,81 @@ def run(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
+    from qdqbench.eval.api.runs import run_folder, start
     from qdqbench.quantize.recipe.schema import load_recipe
-    from qdqbench.quantize.rundir.pipeline import open_run
 
     config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
-    folder = out or Path("runs") / f"{config.recipe.name}-{config.task.name}"
-    go(open_run(config, folder), until, json)
+    folder = run_folder(config, out)
+    with progress.stages(quiet=json) as show:
+        found = start(config, folder, until, show)
+    _say(found, folder, json=json)
 
 
 def stage_command(target: str, text: str) -> Callable[..., None]:
     """A sub-command that takes a run directory up to one stage."""
 
     def command(folder: Run, json: Json = False) -> None:
-        from qdqbench.quantize.core.gpu import find_gpu
-        from qdqbench.quantize.rundir.session import Session, read_config
+        from qdqbench.eval.api.runs import build, resume
 
-        stage = "verify" if target == "build" and find_gpu() else target
-        go(Session(read_config(folder), folder), stage, json)
+        with progress.stages(quiet=json) as show:
+            found = build(folder, show) if target == "build" else resume(folder, target, show)
+        _say(found, folder, json=json)
 
     command.__doc__ = text
     return command
 
 
-def go(session: Any, until: str | None, json: bool) -> None:
-    """Run the stages up to a target; after the last one, write and judge the report."""
-    from qdqbench.eval.runs.run import run_until
+def _say(found: "Results | Proof | None", folder: Path, *, json: bool) -> None:
+    """What a run came to; exit status 2 where it does not hold."""
+    from qdqbench.quantize.core.results import Results
+
+    if isinstance(found, Results):
+        judge(found, folder, json=json)
+    elif found is not None:
+        _judge_build(found, folder, json)
+
+
+def judge(results: "Results", folder: Path, *, json: bool) -> None:
+    """Print what a run came to.
+
+    Raises:
+        CheckFailed: its gate does not hold.
+    """
+    from qdqbench.eval.runs.report import summary_lines
     from qdqbench.quantize.core.errors import CheckFailed
 
-    with progress.stages(session, quiet=json) as show:
-        results = run_until(session, until, show)
-    if results is None:
-        if until in ("build", "verify"):
-            _judge_build(session, json)
-        return
     if json:
         sys.stdout.write(results.model_dump_json(indent=2) + "\n")
     else:
-        from qdqbench.eval.runs.report import summary_lines
-
         console().print(summary_lines(results))
-        console().print(f"report: {session.folder / 'report.html'}", highlight=False, soft_wrap=True)
+        console().print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
     if not results.gate.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
 
 
-def _judge_build(session: Any, json: bool) -> None:
-    """Exit status of an engine on its own: 3 when it could not be built, 2 when it is not proven right."""
-    from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
+def _judge_build(proof: "Proof", folder: Path, json: bool) -> None:
+    """Print what was built, and exit with 2 where it is not proven right."""
+    from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.core.results import Verification
     from qdqbench.quantize.engine.build import require_int8
-    from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 
-    result, verified = read_built(session.folder), read_verified(session.folder)
-    if isinstance(result, Skipped):
-        raise MissingDevice(result.skipped)
-    skipped = f"not verified: {verified.skipped}" if isinstance(verified, Skipped) else "verified"
+    result, verified = proof.engine, proof.verification
     if json:
-        found = {"engine": result, "verification": verified}
-        print_json(
-            {name: part.model_dump(mode="json") for name, part in found.items()} | {"notes": session.notes}
-        )
+        print_json(proof.model_dump(mode="json"))
     else:
-        for note in session.notes:
+        for note in proof.notes:
             console().print(f"[yellow]note[/] {terminal.plain(note)}", highlight=False)
         console().print(
             f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
-            f"{result.backend} {result.version}; outputs {skipped}",
+            f"{result.backend} {result.version}; outputs "
+            + ("verified" if isinstance(verified, Verification) else f"not verified: {verified.skipped}"),
             highlight=False,
         )
     require_int8(result)
     if isinstance(verified, Verification) and verified.failures:
         raise CheckFailed(
             f"{result.file} gives wrong outputs: {'; '.join(verified.failures)}; find the tensor with "
-            f"`qdqbench inspect {session.folder} --bisect`"
+            f"`qdqbench inspect {folder} --bisect`"
         )
 
 

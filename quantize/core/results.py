@@ -1,9 +1,11 @@
 """Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 
+from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.training_results import TrainingRun
 
@@ -49,7 +51,7 @@ class LayerRow(Strict):
     outputs: list[str]
 
 
-class EngineResult(Strict):
+class EngineResult(Tabular):
     """What was built and what it runs in INT8 (counts are ONNX MatMul/Gemm nodes, not kernels)."""
 
     backend: str  # tensorrt or tensorrt_rtx
@@ -70,6 +72,10 @@ class EngineResult(Strict):
         default_factory=list
     )  # LayerNorms whose kernel should and does not, by ONNX name
     layers: list[LayerRow]
+
+    def rows(self) -> list[LayerRow]:
+        """One a kernel."""
+        return self.layers
 
 
 class QuantizerRow(Strict):
@@ -249,7 +255,7 @@ class Gate(Strict):
     notes: list[str] = Field(default_factory=list)  # drops over max_drop that hold within noise
 
 
-class Results(Strict):
+class Results(Tabular):
     """Every number of one run."""
 
     schema_version: int = SCHEMA_VERSION
@@ -275,6 +281,10 @@ class Results(Strict):
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know
     environment: dict[str, Any]  # versions, hardware, git hash
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """As `stage_rows`."""
+        return stage_rows(self.stages)
 
     @property
     def trained(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import sha256
@@ -53,12 +53,7 @@ def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFI
     with quiet("transformers"), _explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
-        family = family_of(config)
-        if family.sliding_window or not family.attention_interface:
-            raise UserError(
-                f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
-                "can be quantized"
-            )
+        _require_replaceable(config, name)
         model, loading = getattr(transformers, kind.model_class).from_pretrained(
             name,
             revision=commit,
@@ -76,6 +71,18 @@ def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFI
             f"is not fine-tuned for {kind.name}; fine-tune it first"
         )
     return model.eval()  # type: ignore[no-any-return]
+
+
+def prepare(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Make a classifier in memory like one of `load_model`, in place: FP32, eval mode, its attention.
+
+    Raises:
+        UserError: an unsupported architecture.
+    """
+    _require_replaceable(model.config, type(model).__name__)
+    _register_attention()
+    model.set_attn_implementation(ATTENTION)
+    return cast("Any", model).float().eval()  # type: ignore[no-any-return]
 
 
 def load_encoder(  # noqa: PLR0913
@@ -162,6 +169,15 @@ def _supported_config(name: str, commit: str | None) -> Any:
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     family_of(config, name)
     return config
+
+
+def _require_replaceable(config: Any, name: str) -> None:
+    family = family_of(config, name)
+    if family.sliding_window or not family.attention_interface:
+        raise UserError(
+            f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
+            "can be quantized"
+        )
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokenizerBase":

@@ -8,6 +8,7 @@ from qdqbench.quantize.engine.build import gemm_names
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import default_weight_form
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
 
 FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
@@ -20,11 +21,10 @@ def graph_path(session: Session) -> Path:
     return session.folder / (FP16 if session.recipe.precision.compute == "fp16" else FP32)
 
 
-def weight_form(session: Session) -> Any:
+def weight_form(recipe: Recipe) -> Any:
     """Form of per-channel weights: the recipe's, or the default of the backend that will build."""
-
-    asked = session.recipe.export.weights
-    return default_weight_form(preferred_backend(session.recipe.engine.backend)) if asked == "auto" else asked
+    asked = recipe.export.weights
+    return default_weight_form(preferred_backend(recipe.engine.backend)) if asked == "auto" else asked
 
 
 def expected_modules(session: Session) -> set[str]:

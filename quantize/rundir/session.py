@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record
@@ -60,6 +60,20 @@ def read_config(folder: Path) -> RunConfig:
     return read(path, RunConfig, "run configuration", "start a new run in another folder")
 
 
+def require_fit(recipe: Recipe, model: str, config: Any) -> None:
+    """Hold a recipe to a model's configuration; `model` names it in errors.
+
+    Raises:
+        UserError: another family, or too few positions.
+    """
+    longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
+    if recipe.export.max_length > longest:
+        raise UserError(
+            f"export.max_length is {recipe.export.max_length}, but model {model} has "
+            f"{longest} positions; lower export.max_length and engine.shapes.length"
+        )
+
+
 @dataclass
 class Session:
     """A run in progress."""
@@ -106,17 +120,11 @@ class Session:
         """A fresh FP32 model, checked against the task."""
 
         model = load_model(self.model_name, self.config.revision, self.config.task.kind)
-        config, recipe = model.config, self.recipe
-        family = require_family(recipe.name, recipe.model.family, self.model_name, config)
+        config = model.config
+        require_fit(self.recipe, self.model_name, config)
         check_model_fits(
             self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
         )
-        longest = family.positions(config)
-        if self.recipe.export.max_length > longest:
-            raise UserError(
-                f"export.max_length is {self.recipe.export.max_length}, but model {self.model_name} has "
-                f"{longest} positions; lower export.max_length and engine.shapes.length"
-            )
         return model
 
     def new_int8_model(self) -> "PreTrainedModel":

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qdqbench.eval.runs.run import follow
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.core.training_results import LogRow
 
@@ -51,12 +52,12 @@ def test_quick_commands_and_unwanted_progress_are_silent(clock, capsys):
 def test_a_log_says_what_each_display_says(clock, capsys):
     session = SimpleNamespace(progress=None, report=None)
     with (
-        progress.stages(session, quiet=False) as announce,
+        progress.stages(quiet=False) as stages,
         progress.seeds(3, quiet=False) as show,
         progress.time_left(quiet=False) as left,
         progress.trials(40, quiet=False) as trials,
     ):
-        announce("qat", False)
+        follow(session, stages)("qat", False)
         for n, call in enumerate(
             (
                 lambda: session.report(ROW, 90),
@@ -85,7 +86,8 @@ def test_a_terminal_gets_bars(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     session = SimpleNamespace(progress=None, report=None)
-    with progress.stages(session, quiet=False) as announce:
+    with progress.stages(quiet=False) as stages:
+        announce = follow(session, stages)
         announce("fp32", True)
         announce("qat", False)
         session.progress(1, 2)

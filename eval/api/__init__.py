@@ -1,0 +1,1 @@
+"""What `qdqbench` offers to Python, and the command line calls; nothing here prints."""

@@ -1,0 +1,151 @@
+"""Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from qdqbench.eval.api.runs import DEFAULT_RECIPE, silent
+from qdqbench.eval.bench.cell import Options
+from qdqbench.eval.bench.peers import COMPILE_MODES
+from qdqbench.eval.bench.report import write_bench_reports
+from qdqbench.eval.bench.results import FILE, Bench, write_bench
+from qdqbench.eval.bench.run import require_gpu, run_bench
+from qdqbench.eval.bench.target import Target, check_lengths, model_target, real_split, run_target
+from qdqbench.eval.runs.report import refresh_reports
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.rundir.session import read_config
+
+DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
+DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 contestants
+
+
+def bench(  # noqa: PLR0913
+    target: str | Path | None = None,
+    *,
+    model: str | None = None,
+    recipe: str | None = None,
+    batch: Sequence[int] | None = None,
+    length: Sequence[int] | None = None,
+    real_lengths: str | None = None,
+    real_batch: int = 32,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    streams: Sequence[int] | None = None,
+    rounds: int | None = None,
+    seconds: float = 1.0,
+    repeats: int | None = None,
+    peers: bool = True,
+    fp32: bool = True,
+    compile_mode: str = "default",
+    profile: Literal["static", "recipe"] = "static",
+    cpu: bool = False,
+    keep_engines: bool = False,
+    seed: int = 0,
+    out: str | Path | None = None,
+    progress: Callable[[str], None] = silent,
+    written: Callable[[Path], None] = silent,
+    command: str = "qdqbench.bench",
+) -> Bench:
+    """INT8 against its FP16 and FP32 twins and PyTorch; bench.json and its reports are written.
+
+    Measurements that failed are in `errors` of the result.
+
+    Args:
+        target: run directory; or `model` is given.
+        model: model folder, or "bert-base" or "bert-large" with random weights.
+        recipe: with `model`: name or YAML file; None: the default.
+        batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8.
+        length: tokens per sequence; None: 128.
+        real_lengths: also time the whole evaluation split of this task.
+        real_batch: batch size of `real_lengths`.
+        data: data of `real_lengths`; None: the run's.
+        tokenizer: of `real_lengths` for a built-in shape.
+        streams: inferences at once; None: 1 and 2.
+        rounds: interleaved rounds; None: 12, on a CPU 6.
+        seconds: latency time per contestant and shape, over all rounds.
+        repeats: launches per round, instead of `seconds`.
+        peers: PyTorch and torch.compile too.
+        fp32: the FP32 twin too.
+        compile_mode: of torch.compile.
+        profile: engines for exactly each shape, or for the recipe's shapes.
+        cpu: ONNX Runtime and PyTorch on the CPU, no engine.
+        keep_engines: leave the engines in the work folder.
+        seed: of weights, inputs and bootstrap.
+        out: folder; None: that of the run, or one in runs/.
+        progress: called with what is being done.
+        written: called with each report.
+        command: recorded in the result.
+
+    Raises:
+        UserError: arguments that do not fit together, or a target that cannot be used.
+        MissingDevice: no GPU, and not `cpu`; before anything is exported.
+    """
+    path = None if target is None else Path(target)
+    _check_arguments(path, model, recipe, profile, compile_mode)
+    if not seconds > 0:
+        raise UserError(f"--seconds is {seconds}; give a positive number")
+    if not cpu:
+        wanted = read_config(path).recipe if path else load_recipe(recipe or DEFAULT_RECIPE).ptq
+        require_gpu(wanted.engine.backend)
+    progress("exporting")
+    chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed)
+    real = None
+    if real_lengths is not None:
+        real = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
+    lengths = tuple(dict.fromkeys(length or (128,)))
+    check_lengths(chosen, lengths)
+    options = Options(
+        batches=tuple(dict.fromkeys(batch or (DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES))),
+        lengths=lengths,
+        real=real,
+        real_batch=real_batch,
+        streams=tuple(dict.fromkeys(streams or (1, 2))),
+        rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
+        seconds=seconds,
+        repeats=repeats,
+        peers=peers,
+        fp32=fp32,
+        compile_mode=compile_mode,
+        profile=profile,
+        seed=seed,
+        cpu=cpu,
+        keep_engines=keep_engines,
+    )
+    found = run_bench(
+        chosen,
+        options,
+        command=command,
+        save=lambda result: write_bench(folder / FILE, result),
+        announce=progress,
+    )
+    refreshed, why = refresh_reports(folder)
+    if why:
+        found = found.model_copy(update={"warnings": [*found.warnings, why]})
+    for report in [*write_bench_reports(found, folder), *refreshed]:
+        written(report)
+    return found
+
+
+def _check_arguments(
+    target: Path | None, model: str | None, recipe: str | None, profile: str, compile_mode: str
+) -> None:
+    if (target is None) == (model is None):
+        raise UserError("give either a run directory or --model (a folder, bert-base or bert-large)")
+    if target is not None and recipe is not None:
+        raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
+    if profile not in ("static", "recipe"):
+        raise UserError(f"--profile {profile!r} is unknown; use static or recipe")
+    if compile_mode not in COMPILE_MODES:
+        raise UserError(f"--compile-mode {compile_mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
+
+
+def _open(
+    target: Path | None, model: str | None, recipe: str | None, out: Path | None, seed: int
+) -> tuple[Target, Path]:
+    if target is not None:
+        return run_target(target), out or target
+    assert model is not None
+    loaded = load_recipe(recipe or DEFAULT_RECIPE).ptq
+    folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
+    return model_target(model, loaded, folder / "work", seed), folder

@@ -1,0 +1,192 @@
+"""A run directory: the whole path, or the stages up to one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqbench.eval.runs.collect import stage_results
+from qdqbench.eval.runs.run import StageProgress, follow, run_until
+from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.core.frames import Tabular, stage_rows
+from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.core.results import (
+    EngineResult,
+    LayerRow,
+    Results,
+    StageResult,
+    Verification,
+)
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import load_recipe as load_named
+from qdqbench.quantize.rundir.config import run_config
+from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
+from qdqbench.quantize.rundir.pipeline import open_run
+from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
+
+DEFAULT_RECIPE = "bert-int8-linears"
+Progress = Callable[[StageProgress], None]
+
+
+def silent(now: Any) -> None:
+    """No progress is shown."""
+
+
+def load_recipe(recipe: str | Path | Recipe) -> Recipe:
+    """A recipe by its shipped name or from a YAML file; one that is loaded already is returned.
+
+    Raises:
+        UserError: no such recipe or file, or it does not validate.
+    """
+    return recipe if isinstance(recipe, Recipe) else load_named(str(recipe))
+
+
+def run(  # noqa: PLR0913
+    recipe: str | Path | Recipe = DEFAULT_RECIPE,
+    model: str | Path | None = None,
+    task: str | None = None,
+    data: str | Path = "hub",
+    *,
+    out: str | Path | None = None,
+    revision: str | None = None,
+    text_column: Sequence[str] | None = None,
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metric: Sequence[str] | None = None,
+    batch_size: int = 32,
+    seed: int = 0,
+    limit: int | None = None,
+    progress: Progress = silent,
+) -> Results:
+    """The main job: recipe and model in, engine and report out. A gate that fails is in the results.
+
+    Args:
+        recipe: shipped name, YAML file, or what `load_recipe` gave.
+        model: folder or hub id; None with `task` None: the embedded default.
+        task: GLUE task, or a free name with `text_column`.
+        data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder.
+        out: run directory; None: runs/RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
+        revision: of a hub model: branch, tag or commit.
+        text_column: text column of your own data, or the two of a pair.
+        label_column: label column of your own data.
+        num_labels: classes of your own data; 1 is regression.
+        metric: metrics of your own data, the first decides.
+        batch_size: of the evaluation.
+        seed: of bootstrap, parity draw and embedded default.
+        limit: evaluate on this many samples; the results warn.
+        progress: called as stages start and go on.
+
+    Raises:
+        UserError: input that cannot be used.
+        CheckFailed: a stage gives what no report can hold, such as NaN.
+    """
+    config = run_config(
+        load_recipe(recipe),
+        model=None if model is None else str(model),
+        revision=revision,
+        task=task,
+        data=str(data),
+        text_column=text_column,
+        label_column=label_column,
+        num_labels=num_labels,
+        metric=metric,
+        batch_size=batch_size,
+        seed=seed,
+        limit=limit,
+        command="qdqbench.run",
+    )
+    results = start(config, run_folder(config, out), progress=progress)
+    assert isinstance(results, Results)
+    return results
+
+
+def run_folder(config: RunConfig, out: str | Path | None) -> Path:
+    """The run directory that was asked for, else runs/RECIPE-TASK."""
+    return Path(out) if out is not None else Path("runs") / f"{config.recipe.name}-{config.task.name}"
+
+
+def start(
+    config: RunConfig, folder: Path, until: str | None = None, progress: Progress = silent
+) -> "Results | Proof | None":
+    """Open a run directory for what was asked, and take it up to a stage as `resume` does."""
+    return _go(open_run(config, folder), until, progress)
+
+
+def resume(
+    folder: str | Path, until: str | None = None, progress: Progress = silent
+) -> "Results | Proof | None":
+    """Take a run directory up to a stage; what has not changed is reused.
+
+    Args:
+        folder: of a run that was started.
+        until: a stage, "evaluate" for all evaluations; None or "report": everything and the report.
+        progress: called as stages start and go on.
+
+    Returns:
+        The results where the report was written, the proof where it ended with the engine, else None.
+
+    Raises:
+        UserError: no run directory, or no such stage.
+        MissingDevice: it ended with the engine, and nothing here can build it.
+    """
+    return _go(_opened(folder), until, progress)
+
+
+def evaluate(folder: str | Path, progress: Progress = silent) -> "Evaluation":
+    """Accuracy of every stage of a run directory, beside FP32.
+
+    Raises:
+        UserError: no run directory.
+    """
+    session = _opened(folder)
+    _go(session, "evaluate", progress)
+    return Evaluation(stages=stage_results(session))
+
+
+def build(folder: str | Path, progress: Progress = silent) -> "Proof":
+    """Build the engine of a run directory, prove what it runs in INT8, and judge its outputs on a GPU.
+
+    An engine that is not proven, or is wrong, is in the result.
+
+    Raises:
+        UserError: no run directory.
+        MissingDevice: nothing here can build it.
+    """
+    proof = _go(_opened(folder), "verify" if find_gpu() else "build", progress)
+    assert isinstance(proof, Proof)
+    return proof
+
+
+class Evaluation(Tabular):
+    """Accuracy of every stage, by its name."""
+
+    stages: dict[str, StageResult]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One a stage and metric; `delta` is the paired difference from FP32."""
+        return stage_rows(self.stages)
+
+
+class Proof(Tabular):
+    """An engine, what it runs in INT8, and whether its outputs are right."""
+
+    engine: EngineResult
+    verification: Verification | Skipped
+    notes: list[str]
+
+    def rows(self) -> list[LayerRow]:
+        """One a kernel."""
+        return self.engine.layers
+
+
+def _opened(folder: str | Path) -> Session:
+    return Session(read_config(Path(folder)), Path(folder))
+
+
+def _go(session: Session, until: str | None, progress: Progress) -> Results | Proof | None:
+    results = run_until(session, until, follow(session, progress))
+    if until not in ("build", "verify"):
+        return results
+    built = read_built(session.folder)
+    if isinstance(built, Skipped):
+        raise MissingDevice(built.skipped)
+    return Proof(engine=built, verification=read_verified(session.folder), notes=session.notes)

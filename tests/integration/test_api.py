@@ -1,0 +1,73 @@
+"""The public Python API: docs/api.md runs as it is written, and what it says holds."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qdqbench
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "api.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    monkeypatch.chdir(tmp_path)
+    seen: dict = {}
+    for number, block in enumerate(BLOCKS):
+        exec(compile(block, f"docs/api.md, block {number}", "exec"), seen)
+    assert capsys.readouterr() == ("", "")  # the API never prints
+    results = seen["results"]
+    assert isinstance(results, qdqbench.Results)
+    assert {"quantize", "export", "build", "report"} <= {*seen["stages"]}
+    table = results.to_frame()
+    done = {name for name, stage in results.stages.items() if stage.status == "done"}
+    assert {*table.stage} == done >= {"fp32", "fake_quant", "onnxruntime"}
+    accuracy = table[(table.stage == "onnxruntime") & (table.metric == "accuracy")].iloc[0]
+    assert accuracy.value == results.stages["onnxruntime"].metrics["accuracy"]
+    assert accuracy.delta == results.stages["onnxruntime"].vs_fp32.delta["accuracy"]
+    evaluated = qdqbench.evaluate("runs/a").to_frame()
+    assert evaluated.equals(table)
+    proof = seen["proof"]
+    assert proof.engine.int8_gemms == proof.engine.expected_int8_gemms > 0
+    assert len(proof.to_frame()) == len(proof.engine.layers)
+    assert [*seen["bench"].to_frame().batch.unique()] == [1]
+    assert seen["changed"].name == "mine"
+
+
+def test_every_function_is_documented():
+    functions = {name for name in qdqbench.__all__ if name.islower()}
+    assert functions == set(re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE))
+    types = set(qdqbench.__all__) - functions - {"CalibrationRecord", "EngineResult"}  # parts of others
+    assert {name for name in types if not re.search(rf"[`.]{name}\b", TEXT)} == set()
+
+
+def test_the_import_is_instant_and_every_name_is_there():
+    code = (
+        "import sys, qdqbench\n"
+        "heavy = {'torch', 'pydantic', 'numpy', 'pandas', 'onnx', 'typer', 'yaml'} & {*sys.modules}\n"
+        "assert not heavy, heavy\n"
+        "assert dir(qdqbench) == sorted(qdqbench.__all__)\n"
+        "for name in 2 * qdqbench.__all__: assert callable(getattr(qdqbench, name)), name\n"
+        "import qdqbench.quantize.cli.app\n"
+        "assert callable(qdqbench.quantize) and qdqbench.quantize.cli.app.program\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="'qdqbench' has no attribute 'quantise'"):
+        _ = qdqbench.quantise
+
+
+def test_a_gate_that_fails_is_in_the_results(a_run, monkeypatch):
+    from qdqbench.eval.runs import collect
+    from qdqbench.quantize.core.results import Gate
+
+    failed = Gate(passed=False, max_drop=0.01, failures=["too far"])
+    monkeypatch.setattr(collect, "gate_of", lambda session, results: failed)
+    results = qdqbench.resume(a_run)
+    assert isinstance(results, qdqbench.Results)
+    assert results.gate == failed
