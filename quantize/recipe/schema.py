@@ -81,9 +81,9 @@ class Recipe(Section):
                 f"attention: int8 is fused for lengths up to {fused} only, and export.max_length is "
                 f"{self.export.max_length}; shorten it or set attention: fp16"
             )
-        if self.int8_residual and "layernorm" not in self.precision.keep:
+        if "layernorm" not in self.precision.keep:
             raise ValueError(
-                "residual: int8 is what LayerNorm reads, and LayerNorm itself computes in floating point; "
+                "LayerNorm always computes in floating point, also where the residual that it reads is INT8; "
                 "add layernorm to precision.keep"
             )
         if self.int8_residual and not self.quantizes:

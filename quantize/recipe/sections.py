@@ -58,14 +58,15 @@ class ModelSection(Section):
 
 
 class Precision(Section):
-    """Compute precision, and the classes that never see Q/DQ."""
+    """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
     compute: Literal["fp16", "fp32"] = Field(
         default="fp16", description="Datatype of everything that is not in INT8; Q/DQ scales stay FP32."
     )
     keep: tuple[Literal["layernorm", "softmax"], ...] = Field(
         default=("layernorm", "softmax"),
-        description="Classes without Q/DQ, whatever a rule matches; INT8 attention needs `[layernorm]`.",
+        description="What stays without Q/DQ. It changes nothing by itself: a recipe that breaks it is "
+        "refused. `layernorm` always stands here; leave `softmax` out to allow INT8 attention.",
     )
 
 

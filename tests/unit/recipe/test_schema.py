@@ -174,6 +174,8 @@ def test_a_half_given_rule(rule: str, words: str) -> None:
     ("text", "words"),
     [
         ("attention: int8", "precision.keep protects softmax"),
+        ("precision: {keep: []}", "add layernorm to precision.keep"),
+        ("precision: {keep: [softmax]}", "add layernorm to precision.keep"),
         (
             "attention: int8\nprecision: {keep: [layernorm]}\nexport: {max_length: 513}",
             "lengths up to 512 only, and export.max_length is 513",
