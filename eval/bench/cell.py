@@ -22,8 +22,9 @@ from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import RealSplit, Target
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
 from qdqbench.quantize.encoders.family import family_of
-from qdqbench.quantize.engine.build import build, sidecar_path
+from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.rundir import artifacts
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.runtime.engine import Engine

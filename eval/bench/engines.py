@@ -19,8 +19,9 @@ from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, random_sets, to_dev
 from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.engine.build import build, gemm_names, require_int8, sidecar_path
+from qdqbench.quantize.engine.build import build, gemm_names, require_int8
 from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.plan import Plan

@@ -22,7 +22,7 @@ from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.encoders.family import Family
-from qdqbench.quantize.engine.build import check_sidecar
+from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qdqbench.quantize.core.results import EngineResult
-    from qdqbench.quantize.engine.build import Sidecar
+    from qdqbench.quantize.engine.sidecar import Sidecar
     from qdqbench.quantize.runtime.runner import Engine
 
 EMBEDDINGS, HEAD = "embeddings", "head"

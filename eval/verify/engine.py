@@ -16,8 +16,8 @@ from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import BlockCheck, ShapeCheck, Verification
 from qdqbench.quantize.encoders.inputs import inputs_of, widened
-from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
@@ -28,7 +28,7 @@ from qdqbench.quantize.tasks.rows import pad
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
     from qdqbench.quantize.engine.backend import Profile
-    from qdqbench.quantize.engine.build import Sidecar
+    from qdqbench.quantize.engine.sidecar import Sidecar
     from qdqbench.quantize.rundir.session import Session
     from qdqbench.quantize.tasks.rows import Encoded
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.calibrate.ranges import Ranges, largest_of
 from qdqbench.quantize.calibrate.record import Smoothing
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -216,58 +217,16 @@ def _power_of_two(raw: Float64) -> Float64:
     return scales
 
 
-@dataclass
-class Ranges:
-    """Largest magnitude of each channel, float64 [channels], by module."""
-
-    inputs: dict[str, Float64]
-    outputs: dict[str, Float64]
-
-
 def measure(
     model: "PreTrainedModel",
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],
     also: Iterable[str] = (),
 ) -> Ranges:
-    """Ranges of the inputs of linears, and of q and k of attentions.
-
-    Args:
-        model: with quantizers, which are off meanwhile.
-        plan: what it smooths is measured.
-        run: one pass of the calibration data through the model; not called where there is nothing to measure.
-        also: other linears.
-    """
-    linears, attentions = [*_smoothed(plan, plan.int8), *also], _smoothed(plan, plan.attention)
-    if not (linears or attentions):
-        return Ranges({}, {})
-    found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
-
-    def keep(side: str, name: str, value: "torch.Tensor") -> None:
-        largest = value.detach().abs().flatten(0, -2).amax(dim=0)
-        before = found[side].get(name)
-        found[side][name] = largest if before is None else largest.maximum(before)
-
-    def before(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        return lambda _, inputs: keep("inputs", name, inputs[0])
-
-    def after(name: str) -> Callable[[Any, Any, "torch.Tensor"], None]:
-        return lambda _, __, output: keep("outputs", name, output)
-
-    scored = [linear for name in attentions for linear in _scored(plan, name)]
-    hooks = [model.get_submodule(name).register_forward_pre_hook(before(name)) for name in linears]
-    hooks += [model.get_submodule(name).register_forward_hook(after(name)) for name in scored]
-    try:
-        with quantizers_off(model):
-            run(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    sides = {
-        side: {name: value.double().cpu().numpy() for name, value in values.items()}
-        for side, values in found.items()
-    }
-    return Ranges(**sides)
+    """Ranges of the inputs of linears that the plan smooths and `also`, and of q and k of its attentions."""
+    inputs = [*_smoothed(plan, plan.int8), *also]
+    outputs = [linear for name in _smoothed(plan, plan.attention) for linear in _scored(plan, name)]
+    return largest_of(model, inputs, outputs, run)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Build an engine from files, prove from its layer table what runs in INT8, and write its sidecar."""
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
@@ -10,19 +9,17 @@ import onnx
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.gpu import Gpu, find_gpu
+from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import EngineResult, LayerRow
-from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.engine.backend import (
     BackendChoice,
     BuiltEngine,
     Profile,
-    available_backends,
     build_engine,
     choose_backend,
 )
-from qdqbench.quantize.engine.hazards import hazards, is_older
+from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.layers import (
     coverage,
     float_residuals,
@@ -31,26 +28,9 @@ from qdqbench.quantize.engine.layers import (
     why_not,
 )
 from qdqbench.quantize.engine.log import Progress
+from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
-
-
-class Sidecar(Strict):
-    """What must hold for an engine to load, and what it was made from: `FILE.engine.json`."""
-
-    qdqbench: str
-    backend: str
-    version: str
-    compute_capability: list[str]
-    ahead_of_time: bool
-    gpu: str | None  # the GPU that it was built on
-    driver: str | None
-    profiles: list[Profile]
-    onnx: str
-    onnx_sha256: str
-    engine_bytes: int
-    engine_sha256: str
-    build_seconds: float
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords
@@ -191,79 +171,6 @@ def require_int8(result: EngineResult) -> None:
         )
     if problems:
         raise CheckFailed(f"{result.file}: {'; and '.join(problems)}")
-
-
-def sidecar_path(engine_path: Path) -> Path:
-    """`x.engine.json` for `x.engine`."""
-    return engine_path.with_name(engine_path.name + ".json")
-
-
-def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
-    """Hold an engine to its sidecar, its ONNX file and this machine, before it is loaded.
-
-    The backend refuses an engine of another version or GPU with an error that names neither.
-
-    Raises:
-        UserError: a file is missing or they differ; lists every difference and how to rebuild.
-    """
-    again = _how_to_rebuild(engine_path)
-    if not sidecar_path(engine_path).is_file():
-        raise UserError(
-            f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
-        )
-    sidecar = read(sidecar_path(engine_path), Sidecar, "engine sidecar", again)
-    if not engine_path.is_file():
-        raise UserError(f"{engine_path} does not exist; {again}")
-    gpu = find_gpu()
-    if differences := _differences(sidecar, engine_path, onnx_path, gpu):
-        if sidecar.ahead_of_time and gpu and gpu.compute_capability not in sidecar.compute_capability:
-            again += " (with engine.compute_capability: null in the recipe)"
-        raise UserError(f"{engine_path} cannot be used here: {'; '.join(differences)}; {again}")
-    return sidecar
-
-
-def sidecar_notes(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
-    """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
-    if gpu is None:
-        return []
-    found = []
-    if sidecar.driver and gpu.driver and sidecar.driver != gpu.driver:
-        found.append(f"the engine was built with driver {sidecar.driver} and runs on the newer {gpu.driver}")
-    if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
-        found.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
-    return found
-
-
-def _how_to_rebuild(engine_path: Path) -> str:
-    """The command that builds an engine of a run directory again."""
-    folder = engine_path.parent.parent
-    run = shlex.quote(str(folder)) if (folder / "run.json").is_file() else "RUN"
-    return f"build it again with `qdqbench build {run}`"
-
-
-def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gpu: Gpu | None) -> list[str]:
-    """What differs between an engine's sidecar and the files and machine at hand."""
-    found = []
-    if files.sha256(engine_path) != sidecar.engine_sha256:
-        found.append("the file is not the one that was built")
-    if onnx_path is not None and not onnx_path.is_file():
-        found.append(f"{onnx_path.name}, which it was built from, does not exist")
-    elif onnx_path is not None and files.sha256(onnx_path) != sidecar.onnx_sha256:
-        found.append(f"it was built from another {onnx_path.name}")
-    version = available_backends().get(sidecar.backend)
-    if version != sidecar.version:
-        here = f"has version {version}" if version else "is not installed"
-        found.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
-    if gpu is None:
-        return found
-    if gpu.compute_capability not in sidecar.compute_capability:
-        targets = ", ".join(sidecar.compute_capability)
-        found.append(
-            f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
-        )
-    if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
-        found.append(f"it was built with driver {sidecar.driver} and the older {gpu.driver} runs here")
-    return found
 
 
 def _check_names(path: Path, gemms: list[str], expected: Collection[str]) -> None:

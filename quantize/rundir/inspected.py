@@ -12,7 +12,6 @@ from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import log
-from qdqbench.quantize.engine.build import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.engine.facts import graph_of
 from qdqbench.quantize.engine.layers import (
     MAX_TABLE_BYTES,
@@ -20,6 +19,7 @@ from qdqbench.quantize.engine.layers import (
     parse_inspector_json,
     read_table,
 )
+from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -41,7 +41,7 @@ class Target:
     onnx: Path | None = None
     recipe: str | None = None  # shipped name or file
     engine: Path | None = None
-    sidecar: Any = None  # build.Sidecar
+    sidecar: Any = None  # sidecar.Sidecar
     folder: Path | None = None  # run directory
 
 

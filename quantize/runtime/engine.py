@@ -15,10 +15,10 @@ from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.build import check_sidecar, sidecar_notes
 from qdqbench.quantize.engine.caches import origin
 from qdqbench.quantize.engine.log import capture
 from qdqbench.quantize.engine.profiles import choose, distance
+from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.rtx import RuntimeCache, Specialize
 from qdqbench.quantize.runtime.tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype

@@ -77,7 +77,7 @@ def test_bisecting_names_the_tensor(linears):
     """The engine is built from a graph with a fault that the reference graph does not have."""
     from qdqbench.eval.verify import blocks
     from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
-    from qdqbench.quantize.engine.build import check_sidecar
+    from qdqbench.quantize.engine.sidecar import check_sidecar
 
     sidecar = check_sidecar(linears / "engine" / "model.int8.engine")
 

@@ -12,7 +12,7 @@ import pytest
 
 from qdqbench.eval.verify import bisect
 from qdqbench.quantize.core.gpu import Gpu
-from qdqbench.quantize.engine import backend, build
+from qdqbench.quantize.engine import backend, build, sidecar
 from qdqbench.quantize.engine.layers import read_table
 from qdqbench.quantize.rundir import inspected
 
@@ -240,7 +240,7 @@ def test_a_run_without_an_engine(a_run, qdqbench):
 
 def test_an_engine_without_a_sidecar(a_run, qdqbench):
     engine = a_run / "engine" / "model.int8.engine"
-    build.sidecar_path(engine).unlink()
+    sidecar.sidecar_path(engine).unlink()
     done = qdqbench("inspect", engine)
     assert done.code == 1
     assert "so nothing says what model.int8.engine is" in done.err

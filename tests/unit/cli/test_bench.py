@@ -290,7 +290,7 @@ class FakeEngine:
 @pytest.fixture
 def device(monkeypatch, tmp_path):
     """Everything of a GPU that `prepare` asks for; `asked` has the builds."""
-    from qdqbench.quantize.engine import build
+    from qdqbench.quantize.engine import sidecar
     from qdqbench.quantize.rundir import artifacts
 
     asked = []
@@ -301,7 +301,7 @@ def device(monkeypatch, tmp_path):
             raise UserError("tensorrt_rtx refuses model.fp32.onnx")
         engine_path.parent.mkdir(exist_ok=True)
         engine_path.write_bytes(b"engine")
-        build.sidecar_path(engine_path).write_text("{}")
+        sidecar.sidecar_path(engine_path).write_text("{}")
         return SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=[LINEARS[0]], layers=[])
 
     def no_compiler(*_, **__):

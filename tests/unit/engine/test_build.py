@@ -15,6 +15,7 @@ from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import build as module
+from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import (
     BuiltEngine,
     Profile,
@@ -22,7 +23,8 @@ from qdqbench.quantize.engine.backend import (
     build_engine,
     choose_backend,
 )
-from qdqbench.quantize.engine.build import build, check_sidecar, gemm_names, require_int8
+from qdqbench.quantize.engine.build import build, gemm_names, require_int8
+from qdqbench.quantize.engine.sidecar import check_sidecar
 
 LAYERS, HIDDEN, HEADS, INNER = 2, 64, 2, 128
 PROFILES = [Profile((1, 16), (8, 32), (16, 64))]
@@ -148,7 +150,7 @@ KINDS: dict[str, dict[str, object]] = {
 def _no_gpu(monkeypatch):
     """Ahead of time on any machine."""
     monkeypatch.setattr(trt, "find_gpu", lambda: None)
-    monkeypatch.setattr(module, "find_gpu", lambda: None)
+    monkeypatch.setattr(sidecar, "find_gpu", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +258,8 @@ def test_every_difference_from_the_sidecar_is_named(make, tmp_path, models, monk
     make("int8")
     engine = tmp_path / "out" / "x.engine"
     engine.write_bytes(b"other")
-    monkeypatch.setattr(module, "available_backends", lambda: {"tensorrt_rtx": "1.0"})
-    monkeypatch.setattr(module, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
+    monkeypatch.setattr(sidecar, "available_backends", lambda: {"tensorrt_rtx": "1.0"})
+    monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
     with pytest.raises(UserError) as caught:
         check_sidecar(engine, models["fp16"])
     for part in (
@@ -271,7 +273,7 @@ def test_every_difference_from_the_sidecar_is_named(make, tmp_path, models, monk
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "not an engine sidecar")],
+    [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "no engine sidecar")],
 )
 def test_a_bad_sidecar_is_refused(tmp_path, content, message):
     if content is not None:

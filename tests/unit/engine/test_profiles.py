@@ -14,11 +14,11 @@ from qdqbench.eval.stages import engine
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
-from qdqbench.quantize.engine import backend
+from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
-from qdqbench.quantize.engine.build import check_sidecar
 from qdqbench.quantize.engine.profiles import Profile, fit, require_room
+from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
 from qdqbench.quantize.rundir import artifacts, session
@@ -107,7 +107,7 @@ def rtx(monkeypatch):
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("tensorrt_rtx is not installed")
     monkeypatch.setattr(backend, "find_gpu", lambda: None)
-    monkeypatch.setattr(build_module, "find_gpu", lambda: None)
+    monkeypatch.setattr(sidecar, "find_gpu", lambda: None)
     return choose_backend("tensorrt_rtx")
 
 
@@ -283,7 +283,7 @@ def test_how_to_rebuild_an_engine_without_a_sidecar(built, tmp_path):
 
 
 def test_how_to_rebuild_what_the_recipe_makes_for_another_gpu(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
+    monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
     with pytest.raises(
         UserError, match=rf"qdqbench build {tmp_path}` \(with engine.compute_capability: null"
     ):

@@ -10,10 +10,10 @@ import torch
 
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
-from qdqbench.quantize.engine import build
+from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import Backend
-from qdqbench.quantize.engine.build import Sidecar, sidecar_path
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.runtime import bound as engine_bound
 from qdqbench.quantize.runtime import engine as engine_core
 from qdqbench.quantize.runtime import tensors
@@ -36,9 +36,9 @@ def gpu(monkeypatch, backend):
     state = fake_gpu.install(monkeypatch, [(p.min, p.opt, p.max) for p in (SMALL, LARGE)])
     for module in (engine_core, engine_bound):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    for module in (engine_core, build):
+    for module in (engine_core, sidecar):
         monkeypatch.setattr(module, "find_gpu", lambda: HERE)
-    monkeypatch.setattr(build, "available_backends", lambda: {backend: "1.6.1"})
+    monkeypatch.setattr(sidecar, "available_backends", lambda: {backend: "1.6.1"})
     made = Backend(backend, "1.6.1", fake_gpu.module(backend), HERE)
     monkeypatch.setattr(engine_core, "choose_backend", lambda name: made)
     return state

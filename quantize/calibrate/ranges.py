@@ -1,0 +1,64 @@
+"""Largest magnitude of every channel of activations, over the calibration data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.fakequant.quantizers import quantizers_off
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Ranges:
+    """Largest magnitude of each channel, float64 [channels], by module."""
+
+    inputs: dict[str, Float64]
+    outputs: dict[str, Float64]
+
+
+def largest_of(
+    model: "PreTrainedModel",
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    run: Callable[["PreTrainedModel"], None],
+) -> Ranges:
+    """Ranges of what modules read and of what they make.
+
+    Args:
+        model: with quantizers, which are off meanwhile.
+        inputs: modules by full name.
+        outputs: likewise.
+        run: one pass of the calibration data through the model; not called where there is nothing to measure.
+    """
+    if not (inputs or outputs):
+        return Ranges({}, {})
+    found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
+
+    def keep(side: str, name: str, value: "torch.Tensor") -> None:
+        largest = value.detach().abs().flatten(0, -2).amax(dim=0)
+        before = found[side].get(name)
+        found[side][name] = largest if before is None else largest.maximum(before)
+
+    def before(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        return lambda _, values: keep("inputs", name, values[0])
+
+    def after(name: str) -> Callable[[Any, Any, "torch.Tensor"], None]:
+        return lambda _, __, output: keep("outputs", name, output)
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(before(name)) for name in inputs]
+    hooks += [model.get_submodule(name).register_forward_hook(after(name)) for name in outputs]
+    try:
+        with quantizers_off(model):
+            run(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sides = {
+        side: {name: value.double().cpu().numpy() for name, value in values.items()}
+        for side, values in found.items()
+    }
+    return Ranges(**sides)
