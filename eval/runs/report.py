@@ -4,8 +4,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.report import bench_of
 from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
@@ -26,8 +24,8 @@ from qdqbench.eval.runs.verdict import (
     verdict,
 )
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.files import read_json
 from qdqbench.quantize.core.results import Comparison, Results
+from qdqbench.quantize.core.strict import read
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -53,8 +51,8 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
     if not path.is_file():
         return [], None
     try:
-        results = Results.model_validate(read_json(path))
-    except (ValidationError, UserError):  # what was measured must not be lost to it
+        results = read(path, Results, "report", "run `qdqbench report`")
+    except UserError:  # what was measured must not be lost to it
         return [], f"{path.name} is not of this version: run `qdqbench report` for a report with this bench"
     return write_reports(results, folder), None
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from qdqbench.quantize.core import files, interrupt
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.lock import held
 from qdqbench.quantize.core.results import Timing
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.usage import measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
@@ -161,10 +159,8 @@ def _remove_stale(folder: Path, before: _Done | None, now: dict[str, str]) -> No
 
 
 def _read(path: Path) -> _Manifest:
-    """An unreadable manifest means that nothing can be reused."""
-    if not path.is_file():
-        return _Manifest()
+    """No manifest, or an unreadable one, means that nothing can be reused."""
     try:
-        return _Manifest.model_validate(files.read_json(path))
-    except (UserError, ValidationError):
+        return read(path, _Manifest, "list of stages", "run them again")
+    except UserError:
         return _Manifest()

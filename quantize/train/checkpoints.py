@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError
-
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -152,8 +150,8 @@ def _all(folder: Path) -> list[Path]:
 def _manifest(folder: Path) -> _Manifest | None:
     """What a checkpoint says of itself; None where that cannot be read."""
     try:
-        return _Manifest.model_validate(files.read_json(folder / MANIFEST))
-    except (UserError, ValidationError):
+        return read(folder / MANIFEST, _Manifest, "checkpoint", "go on from another")
+    except UserError:
         return None
 
 
