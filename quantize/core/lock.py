@@ -28,6 +28,7 @@ def held(folder: Path) -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         yield
         return
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.resolve() / LOCK, is_singleton=True)
@@ -47,6 +48,9 @@ def held(folder: Path) -> Iterator[None]:
     finally:
         if outermost:
             (folder / HOLDER).unlink(missing_ok=True)
+            if made and [*folder.iterdir()] == [folder / LOCK]:  # refused input leaves no folder
+                (folder / LOCK).unlink()
+                folder.rmdir()
         lock.release()
 
 

@@ -66,6 +66,18 @@ def test_one_process_may_hold_it_twice(tmp_path: Path) -> None:
     assert not (tmp_path / HOLDER).exists()
 
 
+def test_a_folder_that_got_no_file_goes_again_unless_it_was_there(tmp_path: Path) -> None:
+    new, old, used = (tmp_path / name for name in ("new", "old", "used"))
+    old.mkdir()
+    for folder in (new, old, used):
+        with held(folder):
+            if folder == used:
+                (folder / "file").touch()
+    assert (new.exists(), old.exists(), (used / "file").exists()) == (False, True, True)
+    with held(new):
+        assert new.is_dir()
+
+
 def test_processes_of_one_launcher_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with another(tmp_path):
         monkeypatch.setenv("RANK", "1")
