@@ -1,8 +1,9 @@
 """The samples that a choice of recipe is measured on: train rows that calibration does not see."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks.rows import Encoded, encode, load_split
 from qdqbench.quantize.tasks.sources import Split
@@ -50,3 +51,33 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     if encoded.truncated:
         session.notes.append(f"{encoded.truncated} samples were cut to export.max_length")
     return split, encoded
+
+
+def described(session: "Session", split: Split, samples: int) -> dict[str, Any]:
+    """Fields that results on such a draw share: what was measured, on what, where and when.
+
+    Args:
+        split: that `samples` were drawn from.
+    """
+    config, settings = session.config, session.recipe.calibration
+    return {
+        "created": now(),
+        "command": config.command,
+        "recipe": config.recipe.model_dump(mode="json"),
+        "model": {"name": session.model_name, "sha256": session.model_sha256},
+        "task": config.task.model_dump(mode="json"),
+        "data": {
+            "source": split.source,
+            "fingerprint": split.fingerprint,
+            "split": settings.split,
+            "rows": split.rows,
+            "calibration": settings.samples,
+            "samples": samples,
+            "seed": settings.seed,
+        },
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "metric": config.task.metrics[0],
+        "divergence": config.task.kind.divergence_name,
+        "environment": environment(),
+    }

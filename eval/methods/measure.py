@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
-from qdqbench.eval.accuracy.draw import draw_samples
+from qdqbench.eval.accuracy.draw import described, draw_samples
 from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
 from qdqbench.eval.accuracy.switches import Switches
 from qdqbench.eval.methods.results import RECIPE, Judged, Measured, Methods, Row, Scores
@@ -18,7 +18,6 @@ from qdqbench.eval.methods.shared import Shared, calibrated, collect, widest
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
-from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -236,41 +235,19 @@ class Comparing:
         best = next(case.section for case, row in zip(cases, rows, strict=True) if row.best)
         chosen, text = write_up(config.recipe, best)
         files.write_text(session.folder / RECIPE, text)
-        task = config.task
         if any(rule.refines for rule in config.recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
+        about = described(session, self.split, len(self.draw.labels))
+        judges = session.eval_splits.items()
+        about["data"]["evaluation"] = {name: len(encoded.labels) for name, (_, encoded) in judges}
         return Methods(
-            created=now(),
-            command=config.command,
-            recipe=config.recipe.model_dump(mode="json"),
-            model={"name": session.model_name, "sha256": session.model_sha256},
-            task=task.model_dump(mode="json"),
-            data=self._data(),
-            seed=config.seed,
-            batch_size=config.batch_size,
-            metric=task.metrics[0],
-            divergence=task.kind.divergence_name,
+            **about,
             fp32={name: self._scores(name) for name in session.eval_splits},
             rows=rows,
             recipe_name=chosen.name,
             notes=session.notes,
             timings={"total_s": wall_s},
-            environment=environment(),
         )
-
-    def _data(self) -> dict[str, Any]:
-        settings = self.session.recipe.calibration
-        judges = self.session.eval_splits.items()
-        return {
-            "source": self.split.source,
-            "fingerprint": self.split.fingerprint,
-            "split": settings.split,
-            "rows": self.split.rows,
-            "calibration": settings.samples,
-            "samples": len(self.draw.labels),
-            "seed": settings.seed,
-            "evaluation": {name: len(encoded.labels) for name, (_, encoded) in judges},
-        }
 
     def _scores(self, name: str) -> Scores:
         task, seed = self.session.config.task, self.session.config.seed

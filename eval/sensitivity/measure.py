@@ -7,16 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.divergence import divergence
-from qdqbench.eval.accuracy.draw import draw_samples
+from qdqbench.eval.accuracy.draw import described, draw_samples
 from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.accuracy.switches import Switches
-from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity import choice as sensitivity_choice
 from qdqbench.eval.sensitivity.candidates import Candidate, Choices, choices
+from qdqbench.eval.sensitivity.judge import judge, limits_noted
 from qdqbench.eval.sensitivity.ledger import FILE as PARTIAL
 from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import CurvePoint, Judged, Reference, Row, Sensitivity, ranking
@@ -24,15 +20,12 @@ from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
-from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
 from qdqbench.quantize.tasks.sources import Split
-from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
@@ -41,8 +34,6 @@ if TYPE_CHECKING:
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
 
 EVERYTHING = "everything"
-
-FEW = 64  # samples; below it the standard error of a metric means little
 
 Progress = Callable[[float, float, str], None]  # cost done, cost in all, what is next
 
@@ -268,26 +259,8 @@ class Measurement:
         )
         files.write_text(session.folder / sensitivity_choice.FILE, text)
         split, encoded = self.draw
-        settings = config.recipe.calibration
         return Sensitivity(
-            created=now(),
-            command=config.command,
-            recipe=config.recipe.model_dump(mode="json"),
-            model={"name": session.model_name, "sha256": session.model_sha256},
-            task=config.task.model_dump(mode="json"),
-            data={
-                "source": split.source,
-                "fingerprint": split.fingerprint,
-                "split": settings.split,
-                "rows": split.rows,
-                "calibration": settings.samples,
-                "samples": len(encoded.labels),
-                "seed": settings.seed,
-            },
-            seed=config.seed,
-            batch_size=config.batch_size,
-            metric=config.task.metrics[0],
-            divergence=config.task.kind.divergence_name,
+            **described(session, split, len(encoded.labels)),
             fp32=fp32,
             full=full,
             int8=[
@@ -298,62 +271,11 @@ class Measurement:
             rows=rows,
             curve=curve,
             choice=sensitivity_choice.choice_of(point, reached, reason, chosen),
-            notes=[*session.notes, *self.found.notes, *_few(len(encoded.labels)), *_notes(config.recipe)],
+            notes=[*session.notes, *self.found.notes, *limits_noted(config.recipe, len(encoded.labels))],
             timings={"candidates_s": self.ledger.seconds, "this_run_s": wall_s},
-            environment=environment(),
         )
-
-
-def _few(samples: int) -> list[str]:
-    if samples >= FEW:
-        return []
-    return [
-        f"{count_of(samples, 'sample')}: too few to judge a drop: a standard error of 0 says that no answer "
-        f"changed, not that none would; take {FEW} or more"
-    ]
-
-
-def _notes(recipe: Recipe) -> list[str]:
-    notes = []
-    if recipe.export.gelu == "tanh":
-        notes.append(
-            "FP32 is the recipe's model without quantizers; its GELU has the tanh form of the INT8 graph"
-        )
-    if recipe.calibration.bias_correction:
-        notes.append(
-            "measured without bias correction, which depends on everything that is in INT8; the written "
-            "recipe has it"
-        )
-    smooths = {recipe.calibration.smooth, *(rule.smooth for rule in recipe.rules)} - {None, "none"}
-    if smooths:
-        notes.append(
-            "the factors of smoothing are those of everything in INT8; a recipe that keeps a linear in FP16 "
-            "finds its own"
-        )
-    return notes
 
 
 def _cost(candidate: Candidate, layers: int) -> float:
     """Part of a whole evaluation that a candidate needs."""
     return 1.0 if candidate.start is None else (layers - candidate.start) / max(layers, 1)
-
-
-def judge(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Judged:
-    """Everything that is reported of one choice of INT8 tensors; arguments as of `eval.compare.compare`.
-
-    Raises:
-        CheckFailed: NaN or infinite logits.
-    """
-    found = compare(task, reference, logits, labels, seed=seed)
-    primary = task.metrics[0]
-    each = divergence(task, reference, logits)
-    return Judged(
-        metric=metrics.compute(task, logits, labels)[primary],
-        drop=-found.delta[primary] + 0.0,  # no negative zero
-        drop_stderr=found.delta_stderr[primary],
-        within_noise=found.within_noise,
-        disagreements=found.disagreements,
-        divergence=float(each.mean()),
-        divergence_stderr=float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0,
-        sqnr_db=found.sqnr_db,
-    )

@@ -74,7 +74,8 @@ def _bisect(target: "Target", json: bool) -> None:
         raise UserError(
             f"--bisect needs a run directory, whose model is the reference; {target.name} is not in one"
         )
-    from qdqbench.eval.verify.bisect import bisect_lines, bisect_run
+    from qdqbench.eval.verify.bisect import bisect_lines
+    from qdqbench.eval.verify.bisect_run import bisect_run
 
     result = bisect_run(target.folder)
     if json:

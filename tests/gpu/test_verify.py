@@ -68,7 +68,7 @@ def test_the_gate_fails_with_the_verification(faulty):
 
 
 def test_bisecting_a_right_engine_finds_nothing(linears):
-    from qdqbench.eval.verify.bisect import bisect_run
+    from qdqbench.eval.verify.bisect_run import bisect_run
 
     assert bisect_run(linears).block is None
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.search.trial import accuracy
-from qdqbench.eval.sensitivity.measure import judge
+from qdqbench.eval.sensitivity.judge import judge
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks.task import GLUE
 

@@ -16,8 +16,8 @@ from scipy import special
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.sensitivity.candidates import Choices, choices
 from qdqbench.eval.sensitivity.choice import attention_of, choose, kept_counts, measure_curve, write_up
+from qdqbench.eval.sensitivity.judge import judge
 from qdqbench.eval.sensitivity.ledger import Ledger
-from qdqbench.eval.sensitivity.measure import judge
 from qdqbench.eval.sensitivity.results import CurvePoint, Judged
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.family import KINDS
