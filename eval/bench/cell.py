@@ -21,7 +21,6 @@ from qdqbench.eval.bench.loop import Contestant, Lane, Timer
 from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import RealSplit, Target
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import sidecar_path
@@ -200,7 +199,7 @@ def _device_maker(
         if about.name in target.twins:
             return engine(about)
         model = peers.sdpa_model(target.session.new_model(), about.precision, "cuda")  # type: ignore[arg-type]
-        dynamic, names = shape.real is not None, family_of(model.config).inputs
+        dynamic, names = shape.real is not None, target.family.inputs
         if about.name == COMPILED:
             forward = peers.compiled_forward(model, options.compile_mode, dynamic=dynamic)
             how = f"torch.compile mode {options.compile_mode}{', dynamic shapes' if dynamic else ''}"
@@ -275,7 +274,7 @@ def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:
     if shape.real:
         return shape.real.batches
     return random_sets(
-        inputs=target.session.plan.family.inputs,
+        inputs=target.family.inputs,
         batch=shape.batch,
         length=shape.length or 0,
         vocabulary=target.vocabulary,

@@ -15,8 +15,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.quiet import quiet
-from qdqbench.quantize.encoders.family import family_of
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.family import BERT, Family, family_of
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
@@ -54,6 +53,11 @@ class Target:
         """ONNX files by precision, INT8 first."""
         paths = {name: self.session.folder / file for name, file in TWINS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
+
+    @property
+    def family(self) -> Family:
+        """The family that the recipe, and so the model, is of."""
+        return family_of(self.session.recipe.model.family)
 
     @property
     def vocabulary(self) -> int:
@@ -177,7 +181,7 @@ def real_split(
             f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
         )
     batches = [
-        rounded_up(inputs_of(session.fp32_model, made), longest, pad_id)
+        rounded_up({name: made[name] for name in target.family.inputs}, longest, pad_id)
         for _, made in sorted_batches(encoded, batch, pad_id=pad_id)
     ]
     return RealSplit(chosen.name, batches, int(encoded.lengths.sum()))
@@ -233,7 +237,7 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
     if stamp.is_file() and files.read_json(stamp) == wanted:
         return
     stamp.unlink(missing_ok=True)
-    settings: dict[str, Any] = {**shape, "intermediate_size": 4 * shape["hidden_size"], "num_labels": 2}
+    settings: dict[str, Any] = {**shape, BERT.intermediate: 4 * shape["hidden_size"], "num_labels": 2}
     config = BertConfig(**settings)
     with torch.random.fork_rng(devices=[]), quiet("transformers"):
         torch.manual_seed(seed)

@@ -26,7 +26,7 @@ from qdqbench.eval.report.svg import (
     svg_of,
 )
 from qdqbench.quantize.core.results import LayerRow, Results, StageResult
-from qdqbench.quantize.encoders.family import PARTS, adds_behind_attention, part_of
+from qdqbench.quantize.encoders.any_family import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 

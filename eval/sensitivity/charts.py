@@ -6,7 +6,8 @@ from typing import Any
 
 from qdqbench.eval.report import svg
 from qdqbench.eval.sensitivity.results import Row, Sensitivity
-from qdqbench.quantize.encoders.family import QKV, part_of
+from qdqbench.quantize.encoders.any_family import part_of
+from qdqbench.quantize.encoders.family import QKV
 
 COLUMNS = (*QKV, "output", "ffn-in", "ffn-out", "attention")
 DECADES = 3.0  # below the largest value; what is smaller has the palest colour

@@ -269,39 +269,3 @@ def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
 def _unknown(linears: list[str], family: Family) -> str:
     known = ", ".join([*family.linears, *family.outside])
     return f"family {family.name} has no linears such as {name_list(linears)}, only {known}"
-
-
-# What follows reads names in ONNX files, engines and results, where no configuration says of which family
-# they are: by what all families call the same parts.
-ANY_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
-ANY_HEAD = re.compile(
-    r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
-)
-ANY_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
-ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last part of a linear's name
-ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
-ACTIVATION = "act_fn"  # what the module of an activation ends with
-SILENT = ("self", "dense")  # parts of a name that say nothing
-_CALLED: dict[str, tuple[str, ...]] = {
-    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj"),
-    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj"),
-    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj"),
-    "query, key, value": ("attn.Wqkv",),
-    "attention": ("attention.self", "attention", "attn"),
-    "output": ("attention.output.dense", "attention.out_lin", "attn.Wo"),
-    "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
-    "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
-}
-PARTS = tuple(_CALLED)  # of a layer, in the order of computation
-_PART = {path: part for part, paths in _CALLED.items() for path in paths}
-
-
-def part_of(module: str) -> tuple[int, str, str] | None:
-    """Layer, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
-    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", module)
-    return (int(found[1]), _PART.get(found[2], ""), found[2]) if found else None
-
-
-def adds_behind_attention(module: str) -> bool:
-    """Whether the residual that a module adds is that of the attention, in any family."""
-    return any(family.behind_attention(module) for family in FAMILIES)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.encoders.family import ANY_MERGED_QKV, ANY_QKV
+from qdqbench.quantize.encoders.any_family import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.engine.kernels import is_gelu, kind_of, label, norm_precision, operations, operator
 from qdqbench.quantize.engine.layers import (
     computing_rows,

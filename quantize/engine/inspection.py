@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import FP16_MAX, limits_of
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.encoders.any_family import first_feed_forwards
 from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
 from qdqbench.quantize.engine.kernels import block_of, block_of_node, block_order, kind_of, short
 from qdqbench.quantize.engine.layers import Coverage, copy_of, coverage, name_parts, why_not
+from qdqbench.quantize.graph.index import module_of
 
 MAX_NAMED = 6
 
@@ -183,10 +185,12 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
         found.append(_wide_outputs(ours))
     gelus = ours.gelu_separate - twin.gelu_separate
     if gelus > 0:
+        rule = first_feed_forwards(map(module_of, ours.linears))
+        fix = f'try `{{match: "{rule}", precision: fp16}}`' if rule else "keep those linears in FP16"
         found.append(
             f"{ours.gelu_separate} GELU run in a kernel of their own (FP16: {twin.gelu_separate}, and "
             f"{twin.gelu_fused} inside of the GEMM), which reads and writes the widest activation once "
-            'more: for small batches try `{match: "encoder.layer.*.intermediate.*", precision: fp16}`'
+            f"more: for small batches {fix}"
         )
     epilogues = len(ours.separate) - len(twin.separate)
     if epilogues > max(gelus, 0):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.encoders.family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
+from qdqbench.quantize.encoders.any_family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
 from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
 
 Kind = Literal[

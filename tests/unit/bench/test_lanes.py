@@ -51,7 +51,9 @@ def test_sets_differ_from_each_other_and_between_seeds():
 def test_real_lengths_are_rounded_up_and_masked(length, step):
     longest = max(length, 128)
     batch = {name: np.ones((2, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
-    made = rounded_up(batch, longest, 0, step)["attention_mask"]
+    padded = rounded_up(batch, longest, 9, step)
+    assert set(padded["input_ids"][:, length:].ravel().tolist()) <= {9}
+    made = padded["attention_mask"]
     assert length <= made.shape[1] <= longest
     assert made.shape[1] % step == 0 or made.shape[1] == longest
     assert made.sum() == 2 * length

@@ -24,7 +24,7 @@ from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine.backend import Profile
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from ...support.tiny_bert import LINEARS, recipe_with
+from ...support.tiny_bert import INT8, LINEARS, recipe_with
 from ..bench.test_run import OPTIONS
 
 QUICK = ["--cpu", "--length", "16", "--batch", "1", "--batch", "3", "--rounds", "3", "--repeats", "2"]
@@ -187,6 +187,19 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(UserError, match="--length 513, 1024 is too long: bert-base has 512 positions"):
         check_lengths(target, [128, 513, 1024])
     target = some_target(tmp_path, recipe_with("bert-int8-attention"))
+    target.about.shape["positions"] = 2048
+    with pytest.raises(UserError, match="fused up to 512"):
+        check_lengths(target, [1024])
+
+
+def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
+    rules = [
+        {"match": "encoder.layer.*", "type": "Linear", **INT8},
+        {"match": "*", "type": "Attention", "precision": "int8"},
+    ]
+    recipe = recipe_with(rules=rules, precision={"keep": ["layernorm"]})
+    assert recipe.attention == "fp16"
+    target = some_target(tmp_path, recipe)
     target.about.shape["positions"] = 2048
     with pytest.raises(UserError, match="fused up to 512"):
         check_lengths(target, [1024])

@@ -374,6 +374,20 @@ def test_runner_pads_to_shapes_that_repeat(gpu, engine_file, rows, length, padde
             assert logits[:, 1].tolist() == [padded] * rows
 
 
+def test_runner_pads_with_the_pad_token(gpu, engine_file, monkeypatch):
+    fed = []
+    with EngineRunner(*engine_file, pad_id=5) as runner:
+        runner.engine.inputs = ("input_ids", "attention_mask")
+        monkeypatch.setattr(
+            runner, "_run", lambda _, feeds: fed.append(feeds) or {"logits": np.zeros((1, 2))}
+        )
+        runner({name: np.ones((1, 15), np.int64) for name in ("input_ids", "attention_mask", "unused")})
+    assert {name: array[0, -2:].tolist() for name, array in fed[0].items()} == {
+        "input_ids": [1, 5],
+        "attention_mask": [1, 0],
+    }
+
+
 def test_runner_captures_a_shape_at_its_second_batch(gpu, engine_file):
     with EngineRunner(*engine_file, pad_id=0) as runner:
         counts = []

@@ -1,0 +1,337 @@
+"""A description of a family says everything that differs: BERT's, and two others that are only tried here."""
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qdqbench.eval.accuracy import switches
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders import family as family_module
+from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.encoders.family import BERT, Family, Residual, family_of, require_family
+from qdqbench.quantize.encoders.inputs import inputs_of, widened
+from qdqbench.quantize.encoders.load import load_encoder, load_model
+from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.sections import ModelSection
+from qdqbench.quantize.tasks.classification import CLASSIFICATION
+
+from ...support.tiny_bert import INT8, new_bert, recipe_with
+
+ROBERTA = Family(
+    name="roberta",
+    model_types=("roberta",),
+    modeling="transformers.models.roberta.modeling_roberta",
+    layers="encoder.layer",
+    linears=BERT.linears,
+    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
+    attention="attention.self",
+    attention_class="RobertaSelfAttention",
+    residuals=(
+        Residual("attention.output", "RobertaSelfOutput", ("query", "key", "value")),
+        Residual("output", "RobertaOutput", ("ffn-in",)),
+    ),
+    norms=BERT.norms,
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler=None,
+    head=("classifier",),
+    dropouts=BERT.dropouts,
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask"),
+    positions_follow_padding=True,
+)
+DISTILBERT = Family(
+    name="distilbert",
+    model_types=("distilbert",),
+    modeling="transformers.models.distilbert.modeling_distilbert",
+    layers="transformer.layer",
+    linears={
+        "attention.q_lin": "query",
+        "attention.k_lin": "key",
+        "attention.v_lin": "value",
+        "attention.out_lin": "output",
+        "ffn.lin1": "ffn-in",
+        "ffn.lin2": "ffn-out",
+    },
+    outside={"pre_classifier": "pooler", "classifier": "classifier"},
+    attention="attention",
+    attention_class="DistilBertSelfAttention",
+    residuals=(
+        Residual("", "TransformerBlock", ("query", "key", "value")),
+        Residual("", "TransformerBlock", ("ffn-in",)),
+    ),
+    norms={"sa_layer_norm": "attention", "output_layer_norm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler=None,
+    head=(),  # with a ReLU between its two linears
+    dropouts=("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"),
+    activation="activation",
+    intermediate="hidden_dim",
+    inputs=("input_ids", "attention_mask"),
+)
+KINDS = ["qkv", "qkv", "qkv", "output", "ffn-in", "ffn-out"] * 2 + ["pooler", "classifier"]
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_module, "FAMILIES", (BERT, ROBERTA, DISTILBERT))
+
+
+def new_model(family: Family) -> Any:
+    from transformers import (
+        DistilBertConfig,
+        DistilBertForSequenceClassification,
+        RobertaConfig,
+        RobertaForSequenceClassification,
+    )
+
+    if family is BERT:
+        return new_bert().eval()
+    if family is ROBERTA:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        config = RobertaConfig(vocab_size=40, max_position_embeddings=130, **sizes)
+        return RobertaForSequenceClassification(config).eval()
+    narrow = DistilBertConfig(
+        vocab_size=40, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=128
+    )
+    return DistilBertForSequenceClassification(narrow).eval()
+
+
+every_family = pytest.mark.parametrize("family", [BERT, ROBERTA, DISTILBERT], ids=lambda f: f.name)
+
+
+@every_family
+def test_a_description_finds_its_parts_in_a_model(families: None, family: Family) -> None:
+    model = new_model(family)
+    assert family_of(model.config) is family
+    table, names = module_table(model), {name for name, _ in model.named_modules()}
+
+    def of(kind: str) -> list[str]:
+        return [name for name, info in table.items() if info.kind == kind]
+
+    assert [family.kind(name) for name in of("Linear")] == KINDS
+    layers = family.layer_names(model)
+    assert of("Attention") == [f"{layer}.{family.attention}" for layer in layers]
+    assert [table[name].head_size for name in of("Attention")] == [16, 16]
+    assert family.splittable(of("Linear")) == [family.beside(layer, "ffn-out") for layer in layers]
+    for layer in layers:
+        roles = {role: family.beside(layer, role) for role in family.linears.values()}
+        assert names.issuperset(roles.values())
+        norms = {f"{layer}.{path}" for path in family.norms}
+        assert norms == {name for name in of("LayerNorm") if name.startswith(f"{layer}.")}
+        assert family.behind_attention(str(roles["output"]))
+        assert not family.behind_attention(str(roles["ffn-in"]))
+    base = model.base_model_prefix
+    assert {f"{base}.{family.embeddings}", f"{base}.{family.embeddings_norm}"} <= names
+    assert hasattr(model.config, family.activation)
+    assert getattr(model.config, family.intermediate) == 64
+
+
+@every_family
+def test_residuals_and_the_linears_that_read_them(families: None, family: Family) -> None:
+    model = new_model(family)
+    table = module_table(model)
+    found = [name for name, info in table.items() if info.kind == "Residual"]
+    classes = family.residual_classes()
+    assert found == [name for name, module in model.named_modules() if type(module) in classes]
+    readers = {reader for name in found for reader in family.residual_readers(name)}
+    assert readers == {name for name in table if table[name].kind == "Linear" and is_reader(family, name)}
+    for name in found:
+        assert name in {family.residual_read_by(reader) for reader in family.residual_readers(name)}
+    assert family.residual_read_by(str(family.beside(found[0], "ffn-out"))) is None
+
+
+def is_reader(family: Family, name: str) -> bool:
+    return family.kind(name) in ("qkv", "ffn-in")
+
+
+@every_family
+def test_every_dropout_is_turned_off(families: None, family: Family, tmp_path: Path) -> None:
+    from torch import nn
+
+    model = new_model(family)
+    for field in family.dropouts:
+        setattr(model.config, field, 0.3)
+    model.save_pretrained(tmp_path)
+
+    def probabilities(dropout: float | None) -> set[float]:
+        loaded = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=dropout)
+        return {module.p for module in loaded.modules() if isinstance(module, nn.Dropout)}
+
+    assert probabilities(None) == {0.3}
+    assert probabilities(0.0) == {0.0}
+
+
+def test_a_dropout_that_follows_another_field_still_does(tmp_path: Path) -> None:
+    new_bert().save_pretrained(tmp_path)
+    config: Any = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=0.2).config
+    assert (config.hidden_dropout_prob, config.classifier_dropout) == (0.2, None)
+
+
+@every_family
+def test_a_sample_as_long_as_the_positions_runs_and_a_longer_one_does_not(
+    families: None, family: Family
+) -> None:
+    import torch
+
+    model = new_model(family)
+    assert family.positions(model.config) == 128
+    for length in (128, 129):
+        batch = {name: torch.ones(1, length, dtype=torch.long) * 7 for name in BERT.inputs}
+        batch["attention_mask"] = torch.ones(1, length, dtype=torch.long)
+        batch["token_type_ids"] = torch.zeros(1, length, dtype=torch.long)
+        if length == 128:
+            assert model(**inputs_of(model, batch)).logits.isfinite().all()
+        else:
+            with pytest.raises((IndexError, RuntimeError)):
+                model(**inputs_of(model, batch))
+
+
+@every_family
+def test_the_graph_has_the_inputs_of_the_family(families: None, family: Family, tmp_path: Path) -> None:
+    new_model(family).save_pretrained(tmp_path)
+    graph = trace(load_model(str(tmp_path)), 20, CLASSIFICATION.outputs).graph
+    assert [value.name for value in graph.input] == list(family.inputs)
+
+
+def test_a_head_that_does_more_cannot_be_run_apart(families: None) -> None:
+    assert BERT.head_names(new_model(BERT)) == ["bert.pooler", "classifier"]
+    assert ROBERTA.head_names(new_model(ROBERTA)) == ["classifier"]
+    with pytest.raises(UserError, match="head of family distilbert cannot be run apart"):
+        DISTILBERT.head_names(new_model(DISTILBERT))
+
+
+def test_numbers_may_stand_inside_the_path_of_the_layers() -> None:
+    shared = replace(BERT, layers="encoder.albert_layer_groups.*.albert_layers")
+    place = shared.place("albert.encoder.albert_layer_groups.0.albert_layers.3.attention.query")
+    assert place == ("albert.encoder.albert_layer_groups.0.albert_layers", 3, "attention.query")
+
+
+class TestOtherNamesAreLoud:
+    def test_a_linear_that_the_family_does_not_have(self) -> None:
+        with pytest.raises(UserError, match=r"family bert has no linears such as .*attention\.q_lin"):
+            BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
+
+    def test_a_recipe_of_another_family(self, families: None) -> None:
+        table = module_table(new_model(DISTILBERT))
+        recipe = recipe_with(rules=[{"match": "transformer.layer.*", "type": "Linear", **INT8}])
+        with pytest.raises(UserError, match=r"family bert has no linears such as distilbert\.transformer"):
+            resolve(recipe, table, "distilbert")
+
+    def test_a_model_of_another_family_than_the_recipe(self, families: None) -> None:
+        config = new_model(ROBERTA).config
+        with pytest.raises(UserError, match=r"recipe mine is for model family 'bert', but .* is a 'roberta'"):
+            require_family("mine", "bert", "folder", config)
+        assert require_family("mine", "roberta", "folder", config) is ROBERTA
+
+    def test_an_unknown_model_type(self) -> None:
+        with pytest.raises(UserError, match=r"is a 'gpt2'; supported here: bert \(config.json"):
+            family_of("gpt2")
+
+    @pytest.mark.parametrize("change", [{"sliding_window": True}, {"attention_interface": False}])
+    def test_an_attention_that_cannot_be_replaced(
+        self, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+    ) -> None:
+        monkeypatch.setattr(family_module, "FAMILIES", (replace(BERT, **change),))
+        with pytest.raises(UserError, match="whose attention cannot be replaced"):
+            load_model(str(tiny_bert))
+
+
+def distilbert_recipe(rules: list[Any]) -> Any:
+    made = recipe_with(
+        rules=rules, attention="int8", precision={"keep": ["layernorm"]}, calibration={"smooth": 0.5}
+    )
+    return made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
+
+
+def test_a_plan_of_another_family(families: None) -> None:
+    table = module_table(new_model(DISTILBERT))
+    every = {"match": "transformer.layer.*", "type": "Linear", **INT8}
+    plan = resolve(distilbert_recipe([every]), table, "distilbert")
+    assert {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name} == {
+        *DISTILBERT.linears
+    }
+    smoothed = {name.rpartition(".")[2] for name in plan.int8 if plan.scaling_of(name).smooth == 0.5}
+    assert smoothed == {"q_lin", "k_lin", "v_lin", "lin1"}
+    rules = [every, {"match": "*.1.attention.out_lin", "precision": "fp16"}]
+    with pytest.raises(UserError, match=r"the output linear too .*layer\.1\.attention\.out_lin or set"):
+        resolve(distilbert_recipe(rules), table, "distilbert")
+
+
+def test_a_sliding_window_is_refused() -> None:
+    import torch
+    from transformers import ModernBertConfig, ModernBertForSequenceClassification
+
+    _register_attention()
+    config = ModernBertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    config._attn_implementation = ATTENTION
+    model = ModernBertForSequenceClassification(config).eval()
+    ids = torch.ones(2, 8, dtype=torch.long)
+    with pytest.raises(UserError, match="sliding window of"):
+        model(input_ids=ids, attention_mask=ids)
+
+
+def test_padding_is_of_the_pad_token_and_masked() -> None:
+    batch = {name: np.ones((1, 2), np.int64) for name in BERT.inputs}
+    made = {name: array.tolist() for name, array in widened(batch, 2, pad_id=7).items()}
+    assert made == {
+        "input_ids": [[1, 1, 7, 7]],
+        "attention_mask": [[1, 1, 0, 0]],
+        "token_type_ids": [[1, 1, 0, 0]],
+    }
+
+
+# names of BERT that no other file may know; `tasks` has the tokens of a sample and makes the default's model
+NAMES = re.compile(
+    r"attention\.(self|output)\b|intermediate\.dense|output\.dense|encoder\.layer|\.layer\\\.|Bert(Self)?Output"
+    r"|BertSelfAttention|SelfAttention|(?<!nn)\.LayerNorm|hidden_dropout_prob|attention_probs_dropout_prob"
+    r"|\bhidden_act\b|max_position_embeddings|\bintermediate_size\b|pooler\.|base\.pooler"
+    r"|(query|key|value)_proj|[qkv]_lin|^\.(query|key|value)$"
+)
+INPUT = re.compile(r"^token_type_ids$")
+
+
+def source_names(path: Path) -> list[str]:
+    """Strings and attributes of a file, less its documentation."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            found.append(node.value)
+        elif isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.append(node.arg)
+        elif isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names]
+    return found
+
+
+def test_no_other_file_knows_the_names_of_bert() -> None:
+    home = Path(family_module.__file__)
+    homes = (home, home.with_name("any_family.py"))
+    packages = [home.parents[1], Path(switches.__file__).parents[1]]
+    files = [path for root in packages for path in root.rglob("*.py") if path not in homes]
+    assert len(files) > 150
+    known = {
+        f"{path.parent.name}/{path.name}: {name}"
+        for path in files
+        if path.parent.name != "tasks"
+        for name in source_names(path)
+        if NAMES.search(name) or INPUT.search(name)
+    }
+    assert known == set()
+    assert any(NAMES.search(name) for name in source_names(home))
