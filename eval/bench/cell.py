@@ -1,5 +1,6 @@
 """The contestants of one cell: engines built for its shape, and the peers beside them, bound and ready."""
 
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -93,7 +94,6 @@ class Entry:
 
 def contestants(target: Target, options: Options, backend: str) -> list[BenchContestant]:
     """Who takes part, in the order of tables and charts; `backend` is the engine builder and its version."""
-    import importlib.metadata
 
     torch = f"torch {importlib.metadata.version('torch')}"
     host = f"onnxruntime {importlib.metadata.version('onnxruntime')}"

@@ -170,7 +170,6 @@ class CudaTimer:
 
     def wall(self, lanes: Sequence[Lane], count: int) -> float:
         """See `Timer`."""
-        import time
 
         self.cuda.synchronize()
         start = time.perf_counter()

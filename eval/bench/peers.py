@@ -16,6 +16,7 @@ from qdqbench.eval.bench.lanes import OUTPUT, Batch
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import MASK
+from qdqbench.quantize.fakequant.quantizers import forward
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +160,6 @@ def free_memory() -> None:
 
 def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Float32]:
     """PyTorch FP32 on the CPU with the mask, as `HostLane` takes it."""
-    from qdqbench.quantize.fakequant.quantizers import forward
 
     return lambda batch: forward(model, batch).float().cpu().numpy()
 

@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from qdqbench.quantize.tasks.task import SECOND
 
 LABELS = {
@@ -136,7 +138,6 @@ def first(lines: list[str], count: int, where: str) -> list[str]:
 
 def yaml_text(value: Any) -> str:
     """A value as YAML."""
-    import yaml
 
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
 

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,6 @@ def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
 
 
 def _model(session: "Session") -> dict[str, Any]:
-    from dataclasses import asdict
 
     model = session.fp32_model
     info = asdict(describe_model(session.model_name, model, session.config.revision))

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +150,6 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
 
 def measure(session: Session, accelerator: "Accelerator") -> Cost:
     """Time and memory of the training, from a few steps on every process."""
-    import time
 
     from qdqbench.quantize.qat.job import new_job, prepare_student, training_data
 

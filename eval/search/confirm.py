@@ -10,7 +10,7 @@ import numpy as np
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE, judge
 from qdqbench.eval.accuracy.runners import predict
-from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.bench.engines import Latency, build_and_prove, export
 from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
@@ -185,7 +185,6 @@ def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, La
 
 def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
     """Logits of the chosen recipe's engine."""
-    from qdqbench.eval.bench.engines import build_and_prove, export
 
     session = work.session
     folder: Path = session.folder / "confirmed"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,5 @@ def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:
 
 
 def _environment() -> dict[str, Any]:
-    from importlib import metadata
 
     return environment() | {"optuna": metadata.version("optuna"), **versions()}

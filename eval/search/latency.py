@@ -1,6 +1,7 @@
 """Where a search's latencies come from: engines on this GPU, or a cost model that was fitted to engines."""
 
 import os
+import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,5 @@ def _engine(
 
 
 def _remove(folder: Any) -> None:
-    import shutil
 
     shutil.rmtree(folder, ignore_errors=True)

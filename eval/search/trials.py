@@ -1,5 +1,7 @@
 """Search: which layers in INT8, calibrated how, for this model, data and GPU."""
 
+import gc
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -267,8 +269,6 @@ def _best(worker: Worker) -> str:
 
 
 def _free_memory() -> None:
-    import gc
-    import sys
 
     gc.collect()
     torch = sys.modules.get("torch")

@@ -1,5 +1,6 @@
 """The stages that need an engine: build it, verify what it computes, evaluate it."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from qdqbench.eval.accuracy.logits import evaluate
@@ -102,7 +103,6 @@ def engine(session: Session) -> list[Path]:
 
 def _run_engine(session: Session) -> list[Path]:
     """Logits of the engine, and a record of its memory."""
-    from dataclasses import asdict
 
     folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked

@@ -11,6 +11,7 @@ from qdqbench.eval.accuracy.logits import evaluate
 from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import on_gpu, onnxruntime_runner, placed, torch_runner
 from qdqbench.eval.stages.engine import build, engine, verify
+from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
@@ -50,8 +51,6 @@ def baseline(session: Session) -> list[Path]:
 
 def quantize(session: Session) -> list[Path]:
     """Calibrate and record every amax."""
-    from qdqbench.quantize.calibrate import ptq
-
     settings = session.recipe.calibration
     batches = session.calibration_batches()
     total, seen = len(batches.split.dataset), 0
@@ -61,7 +60,7 @@ def quantize(session: Session) -> list[Path]:
         seen = seen % total + count  # smoothing goes through the data twice
         session.progress(seen, total)
 
-    record = ptq.calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
+    record = calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
     split = batches.split
     record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += record.notes

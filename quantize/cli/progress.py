@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.cli.terminal import plain
-from qdqbench.quantize.core.training_results import training_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -116,6 +115,8 @@ def _stage_text(now: "StageProgress") -> str:
     """A line of a log."""
     if not now.total:
         return now.stage
+    from qdqbench.quantize.core.training_results import training_line
+
     done = training_line(now.row, now.total) if now.row else f"{now.done} of {now.total}"
     return f"{now.stage}: {done}"
 
@@ -124,6 +125,8 @@ def _stage_text(now: "StageProgress") -> str:
 def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
     """One bar per seed of a fine-tuning: called with the seed, the row of its log, and its steps."""
     if hidden(quiet):
+        from qdqbench.quantize.core.training_results import training_line
+
         log = Log(quiet=quiet)
         yield lambda seed, row, steps: log(f"seed {seed}: {training_line(row, steps)}")
         return

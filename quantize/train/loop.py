@@ -7,6 +7,7 @@ parts changes rounding only, and a resumed run goes on exactly where it was. Tha
 batches by the number of processes. Schedule, seeds, clipping, autocast and saved state are the libraries'.
 """
 
+import contextlib
 import math
 import time
 import warnings
@@ -244,7 +245,6 @@ def _advance(
 
 def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Ints) -> Any:
     """Gradient of the mean loss over a global batch; returns this process's part of that mean."""
-    import contextlib
 
     world = accelerator.num_processes
     parts = shares(rows, accelerator.process_index, world, job.settings.accumulate)

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from qdqbench.quantize.core.errors import QdqError
@@ -46,7 +47,6 @@ def matrix_products(precision: str) -> Iterator[None]:
 
 def new_accelerator(precision: str) -> "Accelerator":
     """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started."""
-    from datetime import timedelta
 
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
