@@ -24,7 +24,6 @@ from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_module
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
-from qdqbench.quantize.tasks.rows import pad
 from qdqbench.quantize.tasks.sources import source_fingerprint
 
 if TYPE_CHECKING:
@@ -145,9 +144,7 @@ def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     for start in range(0, len(order), PARITY_BATCH):
         session.progress(start, len(order))
         rows = order[start : start + PARITY_BATCH].tolist()
-        yield pad(
-            [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], session.pad_id
-        )[1]
+        yield encoded.batch(rows, session.pad_id)[1]
 
 
 def _model(session: Session) -> Any:

@@ -23,7 +23,6 @@ from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.runtime.runner import EngineRunner
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import pad
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
@@ -116,8 +115,7 @@ def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[Case]:
 def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
     """int64 [B, L] arrays of a case."""
 
-    samples = [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in case.rows]
-    _, batch = pad(samples, pad_id)
+    _, batch = encoded.batch(case.rows, pad_id)
     return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
 

@@ -141,6 +141,10 @@ class Encoded:
         """Tokens of each sample, [samples]."""
         return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
 
+    def batch(self, rows: Iterable[int], pad_id: int) -> "Batch":
+        """Rows of the split, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
+        return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
+
 
 def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> Iterator[Sample]:
     """Tokenize a split in chunks, so that memory does not grow with the samples.
@@ -218,7 +222,7 @@ def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterato
     order = np.argsort(-encoded.lengths, kind="stable")
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size].tolist()
-        yield pad([(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], pad_id)
+        yield encoded.batch(rows, pad_id)
 
 
 def equal_length_batches(samples: Iterable[Sample], batch_size: int, *, pad_id: int) -> Iterator[Batch]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float32
 from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.tasks.rows import Encoded, Ints, pad
+from qdqbench.quantize.tasks.rows import Encoded, Ints
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ def predict_rows(
     found: list[tuple[Ints, Float32]] = []
     for start in range(0, len(mine), BATCH):
         positions = mine[start : start + BATCH]
-        samples = [
-            (row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows[positions].tolist()
-        ]
-        _, batch = pad(samples, pad_id)
+        _, batch = encoded.batch(rows[positions].tolist(), pad_id)
         with torch.inference_mode():
             given = inputs_of(model, batch)
             inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in given.items()}

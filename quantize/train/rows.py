@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.tasks.rows import Batch, Encoded, Ints, pad
+from qdqbench.quantize.tasks.rows import Batch, Encoded, Ints
 
 MOST_HELD_OUT = 1000
 POOL = 32  # batches whose samples are sorted by length together
@@ -22,10 +22,7 @@ class TrainingData:
 
     def batch(self, rows: Ints) -> Batch:
         """Rows and their padded tokens, int64 [B] and [B, L]."""
-        encoded = self.encoded
-        return pad(
-            [(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows.tolist()], self.pad_id
-        )
+        return self.encoded.batch(rows.tolist(), self.pad_id)
 
 
 def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingData:

@@ -293,14 +293,15 @@ def test_padding_is_of_the_pad_token_and_masked() -> None:
     }
 
 
-# names of BERT that no other file may know; `tasks` has the tokens of a sample and makes the default's model
+# names of BERT that no other file may know; `tasks` has the tokens of a sample and makes the default's model,
+# and the Python API says what a caller's samples may hold
 NAMES = re.compile(
     r"attention\.(self|output)\b|intermediate\.dense|output\.dense|encoder\.layer|\.layer\\\.|Bert(Self)?Output"
     r"|BertSelfAttention|SelfAttention|(?<!nn)\.LayerNorm|hidden_dropout_prob|attention_probs_dropout_prob"
     r"|\bhidden_act\b|max_position_embeddings|\bintermediate_size\b|pooler\.|base\.pooler"
     r"|(query|key|value)_proj|[qkv]_lin|^\.(query|key|value)$"
 )
-INPUT = re.compile(r"^token_type_ids$")
+INPUT = re.compile(r"token_type_ids")
 
 
 def source_names(path: Path) -> list[str]:
@@ -331,7 +332,7 @@ def test_no_other_file_knows_the_names_of_bert() -> None:
         for path in files
         if path.parent.name != "tasks"
         for name in source_names(path)
-        if NAMES.search(name) or INPUT.search(name)
+        if NAMES.search(name) or (INPUT.search(name) and path.parent.name != "api")
     }
     assert known == set()
     assert any(NAMES.search(name) for name in source_names(home))
