@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.family import ENCODER_KINDS, Family, Place, family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import Plan, matched, resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
 from qdqbench.quantize.recipe.sections import Rule
 
 Unit = tuple[int, str]  # layer and kind
@@ -282,7 +280,6 @@ def ranked_by(space: Space, cost_of: Mapping[str, float], attention_cost: Mappin
     """Order units by what INT8 costs in them for each multiply-add that it saves, worst first.
 
     Args:
-        space: any order.
         cost_of: linear -> divergence with only this linear in INT8.
         attention_cost: layer -> divergence with only its attention in INT8.
     """
@@ -300,22 +297,3 @@ def ranked_by(space: Space, cost_of: Mapping[str, float], attention_cost: Mappin
 def searched_name(name: str) -> str:
     """Name of what is found from a recipe."""
     return name if name.endswith("-searched") else f"{name}-searched"
-
-
-def short_yaml(recipe: Recipe) -> str:
-    """YAML with what differs from the defaults; parses back to the same recipe."""
-    data = recipe.model_dump(mode="json", exclude_defaults=True)
-    kept: dict[str, Any] = {"version": recipe.version, "name": recipe.name}
-    # written out though they may be defaults: what the search decided, and what decides about it
-    kept |= {name: data[name] for name in ("description", "model", "precision") if name in data}
-    kept["rules"] = [rule.model_dump(mode="json", exclude_none=True) for rule in recipe.rules]
-    kept["attention"] = recipe.attention
-    if recipe.residual != "fp16":
-        kept["residual"] = recipe.residual
-    kept["calibration"] = recipe.calibration.model_dump(mode="json")
-    kept |= {
-        name: getattr(recipe, name).model_dump(mode="json") for name in ("export", "engine") if name in data
-    }
-    kept["gate"] = recipe.gate.model_dump(mode="json")
-    text: str = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
-    return text

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.accuracy.gate import NOISE
-from qdqbench.eval.placement.space import searched_name, short_yaml
+from qdqbench.eval.placement.space import searched_name
 from qdqbench.eval.report.formats import points
 from qdqbench.eval.search import confirm
 from qdqbench.eval.search.report import write_reports
@@ -19,7 +19,7 @@ from qdqbench.eval.search.worker import Worker
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.identity import versions
-from qdqbench.quantize.recipe.schema import parse_recipe
+from qdqbench.quantize.recipe.schema import parse_recipe, short_yaml
 
 RECIPE = "recipe.yaml"
 

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.placement.space import Space, ranked_by, short_yaml
+from qdqbench.eval.placement.space import Space, ranked_by
 from qdqbench.eval.search.study import First
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.eval.sensitivity.results import read_sensitivity
 from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.eval.accuracy.gate import limit
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.placement.cost_model import load_cost_model
-from qdqbench.eval.placement.space import make_space, short_yaml
+from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search.latency import latency_source
 from qdqbench.eval.search.results import Accuracy, Source, Trial, choose, holds, mark_front
 from qdqbench.eval.search.start import first_trials, rank, read_ranking
@@ -36,7 +36,7 @@ from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.recipe.schema import parse_recipe
+from qdqbench.quantize.recipe.schema import parse_recipe, short_yaml
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.sources import source_fingerprint
 

@@ -8,6 +8,7 @@ import onnx
 
 from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.bisect import BisectResult, Feeds, bisect, run_onnxruntime
+from qdqbench.eval.verify.cut_engine import engine_of
 from qdqbench.eval.verify.engine import batch_of, block_cases, widest
 from qdqbench.eval.verify.tensors import compared
 from qdqbench.quantize.core.arrays import Array
@@ -38,7 +39,7 @@ def bisect_run(folder: Path) -> BisectResult:
     gemms = expected_gemms(session)
 
     def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
-        with blocks.engine_of(model, sidecar, gemms) as (engine, _):
+        with engine_of(model, sidecar, gemms) as (engine, _):
             return engine.run(feeds)
 
     _, encoded = next(iter(session.eval_splits.values()))

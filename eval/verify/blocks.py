@@ -6,11 +6,8 @@ blocks stay in one "stitched" graph, so one engine judges them, and what is insi
 with what) is as in the deployed graph.
 """
 
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,18 +17,13 @@ from onnx import TensorProto, helper
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.family import Family, family_of
-from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.graph.index import module_of, prune
-from qdqbench.quantize.runtime.runner import Engine
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.core.results import EngineResult
-    from qdqbench.quantize.engine.sidecar import Sidecar
-    from qdqbench.quantize.runtime.runner import Engine
 
 EMBEDDINGS, HEAD = "embeddings", "head"
 FLOATS: dict[int, Any] = {
@@ -275,35 +267,3 @@ def _array(value: "torch.Tensor | tuple[torch.Tensor, ...]") -> Float32:
     tensor = value[0] if isinstance(value, tuple) else value
     array: Float32 = tensor.detach().float().cpu().numpy()
     return array
-
-
-@contextmanager
-def engine_of(
-    model: onnx.ModelProto, sidecar: "Sidecar", expected_gemms: Iterable[str] = ()
-) -> "Iterator[tuple[Engine, EngineResult]]":
-    """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
-
-    Args:
-        sidecar: of the deployed engine: its backend and shapes.
-        expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
-
-    Raises:
-        UserError: the builder refuses the graph.
-        MissingDevice: no GPU or library to run it with.
-    """
-
-    names = {node.name for node in model.graph.node}
-    with tempfile.TemporaryDirectory(prefix="qdqbench-blocks-") as name:
-        path, engine = Path(name) / "blocks.onnx", Path(name) / "blocks.engine"
-        path.write_bytes(model.SerializeToString())
-        result = build(
-            path,
-            engine,
-            backend=sidecar.backend,  # type: ignore[arg-type]
-            profiles=sidecar.profiles,
-            expected_gemms=[gemm for gemm in expected_gemms if gemm in names],
-            expected_attention=0,
-            strict=False,
-        )
-        with Engine(engine, path) as loaded:
-            yield loaded, result

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qdqbench.eval.accuracy.logits import read_logits
-from qdqbench.eval.verify.blocks import Uncut, engine_of, reference_blocks, stitch
+from qdqbench.eval.verify.blocks import Uncut, reference_blocks, stitch
 from qdqbench.eval.verify.checks import BlockSums, Cost, check_answers, check_padding, check_shape, failures
+from qdqbench.eval.verify.cut_engine import engine_of
 from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import BlockCheck, ShapeCheck, Verification

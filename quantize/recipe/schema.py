@@ -196,6 +196,25 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
 
 
+def short_yaml(recipe: Recipe) -> str:
+    """YAML with what differs from the defaults; parses back to the same recipe."""
+    data = recipe.model_dump(mode="json", exclude_defaults=True)
+    kept: dict[str, Any] = {"version": recipe.version, "name": recipe.name}
+    # written out though they may be defaults: what the search decided, and what decides about it
+    kept |= {name: data[name] for name in ("description", "model", "precision") if name in data}
+    kept["rules"] = [rule.model_dump(mode="json", exclude_none=True) for rule in recipe.rules]
+    kept["attention"] = recipe.attention
+    if recipe.residual != "fp16":
+        kept["residual"] = recipe.residual
+    kept["calibration"] = recipe.calibration.model_dump(mode="json")
+    kept |= {
+        name: getattr(recipe, name).model_dump(mode="json") for name in ("export", "engine") if name in data
+    }
+    kept["gate"] = recipe.gate.model_dump(mode="json")
+    text: str = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+    return text
+
+
 def _explain(error: ValidationError) -> str:
     parts = []
     for item in error.errors():

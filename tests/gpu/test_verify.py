@@ -75,8 +75,8 @@ def test_bisecting_a_right_engine_finds_nothing(linears):
 
 def test_bisecting_names_the_tensor(linears):
     """The engine is built from a graph with a fault that the reference graph does not have."""
-    from qdqbench.eval.verify import blocks
     from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
+    from qdqbench.eval.verify.cut_engine import engine_of
     from qdqbench.quantize.engine.sidecar import check_sidecar
 
     sidecar = check_sidecar(linears / "engine" / "model.int8.engine")
@@ -89,7 +89,7 @@ def test_bisecting_names_the_tensor(linears):
                 value = numpy_helper.to_array(tensor)
                 changed = (value + 1.0 * np.sign(value)).astype(value.dtype)
                 tensor.CopyFrom(numpy_helper.from_array(changed, FAULTY))
-        with blocks.engine_of(twin, sidecar) as (engine, _):
+        with engine_of(twin, sidecar) as (engine, _):
             return engine.run(feeds)
 
     rng = np.random.default_rng(0)

@@ -16,14 +16,13 @@ from qdqbench.eval.placement.space import (
     make_space,
     ranked_by,
     searched_name,
-    short_yaml,
 )
 from qdqbench.eval.search import start
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes, short_yaml
 from qdqbench.quantize.tasks.task import Task
 
 TASK = Task(name="x", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
