@@ -539,3 +539,15 @@ def test_the_report_shows_it(right: bool, tmp_path: Path) -> None:
         assert ("have NaN or infinite logits" in text) != right
     assert ("This does not hold" in markdown) != right
     assert ("1 / 1" if right else "0 / 1") in page.text
+
+
+def test_the_report_says_why_blocks_were_not_checked(tmp_path: Path) -> None:
+    found = verification(blocks=[], blocks_not_checked="the layers do not end with a LayerNorm")
+    markdown, html = written(sample(verification=found), tmp_path)
+    page = Page(html)
+    assert not page.open
+    for text in (markdown, " ".join(page.text.split())):
+        assert "The blocks were not checked" in text
+        assert "The engine's blocks are not verified, only its answers: the layers do not end" in text
+    assert "All hold." not in markdown[markdown.index("## Engine outputs") :]
+    assert "0 / 0" not in page.text
