@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from qdqbench.quantize.cli import bench, inspect, qat, run, search, sensitivity, train
+from qdqbench.quantize.cli import bench, inspect, run, search, sensitivity, train
 from qdqbench.quantize.core import interrupt
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ app.add_typer(search.cost_app, name="cost")
 app.command()(sensitivity.sensitivity)
 app.command()(sensitivity.methods)
 app.command()(train.finetune)
-app.command()(qat.qat)
+app.command()(run.qat)
 app.command()(train.study)
 
 

@@ -1,9 +1,12 @@
 """Options that several commands share, and what they mean together."""
 
-from collections.abc import Collection
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -92,3 +95,37 @@ def check_out(folder: Path, marker: str, what: str, *, without_marker: Collectio
     there = {path.name for path in folder.iterdir() if path.name[0] != "."} if folder.is_dir() else set()
     if there - {*without_marker} and marker not in there:
         raise UserError(f"{folder} holds other files than {what}; give --out an empty or new folder")
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters are options, one for each field, in their place.
+
+    Args:
+        command: fields of its dataclasses are annotated as parameters of a command are. Two groups of one
+            command must not share a name.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {n: kind for n, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    shown: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            shown.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        told = get_type_hints(groups[name], include_extras=True)
+        for field in dataclasses.fields(groups[name]):
+            default = parameter.empty if field.default is dataclasses.MISSING else field.default
+            shown.append(
+                inspect.Parameter(
+                    field.name, parameter.KEYWORD_ONLY, default=default, annotation=told[field.name]
+                )
+            )
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        command(**given)
+
+    flat.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # what typer reads
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return flat

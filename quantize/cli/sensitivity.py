@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench.quantize.cli import options
-from qdqbench.quantize.cli.groups import grouped
+from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.progress import time_left
 from qdqbench.quantize.cli.terminal import Json, console
 

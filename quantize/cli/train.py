@@ -11,7 +11,7 @@ import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
-from qdqbench.quantize.cli.groups import grouped
+from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.terminal import Json, command_line, console
 
 if TYPE_CHECKING:

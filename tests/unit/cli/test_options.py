@@ -8,8 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qdqbench.quantize.cli.groups import grouped
-from qdqbench.quantize.cli.options import Subject
+from qdqbench.quantize.cli.options import Subject, grouped
 from qdqbench.quantize.core.errors import UserError
 
 got = []
