@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def evaluate(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
     """Write logits and labels of every evaluation split as arrays."""
-
     total, seen = sum(len(encoded.labels) for _, encoded in session.eval_splits.values()), 0
 
     def progress(count: int) -> None:

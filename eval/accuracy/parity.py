@@ -76,7 +76,6 @@ def compare_layers(
     Returns:
         One row per quantized layer; attention tensors and residuals have rows of their own.
     """
-
     forced, boundaries, outputs = force(onnx_model)
     answers = onnx_model.graph.output[0].name
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
@@ -196,7 +195,6 @@ def _recorded(
     model: "PreTrainedModel", quantizers: list[str], others: list[str]
 ) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
     """Inputs of quantizers, and outputs of linears and other modules, while the block runs."""
-
     modules = dict(model.named_modules())
     inputs: dict[str, Float32] = {}
     outputs: dict[str, Float32] = {}

@@ -56,7 +56,6 @@ def predict(  # noqa: PLR0913
 
 def torch_runner(model: "PreTrainedModel") -> Predict:
     """Runner of a PyTorch model, on the device that it is on."""
-
     return lambda batch: forward(model, batch).float().cpu().numpy()
 
 

@@ -94,7 +94,6 @@ class Entry:
 
 def contestants(target: Target, options: Options, backend: str) -> list[BenchContestant]:
     """Who takes part, in the order of tables and charts; `backend` is the engine builder and its version."""
-
     torch = f"torch {importlib.metadata.version('torch')}"
     host = f"onnxruntime {importlib.metadata.version('onnxruntime')}"
     made = "ONNX Runtime CPU" if options.cpu else "engine"
@@ -154,7 +153,6 @@ def profiles_of(target: Target, options: Options, shape: Shape) -> "list[Profile
 
     Real lengths need a range: from the smallest to the largest of the split, best at its median length.
     """
-
     if options.profile == "recipe":
         return engine_profiles(target.session)
     rows, lengths = ([pair[axis] for pair in shape.bound] for axis in (0, 1))
@@ -290,7 +288,6 @@ def _build(
 
     The engine is deleted after the cell or at the end of the bench, unless engines are kept.
     """
-
     session, int8 = target.session, precision == "int8"
     shared = options.profile == "recipe"
     path = session.folder / "bench" / f"{precision}.{'recipe' if shared else shape.stem}.engine"

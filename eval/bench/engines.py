@@ -116,7 +116,6 @@ class Devices:
 
 def gpu_devices() -> Devices:
     """The real ones."""
-
     return Devices(build, Engine, DeviceLane, to_device, CudaTimer())
 
 

@@ -170,7 +170,6 @@ class CudaTimer:
 
     def wall(self, lanes: Sequence[Lane], count: int) -> float:
         """See `Timer`."""
-
         self.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(count):

@@ -160,7 +160,6 @@ def free_memory() -> None:
 
 def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Float32]:
     """PyTorch FP32 on the CPU with the mask, as `HostLane` takes it."""
-
     return lambda batch: forward(model, batch).float().cpu().numpy()
 
 

@@ -159,7 +159,6 @@ def real_split(
     Raises:
         UserError: the data or the tokenizer is not known, or the ids do not fit the model.
     """
-
     session, about = target.session, target.about
     own = about.kind == "run" and session.config.task.name == task
     if data is None and not own:
@@ -205,7 +204,6 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
 
 def _calibrate(session: Session) -> list[Path]:
     """`quantize` on random token ids: any finite scales make the same kernels."""
-
     model = session.new_int8_model()
     family = session.plan.family
     length = min(session.recipe.export.max_length, family.positions(model.config))
@@ -247,7 +245,6 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
 
 def label_count(model: str) -> int:
     """Outputs of the model's head, from its config."""
-
     return int(load_model(model).config.num_labels or 0)
 
 

@@ -98,7 +98,6 @@ class Comparing:
 
     def _cases(self) -> list[_Case]:
         """Sections with their plans; of those that come to the same for this recipe, the first."""
-
         recipe = self.session.recipe
         listed = sections(recipe.calibration, self.methods, self.smooths)
         require_int8(recipe)

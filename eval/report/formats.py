@@ -138,7 +138,6 @@ def first(lines: list[str], count: int, where: str) -> list[str]:
 
 def yaml_text(value: Any) -> str:
     """A value as YAML."""
-
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
 
 

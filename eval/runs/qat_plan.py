@@ -100,7 +100,6 @@ def make_plan(session: Session) -> QatPlan | None:
     Returns:
         The plan in the main process, None in the others.
     """
-
     engine = None
     if leads():
         for stage in ("baseline", "ptq"):
@@ -113,7 +112,6 @@ def make_plan(session: Session) -> QatPlan | None:
 
 def _engine(session: Session) -> tuple[Runs, list[str]]:
     """The engine of the PTQ graph, and the findings of `check`: QAT changes neither."""
-
     folder = session.folder / FOLDER
     folder.mkdir(exist_ok=True)
     shutil.copyfile(session.folder / "calibration.json", folder / "calibration.json")

@@ -87,7 +87,6 @@ def _session(plan: Plan, recipe: Recipe, seed: int) -> Session:
 
 def _row(plan: Plan, recipe: Recipe, model: TrainingRun) -> StudyRow:
     """PTQ and QAT of one recipe and seed; a failure is a result."""
-
     row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
     if model.status == "failed":
         return row

@@ -143,7 +143,6 @@ def _fake_quant(work: Workspace, recipe: Recipe, plan: Plan, fp32: Logits) -> Lo
 
 def _kept(work: Workspace, name: str, make: Callable[[], Logits]) -> Logits:
     """Logits of an interrupted confirmation are used again."""
-
     session = work.session
     task = session.config.task
     data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
@@ -173,7 +172,6 @@ def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Com
 
 def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Latency]) -> Latency:
     """Recipes that differ in their scales alone make the same engine: noise must not tell them apart."""
-
     smooth = sorted((name, plan.scaling_of(name).smooth != "none") for name in plan.int8)
     export = recipe.export.model_dump() if plan.int8 else None
     parts = [sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smooth, export]
@@ -185,7 +183,6 @@ def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, La
 
 def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
     """Logits of the chosen recipe's engine."""
-
     session = work.session
     folder: Path = session.folder / "confirmed"
     graph = export(session, work.recalibrated(recipe, plan), recipe, plan, folder / "model.int8.onnx")

@@ -41,7 +41,6 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
     Raises:
         UserError: a file cannot be written.
     """
-
     trials = trials_of(worker)
     chosen, why = choose(trials, worker.gate)
     judged = Judged(failures=[why]) if chosen is None else _judge(worker, trials, chosen, progress)
@@ -149,7 +148,6 @@ def rule(gate: Any) -> str:
 
 def _chosen_yaml(chosen: Trial) -> str:
     """The recipe with the name of a found one; the given recipe itself keeps its text otherwise."""
-
     recipe = parse_recipe(chosen.recipe or "", "the chosen recipe")
     return short_yaml(recipe.model_copy(update={"name": searched_name(recipe.name)}))
 

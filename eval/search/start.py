@@ -84,7 +84,6 @@ def read_ranking(session: Session, file: Path) -> "Sensitivity":
     Raises:
         UserError: missing, unreadable, or of another model or task.
     """
-
     measured = read_sensitivity(file)
     task = session.config.task.model_dump(mode="json")
     if measured.model["sha256"] != session.model_sha256 or measured.task != task:

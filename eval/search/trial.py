@@ -35,7 +35,6 @@ LEAST_SAMPLES = 32  # below it a drop means nothing
 
 def accuracy(task: Task, reference: Floats, logits: Floats, labels: Any, seed: int) -> Accuracy:
     """Everything that a trial records of its accuracy."""
-
     found = compare(task, reference, logits, labels, seed=seed)
     metric = task.metrics[0]
     return Accuracy(
@@ -103,7 +102,6 @@ class Workspace:
         Raises:
             CheckFailed: NaN or infinity.
         """
-
         size = self.session.config.batch_size
         with on_gpu(model):
             return predict(
@@ -116,7 +114,6 @@ class Workspace:
         Raises:
             UserError, CheckFailed: calibration fails.
         """
-
         if not plan.int8:
             return self.session.fp32_model
         key = plan_key(recipe, plan)
@@ -130,7 +127,6 @@ class Workspace:
 
     def recalibrated(self, recipe: Recipe, plan: Plan) -> "PreTrainedModel":
         """The fake-quant model as `qdqbench run` makes it: calibrated with nothing else in INT8."""
-
         if not plan.int8:
             return self.session.fp32_model
         self._last = None

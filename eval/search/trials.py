@@ -53,7 +53,6 @@ def open_worker(
         MissingDevice: latency can neither be measured nor modelled here.
         UserError: the recipe does not fit, or the study is of other settings.
     """
-
     if options.sensitivity is not None:  # before a study is made for it
         read_ranking(session, options.sensitivity)
     model = session.fp32_model
@@ -75,7 +74,6 @@ def open_worker(
 
 def _settings(session: Session, options: Options, source: Source) -> dict[str, Any]:
     """What the trials of one study have in common; the gate may change, it only chooses."""
-
     recipe, task = session.recipe, session.config.task
     kept = recipe.model_dump(mode="json", exclude={"name", "description", "gate"})
     return {
@@ -257,7 +255,6 @@ def trials_of(worker: Worker) -> list[Trial]:
 
 def _best(worker: Worker) -> str:
     """One clause on the best trial so far."""
-
     chosen, _ = choose(trials_of(worker), worker.gate)
     if chosen is None or chosen.accuracy is None or chosen.latency is None:
         return "none holds the gate yet"

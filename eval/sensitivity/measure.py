@@ -79,7 +79,6 @@ class Measurement:
     @functools.cached_property
     def found(self) -> Choices:
         """Candidates."""
-
         model = self.session.fp32_model
         return choices(self.session.recipe, module_table(model), model.base_model_prefix)
 

@@ -28,7 +28,6 @@ from qdqbench.quantize.runtime.runner import EngineRunner
 
 def build(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
-
     settings = session.recipe.engine
     folder = session.folder / "engine"
     path = folder / graph_path(session).with_suffix(".engine").name
@@ -58,7 +57,6 @@ def build(session: Session) -> list[Path]:
 
 def verify(session: Session) -> list[Path]:
     """Judge what the engine computes where a GPU runs it, or record why not."""
-
     reason, found = cannot_run(session), None
     if reason is None:
         try:
@@ -70,7 +68,6 @@ def verify(session: Session) -> list[Path]:
 
 def cannot_run(session: Session) -> str | None:
     """Why the engine of this run cannot run here, or None."""
-
     built, gpu = read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
@@ -103,7 +100,6 @@ def engine(session: Session) -> list[Path]:
 
 def _run_engine(session: Session) -> list[Path]:
     """Logits of the engine, and a record of its memory."""
-
     folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
     detail = f"{built.backend} {built.version} on {gpu.name if gpu else 'an unknown GPU'}"

@@ -34,7 +34,6 @@ PARITY_SAMPLES, PARITY_BATCH = 64, 16
 
 def embedded(session: Session) -> list[Path]:
     """Generate the default task and train its small BERT."""
-
     run = write_embedded(
         session.folder / "embedded",
         seed=session.config.seed,
@@ -75,7 +74,6 @@ def ptq(session: Session) -> list[Path]:
 
 def qat(session: Session) -> list[Path]:
     """Train the fake-quant model."""
-
     return train(session)
 
 
@@ -106,7 +104,6 @@ def export(session: Session) -> list[Path]:
 
 def check(session: Session) -> list[Path]:
     """Check the graph that will be built, against the recipe."""
-
     report = check_file(graph_path(session), expected_quantized=expected_modules(session))
     path = session.folder / "check.json"
     files.write_json(path, to_json(report))
@@ -125,7 +122,6 @@ def parity(session: Session) -> list[Path]:
 
 def onnxruntime(session: Session) -> list[Path]:
     """Evaluate the exported graph in ONNX Runtime."""
-
     return [evaluate(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
 
 
@@ -137,7 +133,6 @@ def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> P
 
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     """A seeded draw in random order, so that the batches are padded."""
-
     _, encoded = next(iter(session.eval_splits.values()))
     count = len(encoded.labels)
     order = np.random.default_rng(session.config.seed).permutation(count)[:PARITY_SAMPLES]

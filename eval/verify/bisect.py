@@ -276,7 +276,6 @@ def _error_text(row: TensorError) -> str:
 
 def run_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
     """All outputs of a graph in ONNX Runtime without optimizations."""
-
     session = session_of(model.SerializeToString(), "the cut graph")
     names = [value.name for value in model.graph.output]
     wanted = {value.name for value in model.graph.input}

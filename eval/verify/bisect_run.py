@@ -27,7 +27,6 @@ def bisect_run(folder: Path) -> BisectResult:
         MissingDevice: no GPU, or no library to run engines with.
         UserError: no run directory, no engine in it, or one that is not for this machine.
     """
-
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if find_gpu() is None:

@@ -191,7 +191,6 @@ def reference_blocks(
     Returns:
         By block name: "embeddings", "layer.0", ..., "head".
     """
-
     found: dict[str, BlockTensors] = {}
     twins = dict(unquantized.named_modules()) if unquantized is not None else {}
     hooks = []

@@ -115,7 +115,6 @@ def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[Case]:
 
 def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
     """int64 [B, L] arrays of a case."""
-
     _, batch = encoded.batch(case.rows, pad_id)
     return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
 
@@ -157,7 +156,6 @@ def verify_engine(session: "Session") -> Verification:
         MissingDevice: no GPU or library to run it with.
         UserError: the engine is not for this machine, not of this run's ONNX file, or takes no sample.
     """
-
     built = read_built(session.folder)
     if isinstance(built, Skipped):
         raise MissingDevice(f"no engine was built: {built.skipped}")
@@ -205,7 +203,6 @@ def verify_engine(session: "Session") -> Verification:
 
 def _data(session: "Session", longest: int) -> _Data:
     """Logits that earlier stages left, and a seeded draw of the samples that fit the engine."""
-
     split, (_, encoded) = next(iter(session.eval_splits.items()))
     name = "fake_quant" if session.recipe.quantizes else "fp32"
     reference, labels = read_logits(session.folder / "logits" / f"{name}.npz")
@@ -239,7 +236,6 @@ def _run_rows(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session
 
 def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
-
     family = session.plan.family
     stitched = stitch(read_model(graph_path(session)), family)
     half = np.dtype(np.float16) in stitched.types.values()

@@ -133,7 +133,6 @@ def _some(batches: "Iterable[Batch]") -> "Iterator[Batch]":
 
 def _calls(model: "PreTrainedModel", first: Any, batches: "Iterable[Batch]") -> list[Call]:
     """Arguments of the first layer for every batch."""
-
     calls: list[Call] = []
     hook = first.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True

@@ -27,7 +27,6 @@ PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Versions, hardware and the code's git hash: what a number is worth nothing without."""
-
     versions = {}
     for name in PACKAGES:
         try:

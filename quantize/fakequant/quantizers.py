@@ -115,7 +115,6 @@ def kind_of(name: str) -> Kind:
 @contextmanager
 def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
     """Run the model unquantized; without an amax ModelOpt would quantize by each batch's own range."""
-
     enabled = list(enabled_quantizers(model).values())
     for quantizer in enabled:
         quantizer.disable()

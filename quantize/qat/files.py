@@ -26,7 +26,6 @@ def write_trained(
     session: Session, model: "PreTrainedModel", record: CalibrationRecord, run: TrainingRun
 ) -> list[Path]:
     """Write model, record and training log, and prove that they rebuild the trained model."""
-
     folder = session.folder / QAT
     trained = trained_record(model, record)
     with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
@@ -51,7 +50,6 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
     Raises:
         CheckFailed: an amax that is no longer plausible.
     """
-
     states = {}
     for name, quantizer in enabled_quantizers(model).items():
         known = record.quantizers[name]
@@ -64,7 +62,6 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
 
 def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:
     """An ordinary Hugging Face folder: no quantizers, no smoothing factors in the weights, no copies."""
-
     plain = session.new_model()
     weights = merge(take_back(model, record.smoothing), record.splits, family_of(model.config))
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})

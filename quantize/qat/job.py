@@ -70,7 +70,6 @@ def new_job(
 
 def training_data(session: Session, settings: Qat) -> tuple[TrainingData, str]:
     """The train split, tokenized and divided, and its fingerprint."""
-
     task = session.config.task
     split = session.split(task.train_split, limit=None)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 def qat(session: Session) -> list[Path]:
     """The stage: train, and write `qat/`."""
-
     if session.accelerator is None and launched() > 1:
         raise UserError(
             f"{launched()} processes would each go through this run; under a launcher use `-m qdqbench qat`"

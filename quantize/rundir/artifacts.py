@@ -34,13 +34,11 @@ def expected_modules(session: Session) -> set[str]:
 
 def expected_gemms(session: Session) -> list[str]:
     """ONNX MatMul and Gemm nodes that must run in INT8."""
-
     modules = expected_modules(session)
     return [name for name in gemm_names(graph_path(session)) if module_of(name) in modules]
 
 
 def engine_profiles(session: Session) -> list[Any]:
     """Optimization profiles of the recipe."""
-
     bounds = (zip(each.batch, each.length, strict=True) for each in session.recipe.engine.profiles)
     return [Profile(*sizes) for sizes in bounds]

@@ -70,7 +70,6 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
 
 def expectations(target: Target) -> tuple[list[str] | None, int]:
     """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
-
     if target.onnx is None or target.recipe is None:
         return None, 0
     if not load_recipe(target.recipe).quantizes:
@@ -139,7 +138,6 @@ def measure_times(target: Target, batch: int | None, length: int | None) -> tupl
 
 def _run(folder: Path) -> Target:
     """A run directory, whose engine must be of its present graph."""
-
     session = Session(read_config(folder), folder)
     built = read_built(folder)
     if isinstance(built, Skipped):
@@ -187,7 +185,6 @@ def _engine(path: Path) -> Target:
 
 def _engine_layers(path: Path, sidecar: Any) -> list[LayerRow]:
     """The saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
-
     own, folder = path.with_suffix(".layers.json"), path.resolve().parent
     if own.is_file():
         return read_table(own)
@@ -206,7 +203,6 @@ def _engine_layers(path: Path, sidecar: Any) -> list[LayerRow]:
 
 def _inspector_layers(path: Path, sidecar: Any) -> list[LayerRow]:
     """Load the engine and ask its inspector."""
-
     check_sidecar(path)
     backend = trt.choose_backend(sidecar.backend)
     with log.capture(backend.module) as (logger, _):

@@ -118,7 +118,6 @@ class Session:
 
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
-
         model = load_model(self.model_name, self.config.revision, self.config.task.kind)
         config = model.config
         require_fit(self.recipe, self.model_name, config)
@@ -129,7 +128,6 @@ class Session:
 
     def new_int8_model(self) -> "PreTrainedModel":
         """A fresh FP32 model with the activation that the recipe's INT8 graph computes."""
-
         model = self.new_model()
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, self.model_name)
@@ -143,20 +141,17 @@ class Session:
     @functools.cached_property
     def plan(self) -> "Plan":
         """The recipe resolved for this model."""
-
         model = self.fp32_model
         return resolve(self.recipe, module_table(model), model.base_model_prefix)
 
     def new_ptq_model(self) -> "PreTrainedModel":
         """The calibrated fake-quant model, rebuilt from calibration.json."""
-
         model = self.new_int8_model()
         ptq.restore(model, self.plan, read_record(self.folder / "calibration.json"))
         return model
 
     def new_qat_model(self) -> "PreTrainedModel":
         """The trained fake-quant model, rebuilt from the files of the QAT stage."""
-
         name = str(self.folder / QAT / "model")
         model = load_model(name, kind=self.config.task.kind)
         if self.recipe.export.gelu == "tanh":
@@ -176,14 +171,12 @@ class Session:
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None) -> "Split":
         """A split of the run's data, and its notes."""
-
         split = load_split(self.config.task, self.data_source, name, limit=limit, seed=seed)
         self.notes += [note for note in split.notes if note not in self.notes]
         return split
 
     def calibration_batches(self) -> "CalibrationBatches":
         """The draw of the recipe's calibration section."""
-
         settings = self.recipe.calibration
         split = self.split(settings.split, limit=settings.samples, seed=settings.seed)
         return CalibrationBatches(
@@ -198,7 +191,6 @@ class Session:
     @functools.cached_property
     def eval_splits(self) -> "dict[str, tuple[Split, Encoded]]":
         """Evaluation splits with their tokens (MNLI has two)."""
-
         task, found = self.config.task, {}
         for name in task.eval_splits:
             split = self.split(name, limit=self.config.limit)

@@ -185,7 +185,6 @@ def _one(request: Request, data: _Data, settings: Training, accelerator: "Accele
 
 def _identity(request: Request, data: _Data, settings: Training) -> dict[str, Any]:
     """What makes two runs the same; JSON values."""
-
     return {
         "job": "finetune",
         **made_with(),

@@ -245,7 +245,6 @@ def _advance(
 
 def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Ints) -> Any:
     """Gradient of the mean loss over a global batch; returns this process's part of that mean."""
-
     world = accelerator.num_processes
     parts = shares(rows, accelerator.process_index, world, job.settings.accumulate)
     weight = float(accelerator.process_index < len(rows)) / len(rows)  # 0 for a row that another process has
