@@ -18,7 +18,7 @@ from qdqbench.eval.bench.lanes import (
     random_sets,
     to_device,
 )
-from qdqbench.eval.bench.loop import Contestant, Lane, Timer
+from qdqbench.eval.bench.loop import Contestant, Lane
 from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import RealSplit, Target
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
@@ -160,12 +160,8 @@ def profiles_of(target: Target, options: Options, shape: Shape) -> "list[Profile
         only = shape.bound[0]
         return [Profile(min=only, opt=only, max=only)]
     middle = sorted(batch["input_ids"].shape[1] for batch in shape.real.batches)
-    span = Profile(
-        min=(min(rows), min(lengths)),
-        opt=(max(rows), middle[len(middle) // 2]),
-        max=(max(rows), max(lengths)),
-    )
-    return [span]
+    opt = (max(rows), middle[len(middle) // 2])
+    return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]
 
 
 def _device_maker(
@@ -209,7 +205,8 @@ def _device_maker(
                 forward, batch, length, inputs=names, how=how, stream=stream
             )
         )
-        return _entry(about, made, timer, BenchRow(contestant=about.name, status="done", detail=detail))
+        row = BenchRow(contestant=about.name, status="done", detail=detail)
+        return Entry(row, Contestant(about.name, about.precision, made, timer))
 
     def engine(about: BenchContestant) -> Entry:
 
@@ -230,7 +227,7 @@ def _device_maker(
             engine_bytes=loaded.memory.engine_bytes,
             activation_bytes=loaded.memory.activation_bytes,
         )
-        return _entry(about, made, timer, row, built.layers)
+        return Entry(row, Contestant(about.name, about.precision, made, timer), built.layers)
 
     return make
 
@@ -246,7 +243,7 @@ def _host_maker(target: Target, options: Options, shape: Shape) -> Callable[[Ben
             model = peers.sdpa_model(target.session.new_model(), "fp32", "cpu")
             run, detail = peers.torch_cpu(model), "eager, SDPA, with the mask"
         row = BenchRow(contestant=about.name, status="done", detail=detail)
-        return _entry(about, [HostLane(run, sets)], WallTimer(), row)
+        return Entry(row, Contestant(about.name, about.precision, [HostLane(run, sets)], WallTimer()))
 
     return make
 
@@ -255,16 +252,6 @@ def _how(bound: Any) -> str:
     """How a bound inference runs."""
     detail: str | None = getattr(bound, "detail", None)
     return detail or ("CUDA graph" if bound.captured else "no CUDA graph")
-
-
-def _entry(
-    about: BenchContestant,
-    lanes: Sequence[Lane],
-    timer: Timer,
-    row: BenchRow,
-    layers: "list[LayerRow] | None" = None,
-) -> Entry:
-    return Entry(row, Contestant(about.name, about.precision, lanes, timer), layers or [])
 
 
 def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:

@@ -23,8 +23,9 @@ from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.train.loop import evaluation_steps, measure_steps, total_steps
+from qdqbench.quantize.train.loop import measure_steps
 from qdqbench.quantize.train.processes import group, leads, matrix_products, new_accelerator, precision_here
+from qdqbench.quantize.train.rows import evaluation_steps, total_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -115,13 +116,8 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
     folder = session.folder / FOLDER
     folder.mkdir(exist_ok=True)
     shutil.copyfile(session.folder / "calibration.json", folder / "calibration.json")
-    config = session.config.model_copy(
-        update={
-            "recipe": session.recipe.ptq,
-            "model": session.model_name,
-            "data": session.data_source,
-        }
-    )
+    update = {"recipe": session.recipe.ptq, "model": session.model_name, "data": session.data_source}
+    config = session.config.model_copy(update=update)
     ptq = Session(config, folder)
     stages.export(ptq)
     stages.check(ptq)

@@ -186,3 +186,15 @@ def _together(accelerator: "Accelerator", folder: Path, work: Callable[[], Any] 
         raise UserError(
             f"checkpoints cannot be written into {folder} ({text}); make room or choose another --out"
         )
+
+
+def load_best(checkpoint: Path, model: Any) -> None:
+    """Give a model the weights of a checkpoint, in place.
+
+    Raises:
+        UserError: as `require_whole`.
+    """
+    from safetensors.torch import load_model
+
+    require_whole(checkpoint)
+    load_model(model, checkpoint / WEIGHTS)

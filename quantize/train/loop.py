@@ -22,7 +22,14 @@ from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks.rows import Ints
 from qdqbench.quantize.train import checkpoints
 from qdqbench.quantize.train.processes import matrix_products, precision_here
-from qdqbench.quantize.train.rows import TrainingData, epoch_batches, shares, steps_per_epoch
+from qdqbench.quantize.train.rows import (
+    TrainingData,
+    epoch_batches,
+    evaluation_steps,
+    shares,
+    steps_per_epoch,
+    total_steps,
+)
 from qdqbench.quantize.train.state import Judged, State
 
 if TYPE_CHECKING:
@@ -66,18 +73,6 @@ class Outcome:
     stopped: str | None  # why before the last step
 
 
-def total_steps(data: TrainingData, settings: Training) -> int:
-    """Optimizer steps of a run."""
-    steps = max(1, round(settings.epochs * steps_per_epoch(data, settings.batch_size)))
-    return min(steps, settings.max_steps or steps)
-
-
-def evaluation_steps(steps: int, evaluations: int) -> set[int]:
-    """Steps after which the model is judged: evenly spread, the last one included."""
-    count = min(evaluations, steps)
-    return {round(steps * (number + 1) / count) for number in range(count)}
-
-
 def train(job: Job, accelerator: "Accelerator") -> Outcome:
     """Train a model, or go on with a run that was killed.
 
@@ -116,7 +111,7 @@ def _train(job: Job, accelerator: "Accelerator") -> Outcome:
         _advance(job, accelerator, (model, optimizer, scheduler), state, until)
         _judge(job, accelerator, state)
         stopped = state.ends(settings)
-    _load_best(checkpoints.at(job.folder, state.best_step), job.model)
+    checkpoints.load_best(checkpoints.at(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # its forward is no longer under autocast
     return Outcome(
         steps=state.step,
@@ -300,10 +295,3 @@ def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
     job.report(row, total_steps(job.data, job.settings))
     identity = _identity(job, accelerator)
     checkpoints.save(job.folder, state.step, accelerator, identity=identity, state=asdict(state))
-
-
-def _load_best(checkpoint: Path, model: Any) -> None:
-    from safetensors.torch import load_model
-
-    checkpoints.require_whole(checkpoint)
-    load_model(model, checkpoint / checkpoints.WEIGHTS)

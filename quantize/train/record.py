@@ -10,9 +10,9 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import Spread, TrainingRun
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.train.loop import Outcome, total_steps
+from qdqbench.quantize.train.loop import Outcome
 from qdqbench.quantize.train.processes import precision_here
-from qdqbench.quantize.train.rows import TrainingData
+from qdqbench.quantize.train.rows import TrainingData, total_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks.rows import Batch, Encoded, Ints
 
 MOST_HELD_OUT = 1000
@@ -75,3 +76,15 @@ def shares(rows: Ints, rank: int, world: int, accumulate: int) -> list[Ints]:
 def steps_per_epoch(data: TrainingData, batch_size: int) -> int:
     """Optimizer steps of a whole epoch."""
     return -(-len(data.rows) // batch_size)
+
+
+def total_steps(data: TrainingData, settings: Training) -> int:
+    """Optimizer steps of a run."""
+    steps = max(1, round(settings.epochs * steps_per_epoch(data, settings.batch_size)))
+    return min(steps, settings.max_steps or steps)
+
+
+def evaluation_steps(steps: int, evaluations: int) -> set[int]:
+    """Steps after which the model is judged: evenly spread, the last one included."""
+    count = min(evaluations, steps)
+    return {round(steps * (number + 1) / count) for number in range(count)}

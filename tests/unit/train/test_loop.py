@@ -21,9 +21,9 @@ from qdqbench.quantize.recipe.training import Distill, Training
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.train import checkpoints, finetune, processes
 from qdqbench.quantize.train.judge import collapsed
-from qdqbench.quantize.train.loop import evaluation_steps, total_steps, train
+from qdqbench.quantize.train.loop import train
 from qdqbench.quantize.train.processes import new_accelerator
-from qdqbench.quantize.train.rows import divide, epoch_batches, shares
+from qdqbench.quantize.train.rows import divide, epoch_batches, evaluation_steps, shares, total_steps
 
 from ...support import tiny_training as tiny
 
