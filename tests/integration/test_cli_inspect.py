@@ -12,7 +12,7 @@ import pytest
 
 from qdqbench.eval.verify import bisect, bisect_run
 from qdqbench.quantize.core.gpu import Gpu
-from qdqbench.quantize.engine import backend, build, sidecar
+from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine.layers import read_table
 from qdqbench.quantize.rundir import inspected
 
@@ -281,7 +281,7 @@ H200 = Gpu("NVIDIA H200", "8.9", "580.1")
 
 def test_the_inspector_reads_an_engine_without_a_table(lone_engine, a_run, qdqbench, monkeypatch):
     rows, asked = read_table(a_run / "layers.json"), []
-    for module in (inspected, build, backend):
+    for module in (inspected, sidecar, backend):
         monkeypatch.setattr(module, "find_gpu", lambda: H200)
     monkeypatch.setattr(
         backend, "inspect_engine", lambda *given: asked.append(given[2]) or inspector_json(rows)
