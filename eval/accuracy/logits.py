@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
 
 
-def evaluate(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
+def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
     """Write logits and labels of every evaluation split as arrays."""
     total, seen = sum(len(encoded.labels) for _, encoded in session.eval_splits.values()), 0
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from qdqbench.eval.api.runs import DEFAULT_RECIPE, silent
-from qdqbench.eval.bench.cell import Options
+from qdqbench.eval.bench.cell import BenchOptions
 from qdqbench.eval.bench.peers import COMPILE_MODES
 from qdqbench.eval.bench.report import write_bench_reports
-from qdqbench.eval.bench.results import FILE, Bench, write_bench
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, real_split, run_target
 from qdqbench.eval.runs.report import refresh_reports
@@ -95,7 +95,7 @@ def bench(  # noqa: PLR0913
         real = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
     lengths = tuple(dict.fromkeys(length or (128,)))
     check_lengths(chosen, lengths)
-    options = Options(
+    options = BenchOptions(
         batches=tuple(dict.fromkeys(batch or (DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES))),
         lengths=lengths,
         real=real,
@@ -116,7 +116,7 @@ def bench(  # noqa: PLR0913
         chosen,
         options,
         command=command,
-        save=lambda result: write_bench(folder / FILE, result),
+        save=lambda result: write_bench(folder / BENCH_FILE, result),
         announce=progress,
     )
     refreshed, why = refresh_reports(folder)

@@ -13,9 +13,9 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.check.check import CheckReport, check_file
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import prepare, use_tanh_gelu
+from qdqbench.quantize.encoders.load import prepare_model, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.graph.export import ExportSettings, trace, write
+from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
@@ -80,7 +80,7 @@ def quantize(
     if not chosen.quantizes:
         raise UserError(f"recipe {chosen.name} quantizes nothing; give one with INT8 rules")
     require_fit(chosen, type(model).__name__, model.config)
-    twin = prepare(copy.deepcopy(model))
+    twin = prepare_model(copy.deepcopy(model))
     if chosen.export.gelu == "tanh":
         use_tanh_gelu(twin, type(model).__name__)
     plan = resolve(chosen, module_table(twin), twin.base_model_prefix)
@@ -100,7 +100,7 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
     recipe, notes = quantized.recipe, list[str]()
     settings = ExportSettings.of(recipe, weight_form(recipe))
     traced = trace(quantized.model, recipe.export.opset)
-    write(traced, quantized.plan, settings, Path(path), notes)
+    write_graph(traced, quantized.plan, settings, Path(path), notes)
     return Exported(Path(path), notes)
 
 

@@ -24,7 +24,7 @@ from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 
 DEFAULT_RECIPE = "bert-int8-linears"
-Progress = Callable[[StageProgress], None]
+StageCallback = Callable[[StageProgress], None]
 
 
 def silent(now: Any) -> None:
@@ -55,7 +55,7 @@ def run(  # noqa: PLR0913
     batch_size: int = 32,
     seed: int = 0,
     limit: int | None = None,
-    progress: Progress = silent,
+    progress: StageCallback = silent,
 ) -> Results:
     """The main job: recipe and model in, engine and report out. A gate that fails is in the results.
 
@@ -105,14 +105,14 @@ def run_folder(config: RunConfig, out: str | Path | None) -> Path:
 
 
 def start(
-    config: RunConfig, folder: Path, until: str | None = None, progress: Progress = silent
+    config: RunConfig, folder: Path, until: str | None = None, progress: StageCallback = silent
 ) -> "Results | Proof | None":
     """Open a run directory for what was asked, and take it up to a stage as `resume` does."""
     return _go(open_run(config, folder), until, progress)
 
 
 def resume(
-    folder: str | Path, until: str | None = None, progress: Progress = silent
+    folder: str | Path, until: str | None = None, progress: StageCallback = silent
 ) -> "Results | Proof | None":
     """Take a run directory up to a stage; what has not changed is reused.
 
@@ -131,7 +131,7 @@ def resume(
     return _go(_opened(folder), until, progress)
 
 
-def evaluate(folder: str | Path, progress: Progress = silent) -> "Evaluation":
+def evaluate(folder: str | Path, progress: StageCallback = silent) -> "Evaluation":
     """Accuracy of every stage of a run directory, beside FP32.
 
     Raises:
@@ -142,7 +142,7 @@ def evaluate(folder: str | Path, progress: Progress = silent) -> "Evaluation":
     return Evaluation(stages=stage_results(session))
 
 
-def build(folder: str | Path, progress: Progress = silent) -> "Proof":
+def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
     """Build the engine of a run directory, prove what it runs in INT8, and judge its outputs on a GPU.
 
     An engine that is not proven, or is wrong, is in the result.
@@ -182,7 +182,7 @@ def _opened(folder: str | Path) -> Session:
     return Session(read_config(Path(folder)), Path(folder))
 
 
-def _go(session: Session, until: str | None, progress: Progress) -> Results | Proof | None:
+def _go(session: Session, until: str | None, progress: StageCallback) -> Results | Proof | None:
     results = run_until(session, until, follow(session, progress))
     if until not in ("build", "verify"):
         return results

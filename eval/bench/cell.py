@@ -39,7 +39,7 @@ REFERENCES = (TORCH_FP32, "fp32", "fp16")  # whose logits are trusted, best firs
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What the user asked for."""
 
     batches: tuple[int, ...]
@@ -60,7 +60,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CellShape:
     """One cell to measure: a fixed shape, or a split with its real lengths."""
 
     batch: int
@@ -92,7 +92,7 @@ class Entry:
     layers: "list[LayerRow]" = field(default_factory=list)
 
 
-def contestants(target: Target, options: Options, backend: str) -> list[BenchContestant]:
+def contestants(target: Target, options: BenchOptions, backend: str) -> list[BenchContestant]:
     """Who takes part, in the order of tables and charts; `backend` is the engine builder and its version."""
     torch = f"torch {importlib.metadata.version('torch')}"
     host = f"onnxruntime {importlib.metadata.version('onnxruntime')}"
@@ -120,7 +120,11 @@ def contestants(target: Target, options: Options, backend: str) -> list[BenchCon
 
 
 def prepare(
-    target: Target, options: Options, shape: Shape, listed: Sequence[BenchContestant], stack: ExitStack
+    target: Target,
+    options: BenchOptions,
+    shape: CellShape,
+    listed: Sequence[BenchContestant],
+    stack: ExitStack,
 ) -> list[Entry]:
     """Bind every contestant to a shape; `stack` holds what must be freed after the cell.
 
@@ -148,7 +152,7 @@ def prepare(
     return entries
 
 
-def profiles_of(target: Target, options: Options, shape: Shape) -> "list[Profile]":
+def profiles_of(target: Target, options: BenchOptions, shape: CellShape) -> "list[Profile]":
     """The optimization profiles of a cell's engines: exactly its shape, or the recipe's.
 
     Real lengths need a range: from the smallest to the largest of the split, best at its median length.
@@ -165,7 +169,7 @@ def profiles_of(target: Target, options: Options, shape: Shape) -> "list[Profile
 
 
 def _device_maker(
-    target: Target, options: Options, shape: Shape, stack: ExitStack
+    target: Target, options: BenchOptions, shape: CellShape, stack: ExitStack
 ) -> Callable[[BenchContestant], Entry]:
     batches = [to_device(batch) for batch in _batches(target, options, shape)]
     timer = CudaTimer()
@@ -232,7 +236,9 @@ def _device_maker(
     return make
 
 
-def _host_maker(target: Target, options: Options, shape: Shape) -> Callable[[BenchContestant], Entry]:
+def _host_maker(
+    target: Target, options: BenchOptions, shape: CellShape
+) -> Callable[[BenchContestant], Entry]:
     batches = _batches(target, options, shape)
     sets = [batches] if shape.real else [[batch] for batch in batches]
 
@@ -254,7 +260,7 @@ def _how(bound: Any) -> str:
     return detail or ("CUDA graph" if bound.captured else "no CUDA graph")
 
 
-def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:
+def _batches(target: Target, options: BenchOptions, shape: CellShape) -> list[Batch]:
     """Random input sets of a fixed shape, or the split's batches."""
     if shape.real:
         return shape.real.batches
@@ -269,7 +275,7 @@ def _batches(target: Target, options: Options, shape: Shape) -> list[Batch]:
 
 
 def _build(
-    target: Target, options: Options, shape: Shape, precision: str, stack: ExitStack
+    target: Target, options: BenchOptions, shape: CellShape, precision: str, stack: ExitStack
 ) -> "tuple[Path, EngineResult]":
     """Build a twin's engine; for the recipe's shapes once for all cells. Its layer table stays behind.
 

@@ -6,7 +6,7 @@ from typing import Any
 from qdqbench.eval.bench.results import Bench, BenchCell, row_of, speedup_of
 from qdqbench.eval.report import svg
 
-STYLES = {  # colour is never the only difference
+CONTESTANT_STYLES = {  # colour is never the only difference
     "int8": (svg.BLUE, "o"),
     "fp16": (svg.ORANGE, "s"),
     "fp32": (svg.MUTED, "X"),
@@ -14,7 +14,7 @@ STYLES = {  # colour is never the only difference
     "torch-fp16": (svg.GREEN, "^"),
     "compile-fp16": (svg.PURPLE, "D"),
 }
-DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
+STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
 Points = list[tuple[int, float]]  # place of the batch on the axis, value
 
 
@@ -35,14 +35,14 @@ def speedup_svg(bench: Bench) -> str:
     """Speed-up over the FP16 twin by batch with its 95% interval; one panel per length; may be empty."""
 
     def draw(axes: Any, cells: list[BenchCell]) -> None:
-        axes.axhline(1, **svg.LIMIT, label="as fast as FP16")
+        axes.axhline(1, **svg.LIMIT_LINE, label="as fast as FP16")
         for about in bench.contestants:
             found = [(place, speedup_of(cell, about.name, "fp16")) for place, cell in enumerate(cells)]
             points = [(place, ratio.value) for place, ratio in found if ratio is not None]
             _line(axes, about.name, about.label, points)
             for place, ratio in found:
                 if ratio is not None and ratio.low is not None and ratio.high is not None:
-                    colour = STYLES[about.name][0]
+                    colour = CONTESTANT_STYLES[about.name][0]
                     axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
         axes.set_ylim(bottom=0)
 
@@ -64,10 +64,12 @@ def throughput_svg(bench: Bench) -> str:
             for number, streams in enumerate(bench.settings.streams):
                 points = _points(rate(cell, about.name, streams) for cell in cells)
                 label = "_" if number else about.label  # matplotlib leaves it out of the legend
-                _line(axes, about.name, label, points, DASHES[number % len(DASHES)])
+                _line(axes, about.name, label, points, STREAM_DASHES[number % len(STREAM_DASHES)])
         for number, streams in enumerate(bench.settings.streams):
             text = f"{streams} stream{'s' if streams > 1 else ''}"
-            axes.plot([], [], color=svg.MUTED, linestyle=DASHES[number % len(DASHES)], label=text)
+            axes.plot(
+                [], [], color=svg.MUTED, linestyle=STREAM_DASHES[number % len(STREAM_DASHES)], label=text
+            )
         svg.log_scale(axes, number=",.0f")
 
     if not any(row.throughput for cell in bench.cells for row in cell.rows):
@@ -98,9 +100,9 @@ def _points(values: Iterable[float | None]) -> Points:
     return [(place, value) for place, value in enumerate(values) if value is not None]
 
 
-def _line(axes: Any, name: str, label: str, points: Points, style: Any = DASHES[0]) -> None:
+def _line(axes: Any, name: str, label: str, points: Points, style: Any = STREAM_DASHES[0]) -> None:
     if not points:
         return
     places, heights = zip(*points, strict=True)
-    colour, marker = STYLES[name]
+    colour, marker = CONTESTANT_STYLES[name]
     axes.plot(places, heights, color=colour, marker=marker, markersize=4.5, linestyle=style, label=label)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import pynvml
 
-INTERVAL_S = 0.1
+CLOCK_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Sample:
+class Reading:
     """One reading; what the GPU does not tell is None."""
 
     time: float  # time.time()
@@ -34,7 +34,7 @@ class Clocks:
     temperature_c: float | None = None
 
 
-def medians(samples: Iterable[Sample], windows: Sequence[tuple[float, float]]) -> Clocks:
+def medians(samples: Iterable[Reading], windows: Sequence[tuple[float, float]]) -> Clocks:
     """Medians of the samples that fall into any window (start, end), in seconds of time.time()."""
     inside = [s for s in samples if any(start <= s.time <= end for start, end in windows)]
 
@@ -53,7 +53,7 @@ class GpuMonitor:
     """
 
     def __init__(self, gpu_uuid: str | None) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[Reading] = []
         self.reason: str | None = None
         self._uuid = gpu_uuid
         self._ended = threading.Event()
@@ -100,8 +100,8 @@ class GpuMonitor:
             power = self._number(lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000)  # of milliwatts
             heat = self._number(lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
             if (clock, power, heat) != (None, None, None):
-                self.samples.append(Sample(now, clock, power, heat))
-            self._ended.wait(INTERVAL_S)
+                self.samples.append(Reading(now, clock, power, heat))
+            self._ended.wait(CLOCK_INTERVAL_S)
 
     def _number(self, ask: Callable[[], float]) -> float | None:
         """None is what this GPU does not tell."""

@@ -20,9 +20,9 @@ from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import build, gemm_names, require_int8
-from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.engine.sidecar import sidecar_path
-from qdqbench.quantize.graph.export import ExportSettings, trace, write
+from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.core.results import EngineResult
     from qdqbench.quantize.engine.profiles import Profile
 
-INPUT_SETS = 4
+SEARCH_INPUT_SETS = 4
 ROUNDS, SECONDS = 8, 0.4  # rounds are balanced for two contestants; seconds for each of them
 Shape = tuple[int, int]  # batch, length
 
@@ -54,7 +54,7 @@ class Latency(Strict):
 
 
 @dataclass(frozen=True)
-class Exported:
+class ReadyGraph:
     """A graph that is ready to be built."""
 
     path: Path
@@ -62,19 +62,19 @@ class Exported:
     attention: int  # attentions that must run in INT8
 
 
-def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path) -> Exported:
+def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path) -> ReadyGraph:
     """Write the typed graph of a recipe's model: INT8, or the FP16 twin where the plan has no INT8.
 
     Raises:
         UserError, CheckFailed: the export fails.
     """
     settings = ExportSettings.of(recipe, weight_form(session.recipe))
-    write(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
+    write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
-    return Exported(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))
+    return ReadyGraph(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))
 
 
-def build_and_prove(session: Session, exported: Exported, path: Path) -> Path:
+def build_and_prove(session: Session, exported: ReadyGraph, path: Path) -> Path:
     """Build an engine that is kept, and hold it to INT8.
 
     Raises:
@@ -88,7 +88,7 @@ def build_and_prove(session: Session, exported: Exported, path: Path) -> Path:
 def _build(
     builder: "Callable[..., EngineResult]",
     session: Session,
-    exported: Exported,
+    exported: ReadyGraph,
     path: Path,
     profiles: "Sequence[Profile]",
 ) -> "EngineResult":
@@ -163,7 +163,9 @@ class EngineTimer:
         self.devices = devices or gpu_devices()
         # each profile has kernels of its own, so those that take none of the shapes only cost time to build
         known = engine_profiles(session)
-        self.profiles = [known[index] for index in sorted({choose(known, *shape) for shape in self.shapes})]
+        self.profiles = [
+            known[index] for index in sorted({choose_profile(known, *shape) for shape in self.shapes})
+        ]
         vocabulary = int(session.fp32_model.config.vocab_size)
         self._inputs = {
             (batch, length): [
@@ -173,7 +175,7 @@ class EngineTimer:
                     batch=batch,
                     length=length,
                     vocabulary=vocabulary,
-                    sets=INPUT_SETS,
+                    sets=SEARCH_INPUT_SETS,
                     seed=session.config.seed,
                 )
             ]
@@ -181,14 +183,14 @@ class EngineTimer:
         }
         self._stack = contextlib.ExitStack()
         try:
-            self.result, self._twin = self._open(Exported(twin, [], 0), "twin", self._stack)
+            self.result, self._twin = self._open(ReadyGraph(twin, [], 0), "twin", self._stack)
         except BaseException:
             self._stack.close()
             raise
 
     def measure(
         self,
-        exported: Exported,
+        exported: ReadyGraph,
         done: Callable[[Shape], None] = lambda shape: None,
         shapes: Sequence[Shape] | None = None,
     ) -> dict[Shape, Latency]:
@@ -230,7 +232,7 @@ class EngineTimer:
         return found
 
     def _open(
-        self, exported: Exported, name: str, stack: contextlib.ExitStack
+        self, exported: ReadyGraph, name: str, stack: contextlib.ExitStack
     ) -> "tuple[EngineResult, Callable[[Shape], Lane]]":
         """Build and load an engine; a function makes its lane for a shape, bound when first asked for."""
         path = self.folder / f"{name}.engine"

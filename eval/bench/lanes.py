@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Int64]
 (OUTPUT,) = LOGITS
-LENGTH_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
+PADDING_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
 
 
 class Bound(Protocol):
@@ -49,7 +49,7 @@ def random_sets(  # noqa: PLR0913
     return [{TOKENS: each.integers(0, vocabulary, shape, dtype=np.int64)} | rest for each in drawn]
 
 
-def rounded_up(batch: Batch, longest: int, pad_id: int, step: int = LENGTH_STEP) -> Batch:
+def rounded_up(batch: Batch, longest: int, pad_id: int, step: int = PADDING_STEP) -> Batch:
     """A batch padded with masked positions to the next multiple of `step`, at most `longest`."""
     length = batch["input_ids"].shape[1]
     more = max(0, min(-(-length // step) * step, longest) - length)

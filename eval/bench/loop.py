@@ -21,7 +21,7 @@ SLOW_MS = 250.0  # a launch this long warms itself up
 WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this contestant's own
 MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
 LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
-RESAMPLES = 2000
+ROUND_RESAMPLES = 2000
 # A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
 MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "fp32": 0.1}
 
@@ -175,7 +175,7 @@ def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -
     value = float(np.median(base) / np.median(own))
     if len(base) < 3:
         return Ratio(value, None, None)
-    rows = np.random.default_rng(seed).integers(0, len(base), (RESAMPLES, len(base)))
+    rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
     ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
     # the value is the estimate: an interval of a few rounds must not exclude it by interpolation

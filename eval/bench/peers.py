@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Precision = Literal["fp16", "fp32"]
+PeerPrecision = Literal["fp16", "fp32"]
 WARM_CALLS = 3
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
-def sdpa_model(model: "PreTrainedModel", precision: Precision, device: str) -> "PreTrainedModel":
+def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) -> "PreTrainedModel":
     """The model with SDPA attention in a precision on a device, in place.
 
     Raises:

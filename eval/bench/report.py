@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
 from qdqbench.eval.bench.results import (
-    FILE,
+    BENCH_FILE,
     Bench,
     BenchCell,
     BenchRow,
@@ -36,7 +36,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class View:
+class BenchView:
     """A bench in words, ready for templates."""
 
     title: str
@@ -63,20 +63,20 @@ def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    return write("bench", folder, {"bench": view(bench)})
+    return write("bench", folder, {"bench": bench_view(bench)})
 
 
-def bench_of(folder: Path) -> View | None:
+def bench_of(folder: Path) -> BenchView | None:
     """The bench of a run directory for its report; None where there is none.
 
     What is not readable, or of other ONNX files than the ones that are there now, says so in an error line.
     """
-    if not (folder / FILE).is_file():
+    if not (folder / BENCH_FILE).is_file():
         return None
     try:
-        bench = without_unmasked(read_bench(folder / FILE))
+        bench = without_unmasked(read_bench(folder / BENCH_FILE))
     except UserError as error:
-        return View("unreadable", [str(error)])
+        return BenchView("unreadable", [str(error)])
     stale = [
         name
         for name, digest in bench.target.files.items()
@@ -85,15 +85,15 @@ def bench_of(folder: Path) -> View | None:
     if stale:
         again = f"{', '.join(stale)} changed after this bench: its figures are of other files, measure again"
         bench = bench.model_copy(update={"errors": [again, *bench.errors]})
-    return view(bench)
+    return bench_view(bench)
 
 
-def view(bench: Bench) -> View:
+def bench_view(bench: Bench) -> BenchView:
     """Words and figures for people; every one of them is in `bench.json`."""
     bench = Bench.model_validate(clean(bench.model_dump(mode="json")))
     labels = [about.label for about in bench.contestants]
     versus = _versus(bench)
-    return View(
+    return BenchView(
         title=f"{bench.target.name}{' (random weights)' if bench.target.random_weights else ''}, "
         f"{bench.recipe.get('name', 'recipe')}",
         subtitle=hardware(bench),
@@ -121,13 +121,13 @@ def view(bench: Bench) -> View:
     )
 
 
-def summary(bench: Bench) -> "Group":
+def bench_summary(bench: Bench) -> "Group":
     """One screen for the terminal, as a rich renderable."""
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text
 
-    shown = view(bench)
+    shown = bench_view(bench)
     # shapes across: a terminal is too narrow for the contestants' names side by side
     table = Table("median, ms", box=None, pad_edge=False)
     for name, _ in shown.rows:

@@ -10,7 +10,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.strict import Strict, read
 
-FILE = "bench.json"
+BENCH_FILE = "bench.json"
 PEERS = ("torch-", "compile-")  # how names of PyTorch contestants begin
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.bench import loop
-from qdqbench.eval.bench.cell import INPUT_SETS, REFERENCES, Entry, Options, Shape, contestants, prepare
+from qdqbench.eval.bench.cell import (
+    INPUT_SETS,
+    REFERENCES,
+    BenchOptions,
+    CellShape,
+    Entry,
+    contestants,
+    prepare,
+)
 from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, gpu_uuid
 from qdqbench.eval.bench.loop import Effort, Measured
 from qdqbench.eval.bench.results import (
@@ -62,7 +70,7 @@ def require_gpu(backend: Any) -> tuple[str, str]:
 
 def run_bench(
     target: Target,
-    options: Options,
+    options: BenchOptions,
     *,
     command: str,
     save: Callable[[Bench], None] = lambda bench: None,
@@ -110,17 +118,17 @@ def run_bench(
     return result
 
 
-def shapes(options: Options) -> list[Shape]:
+def shapes(options: BenchOptions) -> list[CellShape]:
     """The grid, batches inside lengths, then the real lengths."""
-    fixed = [Shape(batch, length, None) for length in options.lengths for batch in options.batches]
-    return fixed + ([Shape(options.real_batch, None, options.real)] if options.real else [])
+    fixed = [CellShape(batch, length, None) for length in options.lengths for batch in options.batches]
+    return fixed + ([CellShape(options.real_batch, None, options.real)] if options.real else [])
 
 
 def _measure_cell(  # noqa: PLR0913, PLR0917
     result: Bench,
     target: Target,
-    options: Options,
-    shape: Shape,
+    options: BenchOptions,
+    shape: CellShape,
     monitor: GpuMonitor | None,
     announce: Callable[[str], None],
 ) -> None:
@@ -254,7 +262,7 @@ def _announce(announce: Callable[[str], None], label: str, text: str) -> None:
     announce(f"{label}: {text}")
 
 
-def _settings(options: Options) -> BenchSettings:
+def _settings(options: BenchOptions) -> BenchSettings:
     return BenchSettings(
         batches=list(options.batches),
         lengths=list(options.lengths),
@@ -270,7 +278,9 @@ def _settings(options: Options) -> BenchSettings:
     )
 
 
-def _notes(target: Target, options: Options, backend: tuple[str, str], capability: str | None) -> list[str]:
+def _notes(
+    target: Target, options: BenchOptions, backend: tuple[str, str], capability: str | None
+) -> list[str]:
     notes = []
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")

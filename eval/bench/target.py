@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.core.results import EngineResult
 
 # Devlin et al. 2019, "BERT", section 3; the vocabulary is that of the uncased models
-SHAPES = {
+MODEL_SHAPES = {
     "bert-base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
     "bert-large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
 }
@@ -92,7 +92,7 @@ def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
     Raises:
         UserError: the model or the folder cannot be used.
     """
-    shape = SHAPES.get(model)
+    shape = MODEL_SHAPES.get(model)
     source = str(folder / "model") if shape else model
     labels = 2 if shape else label_count(model)
     task = Task(

@@ -12,9 +12,9 @@ from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.draw import described, draw_samples
 from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
 from qdqbench.eval.accuracy.switches import Switches
-from qdqbench.eval.methods.results import RECIPE, Judged, Measured, Methods, Row, Scores
-from qdqbench.eval.methods.sections import sections, write_up
-from qdqbench.eval.methods.shared import Shared, calibrated, collect, widest
+from qdqbench.eval.methods.results import METHODS_RECIPE, MethodCost, MethodRow, Methods, Scores, SplitResult
+from qdqbench.eval.methods.sections import sections, write_up_method
+from qdqbench.eval.methods.shared import SharedCalibration, calibrated, collect_ranges, widest_weight
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
@@ -77,7 +77,7 @@ class Comparing:
         self.split, self.draw = draw_samples(self.session, self.samples)
         self._count(cases)
         self._ask_fp32()
-        found: dict[int, Measured | str] = {}
+        found: dict[int, MethodCost | str] = {}
         for group in _groups(cases):
             found |= self._group({at: cases[at] for at in group})
         return self._report(cases, found, time.perf_counter() - start)
@@ -100,7 +100,7 @@ class Comparing:
         """Sections with their plans; of those that come to the same for this recipe, the first."""
         recipe = self.session.recipe
         listed = sections(recipe.calibration, self.methods, self.smooths)
-        require_int8(recipe)
+        require_quantized(recipe)
         model = self.session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         cases: dict[Any, _Case] = {}
@@ -139,13 +139,13 @@ class Comparing:
             progress=lambda count: self._say(count, text),
         )
 
-    def _group(self, cases: dict[int, _Case]) -> dict[int, Measured | str]:
+    def _group(self, cases: dict[int, _Case]) -> dict[int, MethodCost | str]:
         """Rows that share their passes over the data; what failed is a sentence."""
         try:
             shared, seconds = self._pass(next(iter(cases.values())))
         except (CheckFailed, UserError) as error:
             return dict.fromkeys(cases, str(error))
-        found: dict[int, Measured | str] = {}
+        found: dict[int, MethodCost | str] = {}
         for at, case in cases.items():
             try:
                 found[at] = self._row(at, case, shared, seconds)
@@ -153,9 +153,9 @@ class Comparing:
                 found[at] = str(error)
         return found
 
-    def _pass(self, case: _Case) -> tuple[Shared, float]:
+    def _pass(self, case: _Case) -> tuple[SharedCalibration, float]:
         start = time.perf_counter()
-        shared = collect(
+        shared = collect_ranges(
             placed(self.session.new_int8_model()),
             case.plan,
             self.session.calibration_batches(),
@@ -165,7 +165,7 @@ class Comparing:
         self.session.notes += [note for note in shared.notes if note not in self.session.notes]
         return shared, time.perf_counter() - start
 
-    def _row(self, at: int, case: _Case, shared: Shared, seconds: float) -> Measured:
+    def _row(self, at: int, case: _Case, shared: SharedCalibration, seconds: float) -> MethodCost:
         start = time.perf_counter()
         model, states = calibrated(shared, case.plan)
         if case.section.bias_correction:
@@ -176,17 +176,17 @@ class Comparing:
         config, labels = self.session.config, self.draw.labels
         logits = self._logits(model, self.draw, case.section.method)
         self._each[at] = each = divergence(config.task, self.reference, logits)
-        wide = widest(states)
+        wide = widest_weight(states)
         judged = {}
         for name, (_, encoded) in self.session.eval_splits.items():
             answers = self._logits(model, encoded, case.section.method)
-            judged[name] = Judged(
+            judged[name] = SplitResult(
                 metrics=metrics.compute(config.task, answers, encoded.labels),
                 vs_fp32=compare(
                     config.task, self.reference_eval[name], answers, encoded.labels, seed=config.seed
                 ),
             )
-        return Measured(
+        return MethodCost(
             divergence=float(each.mean()),
             divergence_stderr=_stderr(each),
             above_best=0.0,  # these three are known when all rows are there
@@ -199,8 +199,8 @@ class Comparing:
             calibration_s=seconds,
         )
 
-    def _rows(self, cases: list[_Case], found: dict[int, Measured | str]) -> list[Row]:
-        done = {at: each for at, each in found.items() if isinstance(each, Measured)}
+    def _rows(self, cases: list[_Case], found: dict[int, MethodCost | str]) -> list[MethodRow]:
+        done = {at: each for at, each in found.items() if isinstance(each, MethodCost)}
         if not done:
             raise UserError(f"no combination gave a model that works; the recipe as it is: {found[0]}")
         best = min(sorted(done), key=lambda at: done[at].divergence)
@@ -214,7 +214,7 @@ class Comparing:
                 measured = measured.model_copy(update=update)
             section = case.section
             rows.append(
-                Row(
+                MethodRow(
                     method=section.method,
                     smooth=section.smooth,
                     weights_method=section.weights_method,
@@ -228,12 +228,12 @@ class Comparing:
             )
         return rows
 
-    def _report(self, cases: list[_Case], found: dict[int, Measured | str], wall_s: float) -> Methods:
+    def _report(self, cases: list[_Case], found: dict[int, MethodCost | str], wall_s: float) -> Methods:
         session, config = self.session, self.session.config
         rows = self._rows(cases, found)
         best = next(case.section for case, row in zip(cases, rows, strict=True) if row.best)
-        chosen, text = write_up(config.recipe, best)
-        files.write_text(session.folder / RECIPE, text)
+        chosen, text = write_up_method(config.recipe, best)
+        files.write_text(session.folder / METHODS_RECIPE, text)
         if any(rule.refines for rule in config.recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
         about = described(session, self.split, len(self.draw.labels))
@@ -270,7 +270,7 @@ def _stderr(each: Float64) -> float:
     return float(each.std(ddof=1) / np.sqrt(len(each)))
 
 
-def require_int8(recipe: Recipe) -> None:
+def require_quantized(recipe: Recipe) -> None:
     """The recipe has something to calibrate.
 
     Raises:

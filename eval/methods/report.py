@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.methods.results import FILE, Measured, Methods, Row
+from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import clean, flat, label, model_label, seconds, sentence, yaml_text
 from qdqbench.eval.report.render import write
@@ -14,14 +14,14 @@ from qdqbench.quantize.core.results import Comparison
 if TYPE_CHECKING:
     from rich.console import Group
 
-MEANING = {
+METHOD_MEANING = {
     "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
     "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
 }
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodLine:
     """One row in words."""
 
     settings: list[str]  # method, smooth, weights, bias correction, split
@@ -32,7 +32,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class View:
+class MethodsView:
     """A table of methods in words, ready for templates."""
 
     title: str
@@ -41,7 +41,7 @@ class View:
     explanation: list[str]
     settings: tuple[str, ...]
     columns: list[str]
-    lines: list[Line]
+    lines: list[MethodLine]
     notes: list[str]
     charts: list[str]  # SVG
     inputs: list[tuple[str, str]]
@@ -57,21 +57,21 @@ def write_methods(found: Methods, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    shown = {"s": view(found)}
-    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
-    return [folder / FILE, *write("methods", folder, shown)]
+    shown = {"s": methods_view(found)}
+    files.write_text(folder / METHODS_FILE, found.model_dump_json(indent=2) + "\n")
+    return [folder / METHODS_FILE, *write("methods", folder, shown)]
 
 
-def view(found: Methods) -> View:
+def methods_view(found: Methods) -> MethodsView:
     """Words and figures for people; every one of them is in `methods.json`."""
     found = Methods.model_validate(clean(found.model_dump(mode="json")))
     splits = list(found.fp32)
     judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
-    return View(
+    return MethodsView(
         title=" · ".join(
             [model_label(found.model["name"]), label(found.task["name"]), str(found.recipe.get("name"))]
         ),
-        headline=headline(found),
+        headline=methods_headline(found),
         caption=caption(found),
         explanation=_explanation(found),
         settings=("method", "smooth", "weights", "bias", "split"),
@@ -100,7 +100,7 @@ def view(found: Methods) -> View:
     )
 
 
-def headline(found: Methods) -> str:
+def methods_headline(found: Methods) -> str:
     """The best row, and what it gains over the recipe as it is."""
     best, own = found.best, found.own
     assert best.measured is not None
@@ -113,7 +113,7 @@ def headline(found: Methods) -> str:
         noise = ", which is within noise" if own.measured.ties else ""
         text += f" against {own.measured.divergence:.2e} of the recipe as it is{noise}."
     scores = [
-        f"{label(found.metric)}{_of(split, list(found.fp32))} {delta_text(judged.vs_fp32, found.metric)}"
+        f"{label(found.metric)}{_of(split, list(found.fp32))} {method_delta(judged.vs_fp32, found.metric)}"
         for split, judged in best.measured.validation.items()
     ]
     return f"{text} Against FP32 on validation: {', '.join(scores)}."
@@ -129,20 +129,20 @@ def caption(found: Methods) -> str:
     )
 
 
-def delta_text(comparison: Comparison, metric: str) -> str:
+def method_delta(comparison: Comparison, metric: str) -> str:
     """INT8 minus FP32 with its standard error, and whether it is noise; negative is a loss."""
     noise = " (noise)" if comparison.within_noise else ""
     return f"{comparison.delta[metric]:+.4f} ± {comparison.delta_stderr[metric]:.4f}{noise}"
 
 
-def summary(found: Methods) -> "Group":
+def methods_summary(found: Methods) -> "Group":
     """One screen for the terminal, as a rich renderable."""
     from rich.console import Group, RenderableType
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
-    shown = view(found)
+    shown = methods_view(found)
     head = Panel(Text(shown.headline), title=Text(shown.title), border_style="green", title_align="left")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for name in (*shown.settings, *_screen(shown.columns), ""):
@@ -170,7 +170,7 @@ def _screen(cells: list[str]) -> list[str]:
 
 def _explanation(found: Methods) -> list[str]:
     return [
-        f"Divergence is {MEANING[found.divergence]}; ± is one standard error over the samples. = marks "
+        f"Divergence is {METHOD_MEANING[found.divergence]}; ± is one standard error over the samples. = marks "
         "rows that are not worse than the best one by more than two standard errors, paired by sample.",
         "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; (noise) marks "
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
@@ -178,12 +178,12 @@ def _explanation(found: Methods) -> list[str]:
     ]
 
 
-def _line(found: Methods, row: Row) -> Line:
+def _line(found: Methods, row: MethodRow) -> MethodLine:
     settings = [row.method, str(row.smooth), row.weights_method, "on" if row.bias_correction else "off"]
     settings.append(str(row.split_outliers or "off"))
     tie = row.measured is not None and row.measured.ties and not row.best
     marks = [("best", row.best), ("=", tie), ("the recipe", row.recipe)]
-    return Line(
+    return MethodLine(
         settings=settings,
         cells=_cells(found, row.measured) if row.measured else [],
         marks=", ".join(mark for mark, holds in marks if holds),
@@ -192,7 +192,7 @@ def _line(found: Methods, row: Row) -> Line:
     )
 
 
-def _cells(found: Methods, measured: Measured) -> list[str]:
+def _cells(found: Methods, measured: MethodCost) -> list[str]:
     own = found.own.measured
     ratio = measured.divergence / own.divergence if own and own.divergence else None
     cells = [
@@ -202,7 +202,7 @@ def _cells(found: Methods, measured: Measured) -> list[str]:
         "" if measured.amax_over_rms is None else f"{measured.amax_over_rms:.0f}",
     ]
     for judged in measured.validation.values():
-        cells += [f"{judged.metrics[found.metric]:.4f}", delta_text(judged.vs_fp32, found.metric)]
+        cells += [f"{judged.metrics[found.metric]:.4f}", method_delta(judged.vs_fp32, found.metric)]
     return [*cells, f"{measured.calibration_s:.0f} s"]
 
 
@@ -227,14 +227,14 @@ def delta_svg(found: Methods) -> str:
     return _chart(points, f"{label(found.metric)} against FP32, {split}", "methods-delta", 0.0)
 
 
-def _short(row: Row) -> str:
+def _short(row: MethodRow) -> str:
     parts = [row.method.replace("percentile/", "p"), f"smooth {row.smooth}" if row.smooth != "none" else ""]
     parts += ["w. mse" if row.weights_method == "mse" else "", "bias" if row.bias_correction else ""]
     parts += [f"split {row.split_outliers}" if row.split_outliers else ""]
     return ", ".join(part for part in parts if part)
 
 
-def _chart(points: list[tuple[Row, float, float]], title: str, name: str, zero: float | None) -> str:
+def _chart(points: list[tuple[MethodRow, float, float]], title: str, name: str, zero: float | None) -> str:
     figure = svg.figure_of(0.7 + 0.24 * len(points))
     axes: Any = figure.add_subplot()
     if zero is not None:

@@ -6,18 +6,18 @@ from typing import Any, Literal
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict, read
 
-FILE = "methods.json"
-RECIPE = "recipe.yaml"
+METHODS_FILE = "methods.json"
+METHODS_RECIPE = "recipe.yaml"
 
 
-class Judged(Strict):
+class SplitResult(Strict):
     """A row on one evaluation split."""
 
     metrics: dict[str, float]  # primary first
     vs_fp32: Comparison
 
 
-class Measured(Strict):
+class MethodCost(Strict):
     """What a combination costs."""
 
     divergence: float  # mean over the train draw, see Methods.divergence
@@ -28,11 +28,11 @@ class Measured(Strict):
     sqnr_db: float | None  # of the logits of the train draw; None when they are equal
     amax_over_rms: float | None  # largest of an activation; None when no activation is quantized
     amax_over_rms_at: str | None  # its quantizer
-    validation: dict[str, Judged]  # by evaluation split
+    validation: dict[str, SplitResult]  # by evaluation split
     calibration_s: float  # passes over the data, also where rows share them, and what the row adds
 
 
-class Row(Strict):
+class MethodRow(Strict):
     """One combination of the calibration section."""
 
     method: str
@@ -42,7 +42,7 @@ class Row(Strict):
     split_outliers: int = 0  # channels for copies
     recipe: bool  # the recipe as it is
     best: bool  # least divergence on the train draw
-    measured: Measured | None  # None when it failed
+    measured: MethodCost | None  # None when it failed
     failure: str | None  # why
 
     @property
@@ -79,19 +79,19 @@ class Methods(Strict):
     metric: str  # primary metric of the task
     divergence: Literal["kl", "squared"]  # KL(FP32 || INT8) per sample, nat; or MSE / variance of FP32 logits
     fp32: dict[str, Scores]  # by evaluation split
-    rows: list[Row]  # the recipe as it is comes first
+    rows: list[MethodRow]  # the recipe as it is comes first
     recipe_name: str  # of recipe.yaml
     notes: list[str]
     timings: dict[str, float]  # seconds
     environment: dict[str, Any]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> MethodRow:
         """The row with the least divergence on the train draw."""
         return next(row for row in self.rows if row.best)
 
     @property
-    def own(self) -> Row:
+    def own(self) -> MethodRow:
         """The recipe as it is."""
         return self.rows[0]
 
@@ -102,5 +102,5 @@ def read_methods(path: Path) -> Methods:
     Raises:
         UserError: missing, or not of this version.
     """
-    file = path / FILE if path.is_dir() else path
+    file = path / METHODS_FILE if path.is_dir() else path
     return read(file, Methods, "table of methods", "run `qdqbench methods` again")

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from qdqbench.eval.methods.results import RECIPE
+from qdqbench.eval.methods.results import METHODS_RECIPE
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Calibration
@@ -64,13 +64,13 @@ def _changed(own: Calibration, changes: dict[str, Any]) -> Calibration:
         raise UserError(f"--method: {found['msg'].removeprefix('Value error, ')}") from error
 
 
-def write_up(recipe: Recipe, section: Calibration) -> tuple[Recipe, str]:
+def write_up_method(recipe: Recipe, section: Calibration) -> tuple[Recipe, str]:
     """The recipe with another calibration section, and its YAML, which parses back to it."""
     chosen = recipe.model_copy(
         update={"name": f"{recipe.name.removesuffix('-calibrated')}-calibrated", "calibration": section}
     )
     short = chosen.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump(short, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
-    if parse_recipe(text, RECIPE) != chosen:
-        raise AssertionError(f"{RECIPE} does not hold the recipe that was chosen")
+    if parse_recipe(text, METHODS_RECIPE) != chosen:
+        raise AssertionError(f"{METHODS_RECIPE} does not hold the recipe that was chosen")
     return chosen, text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import QuantizerState, require_plausible
 from qdqbench.quantize.fakequant import quantizers
-from qdqbench.quantize.fakequant.quantizers import Batch, kind_of
+from qdqbench.quantize.fakequant.quantizers import Batch, quantizer_kind
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 
@@ -22,7 +22,7 @@ ASKED = "percentile/99.9"  # what a shared pass asks of its histograms; plausibl
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedCalibration:
     """A model calibrated with histograms, which answer every method after one pass."""
 
     model: "PreTrainedModel"
@@ -30,13 +30,13 @@ class Shared:
     notes: list[str]
 
 
-def collect(
+def collect_ranges(
     model: "PreTrainedModel",
     plan: Plan,
     batches: "Iterable[Batch]",
     settings: Calibration,
     progress: Callable[[int], None] = lambda _: None,
-) -> Shared:
+) -> SharedCalibration:
     """Calibrate `model`, in place, for all plans that differ from `plan` in the methods of activations only.
 
     Arguments and errors as of `ptq.calibrate`; biases are not corrected.
@@ -44,10 +44,10 @@ def collect(
     scaling = {name: replace(each, method=ASKED) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased, progress)
-    return Shared(model, record.quantizers, record.notes)
+    return SharedCalibration(model, record.quantizers, record.notes)
 
 
-def calibrated(shared: Shared, plan: Plan) -> tuple["PreTrainedModel", dict[str, QuantizerState]]:
+def calibrated(shared: SharedCalibration, plan: Plan) -> tuple["PreTrainedModel", dict[str, QuantizerState]]:
     """A copy of the model with every amax by the methods of `plan`, and its quantizers.
 
     Scales are those of `ptq.calibrate` with that plan, bit for bit.
@@ -61,7 +61,7 @@ def calibrated(shared: Shared, plan: Plan) -> tuple["PreTrainedModel", dict[str,
     states = dict(shared.states)
     known: dict[Any, Any] = {}  # q, k and v read one tensor, and entropy searches long
     for name, quantizer in quantizers.enabled_quantizers(model).items():
-        if kind_of(name) in ("weight", "softmax"):
+        if quantizer_kind(name) in ("weight", "softmax"):
             continue
         seen, method = calibrator_of(quantizer), plan.scaling_of(name.rpartition(".")[0]).method
         key = method, seen.largest, seen.limit, seen.counts.tobytes()
@@ -87,7 +87,7 @@ def _amax_by(seen: Any, method: str) -> "torch.Tensor":
     return found
 
 
-def widest(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
+def widest_weight(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
     """The activation quantizer with the largest amax / rms."""
     found = {
         name: state.amax / state.rms

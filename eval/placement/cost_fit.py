@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from qdqbench.eval.placement.cost_model import (
     TERMS,
     CostModel,
+    CostRow,
     FitError,
-    Row,
     equations,
     load_cost_model,
     solve,
@@ -22,7 +22,7 @@ from qdqbench.quantize.core.errors import UserError
 LEAST_ROWS = 12
 
 
-def fit(rows: Sequence[Row]) -> CostModel:
+def fit_costs(rows: Sequence[CostRow]) -> CostModel:
     """Fit the coefficients to measured rows of one GPU, backend and version.
 
     Raises:
@@ -58,7 +58,7 @@ def fit(rows: Sequence[Row]) -> CostModel:
     )
 
 
-def _leave_one_out(rows: Sequence[Row]) -> FitError:
+def _leave_one_out(rows: Sequence[CostRow]) -> FitError:
     """All rows of an engine are left out together: its other shapes would give it away."""
     errors, speedups = [], []
     for engine in sorted({row.engine for row in rows}):
@@ -81,7 +81,7 @@ def _leave_one_out(rows: Sequence[Row]) -> FitError:
     )
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[CostRow]:
     """Rows of a file of `qdqbench cost measure` (one JSON object a line) or of a fitted cost model.
 
     Raises:
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> list[Row]:
     lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            found.append(Row.model_validate_json(line))
+            found.append(CostRow.model_validate_json(line))
         except ValidationError as error:
             if number == len(lines) and not text.endswith("\n"):
                 break  # the writer was killed in the middle of it

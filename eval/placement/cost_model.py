@@ -23,7 +23,7 @@ from qdqbench.quantize.encoders.family import ENCODER_KINDS, family_of
 from qdqbench.quantize.recipe.plan import Plan
 
 DATA = "cost_data.json"  # beside this file
-COLUMNS = (*ENCODER_KINDS, "attention")
+COST_COLUMNS = (*ENCODER_KINDS, "attention")
 TILE, WAVE = 128, 128  # a GEMM below one wave of 128 output tiles of 128 x 128 takes as long as a full one
 
 TERMS = {
@@ -52,7 +52,7 @@ class ModelShape(Frozen):
     heads: int
 
 
-class Row(Frozen):
+class CostRow(Frozen):
     """One measured engine at one shape, and its FP16 twin in the same process."""
 
     name: str  # of the model
@@ -68,11 +68,11 @@ class Row(Frozen):
     clock_mhz: float | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> "Row":
-        if set(self.placement) != set(COLUMNS) or {len(v) for v in self.placement.values()} != {
+    def _complete(self) -> "CostRow":
+        if set(self.placement) != set(COST_COLUMNS) or {len(v) for v in self.placement.values()} != {
             self.model.layers
         }:
-            raise ValueError(f"placement needs {', '.join(COLUMNS)} with one character for each layer")
+            raise ValueError(f"placement needs {', '.join(COST_COLUMNS)} with one character for each layer")
         if not (self.ms_int8 > 0 and self.ms_fp16 > 0):
             raise ValueError("latencies must be positive")
         return self
@@ -113,7 +113,7 @@ class CostModel(Strict):
     engines: int
     coefficients: dict[str, float]  # milliseconds of one unit of each term, over all shapes alike
     leave_one_out: FitError
-    rows: list[Row]
+    rows: list[CostRow]
     _local: dict[tuple[int, int], Float64] = PrivateAttr(default_factory=dict)
 
     def predict(self, model: ModelShape, placement: "Placement", batch: int, length: int) -> float:
@@ -222,7 +222,7 @@ def terms(model: ModelShape, placement: Placement, batch: int, length: int) -> F
     return np.array(list(count.values()), dtype=np.float64)
 
 
-def equations(rows: Sequence[Row]) -> tuple[Float64, Float64]:
+def equations(rows: Sequence[CostRow]) -> tuple[Float64, Float64]:
     """Terms [2 rows, terms] and milliseconds [2 rows] of every engine and every twin."""
     counts, times = [], []
     for row in rows:
@@ -235,7 +235,7 @@ def equations(rows: Sequence[Row]) -> tuple[Float64, Float64]:
     return np.array(counts), np.array(times)
 
 
-def solve(rows: Sequence[Row], batch: int | None = None, length: int | None = None) -> Float64:
+def solve(rows: Sequence[CostRow], batch: int | None = None, length: int | None = None) -> Float64:
     """Coefficients [terms] with the least squared relative error, none negative.
 
     Builders choose kernels by shape, and a kernel's speed changes with it in steps that no such sum follows.

@@ -18,7 +18,7 @@ from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
 from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, export
 from qdqbench.eval.bench.lanes import random_sets
 from qdqbench.eval.placement.cost_fit import read_rows
-from qdqbench.eval.placement.cost_model import Row, shape_of
+from qdqbench.eval.placement.cost_model import CostRow, shape_of
 from qdqbench.eval.placement.random import Chosen, choose_placements, columns
 from qdqbench.eval.placement.space import Space, make_space
 from qdqbench.quantize.calibrate import ptq
@@ -29,16 +29,18 @@ from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import RunConfig, Session
-from qdqbench.quantize.tasks.task import Task, kind_of
+from qdqbench.quantize.tasks.task import Task, task_kind
 
-RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
-SHAPES = target.SHAPES | {"minilm": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}}
+BASE_RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
+MEASURED_MODELS = target.MODEL_SHAPES | {
+    "minilm": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}
+}
 PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"}
 
 
@@ -145,7 +147,7 @@ class _Job:
         gpu, backend, version = self.machine
         text = ""
         for (batch, length), (latency, clock_mhz) in found.items():
-            row = Row(
+            row = CostRow(
                 name=self.name,
                 model=shape_of(self.session.fp32_model.config),
                 batch=batch,
@@ -166,7 +168,7 @@ class _Job:
 
 def _run(  # noqa: PLR0913, PLR0917
     job: _Job,
-    known: Sequence[Row],
+    known: Sequence[CostRow],
     placements: int,
     seed: int,
     time_limit: tuple[float, float | None, Callable[[], float]],
@@ -212,21 +214,21 @@ def _run(  # noqa: PLR0913, PLR0917
 
 def name_of(model: str) -> str:
     """Short name of a model."""
-    return model if model in SHAPES else Path(model).name
+    return model if model in MEASURED_MODELS else Path(model).name
 
 
 def _session(model: str, folder: Path, seed: int) -> Session:
     """A session without data: the recipe's export and engine, and the model."""
     source = model
-    if model in SHAPES:
+    if model in MEASURED_MODELS:
         source = str(folder / "model")
-        target.write_random_model(folder / "model", SHAPES[model], seed)
+        target.write_random_model(folder / "model", MEASURED_MODELS[model], seed)
     task = Task(name="random-token-ids", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
-    if model not in SHAPES:
+    if model not in MEASURED_MODELS:
         labels = target.label_count(model)
-        task = task.model_copy(update={"num_labels": labels, "metrics": kind_of(labels).default_metrics})
+        task = task.model_copy(update={"num_labels": labels, "metrics": task_kind(labels).default_metrics})
     config = RunConfig(
-        recipe=_plain(RECIPE),
+        recipe=_plain(BASE_RECIPE),
         model=source,
         task=task,
         data="none",
@@ -251,7 +253,7 @@ def _check_shapes(session: Session, shapes: Sequence[Shape]) -> None:
 
     for batch, length in shapes:
         try:
-            choose(engine_profiles(session), batch, length)
+            choose_profile(engine_profiles(session), batch, length)
         except CheckFailed as error:
             raise UserError(f"--batch {batch} --length {length}: {error}") from error
 

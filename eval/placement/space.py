@@ -21,7 +21,7 @@ from qdqbench.quantize.recipe.sections import Rule
 Unit = tuple[int, str]  # layer and kind
 Params = dict[str, Any]
 FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
-METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
+SEARCHED_METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 SMOOTH = ("none", "gain", "0.3", "0.5", "0.65", "0.8")  # of LayerNorm outputs
 WEIGHT_METHODS = ("max", "mse")
 FLIPS = ("flip_1", "flip_2")
@@ -73,7 +73,7 @@ class Space:
         params |= {name: trial.suggest_int(name, 0, count) for name in FLIPS}
         if self.attention:
             params["attention_keep"] = trial.suggest_int("attention_keep", 0, len(self.attention))
-        params["method"] = trial.suggest_categorical("method", METHODS)
+        params["method"] = trial.suggest_categorical("method", SEARCHED_METHODS)
         params["smooth"] = trial.suggest_categorical("smooth", SMOOTH)
         params["weights_method"] = trial.suggest_categorical("weights_method", WEIGHT_METHODS)
         return params
@@ -226,7 +226,7 @@ class Space:
                 range(len(layers) + 1), key=lambda keep: len(set(layers[keep:]) ^ (inside & set(layers)))
             )
         section = recipe.calibration
-        params["method"] = section.method if section.method in METHODS else METHODS[0]
+        params["method"] = section.method if section.method in SEARCHED_METHODS else SEARCHED_METHODS[0]
         smooth = str(section.smooth)
         params["smooth"] = smooth if smooth in SMOOTH else SMOOTH[0]
         params["weights_method"] = section.weights_method

@@ -13,7 +13,7 @@ from qdqbench.eval.report.svg import (
     BLUE,
     GREEN,
     INK,
-    LIMIT,
+    LIMIT_LINE,
     MUTED,
     ORANGE,
     PURPLE,
@@ -30,7 +30,7 @@ from qdqbench.quantize.encoders.any_family import PARTS, adds_behind_attention, 
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.graph.index import module_of
 
-STYLES = {  # a kind looks the same in every chart; colour is never the only difference
+KIND_STYLES = {  # a kind looks the same in every chart; colour is never the only difference
     "query": (BLUE, "o"),
     "key": (ORANGE, "s"),
     "value": (GREEN, "^"),
@@ -40,7 +40,7 @@ STYLES = {  # a kind looks the same in every chart; colour is never the only dif
 }
 OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
 _NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
-KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
+PART_KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
 _MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?$")
 
 
@@ -99,7 +99,7 @@ def precision_grid(results: Results) -> Grid:
 def _ordered(kinds: Iterable[str]) -> list[str]:
     """Each kind once, in the order of computation; unknown ones last, as they come."""
     found = list(dict.fromkeys(kinds))
-    return [kind for kind in KINDS if kind in found] + [kind for kind in found if kind not in KINDS]
+    return [kind for kind in PART_KINDS if kind in found] + [kind for kind in found if kind not in PART_KINDS]
 
 
 def _plan(results: Results) -> dict[str, Cell]:
@@ -171,7 +171,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
         base.metrics[metric] - results.gate.max_drop if base and primary and metric in base.metrics else None
     )
     if lowest is not None:
-        axes.axvline(lowest, **LIMIT)
+        axes.axvline(lowest, **LIMIT_LINE)
     for position, (stage, row) in enumerate(results.stages.items()):
         if metric not in row.metrics:
             text = "skipped" if row.status == "skipped" else "not measured"
@@ -238,13 +238,13 @@ def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, lim
     others = cycle(OTHERS)
     for line, kinds in shared.items():
         layers, heights = zip(*line, strict=True)
-        colour, marker = STYLES.get(kinds[0].partition(",")[0]) or next(others)
+        colour, marker = KIND_STYLES.get(kinds[0].partition(",")[0]) or next(others)
         axes.plot(
             layers, heights, color=colour, marker=marker, markersize=4.5, label=_short(", ".join(kinds))
         )
     values = [value for line in shared for _, value in line]
     if limit is not None:
-        axes.axhline(limit, **LIMIT, label=f"limit {limit:g}%")
+        axes.axhline(limit, **LIMIT_LINE, label=f"limit {limit:g}%")
     elif min(values) > 0 and max(values) > 50 * min(values):
         log_scale(axes)
     if axes.get_yscale() == "linear":

@@ -49,7 +49,7 @@ class Runs(Strict):
     reason: str | None = None  # why there is no engine
 
 
-class Cost(Strict):
+class TrainingCost(Strict):
     """Of the training alone, from measured steps."""
 
     device: str
@@ -85,7 +85,7 @@ class QatPlan(Strict):
     metric: str
     fp32: float
     gap: Comparison  # PTQ minus FP32, to be closed
-    cost: Cost
+    cost: TrainingCost
     findings: list[str]
     notes: list[str]
 
@@ -119,9 +119,9 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
     update = {"recipe": session.recipe.ptq, "model": session.model_name, "data": session.data_source}
     config = session.config.model_copy(update=update)
     ptq = Session(config, folder)
-    stages.export(ptq)
-    stages.check(ptq)
-    engine_stages.build(ptq)
+    stages.export_stage(ptq)
+    stages.check_stage(ptq)
+    engine_stages.build_stage(ptq)
     built = read_built(folder)
     gemms, attentions = len(expected_gemms(ptq)), len(ptq.plan.attention)
     findings = [
@@ -142,7 +142,7 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
     return runs, findings
 
 
-def measure(session: Session, accelerator: "Accelerator") -> Cost:
+def measure(session: Session, accelerator: "Accelerator") -> TrainingCost:
     """Time and memory of the training, from a few steps on every process."""
 
     from qdqbench.quantize.qat.job import new_job, prepare_student, training_data
@@ -163,7 +163,7 @@ def measure(session: Session, accelerator: "Accelerator") -> Cost:
     evaluations = len(evaluation_steps(steps, settings.evaluations)) + 1  # the weights before training too
     evaluation_s = evaluations * (time.perf_counter() - start)
     step_s = float(np.median(seconds))
-    return Cost(
+    return TrainingCost(
         device=memory["device"],
         processes=accelerator.num_processes,
         precision=precision_here(settings.precision),
@@ -201,7 +201,7 @@ def _peak_memory(accelerator: "Accelerator") -> Iterator[dict[str, Any]]:
     found |= {"bytes": cost.peak_rss_bytes, "of": "process", "device": "CPU"}
 
 
-def _plan(session: Session, runs: Runs, findings: list[str], cost: Cost) -> QatPlan:
+def _plan(session: Session, runs: Runs, findings: list[str], cost: TrainingCost) -> QatPlan:
 
     task, folder = session.config.task, session.folder / "logits"
     ptq = score(task, folder / "ptq.npz", folder / "fp32.npz", session.config.seed, "")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.accuracy.logits import score
-from qdqbench.eval.runs.study_results import FILE, Study, StudyRow, StudySummary
+from qdqbench.eval.runs.study_results import STUDY_FILE, Study, StudyRow, StudySummary
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.environment import now
@@ -23,11 +23,11 @@ from qdqbench.quantize.train.record import RECORD, spread
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-STAGES = ("baseline", "ptq", "fake_quant")
+STUDY_STAGES = ("baseline", "ptq", "fake_quant")
 
 
 @dataclass
-class Plan:
+class StudyPlan:
     """What a study goes through."""
 
     request: Request  # of the FP32 models
@@ -36,7 +36,7 @@ class Plan:
     say: Callable[[str], None] = lambda text: None
 
 
-def study(plan: Plan, accelerator: "Accelerator") -> Study:
+def study(plan: StudyPlan, accelerator: "Accelerator") -> Study:
     """Fine-tune for every seed, then PTQ and QAT of every recipe on each of these models.
 
     What an earlier call finished is kept.
@@ -63,13 +63,13 @@ def study(plan: Plan, accelerator: "Accelerator") -> Study:
             plan.say(f"seed {run.seed}: {recipe.name}")
             rows.append(_row(plan, recipe, run))
     found = _study(plan, models, rows)
-    files.write_text(plan.folder / FILE, found.model_dump_json(indent=2) + "\n")
+    files.write_text(plan.folder / STUDY_FILE, found.model_dump_json(indent=2) + "\n")
     if not found.summary:
         raise CheckFailed(f"nothing came to its end: {rows[0].reason}")
     return found
 
 
-def _session(plan: Plan, recipe: Recipe, seed: int) -> Session:
+def _session(plan: StudyPlan, recipe: Recipe, seed: int) -> Session:
     request = plan.request
     settings = recipe.qat
     if settings is not None:
@@ -85,7 +85,7 @@ def _session(plan: Plan, recipe: Recipe, seed: int) -> Session:
     return Session(config, plan.folder / f"seed-{seed}" / recipe.name)
 
 
-def _row(plan: Plan, recipe: Recipe, model: TrainingRun) -> StudyRow:
+def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
     """PTQ and QAT of one recipe and seed; a failure is a result."""
     row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
     if model.status == "failed":
@@ -97,7 +97,7 @@ def _row(plan: Plan, recipe: Recipe, model: TrainingRun) -> StudyRow:
     try:
         run_stages(
             session,
-            ancestors(stages(session), STAGES),
+            ancestors(stages(session), STUDY_STAGES),
             lambda stage, reused: plan.say(f"{name}, {stage}"),
         )
     except CheckFailed as error:
@@ -127,7 +127,7 @@ def _score(session: Session, stage: str) -> StageResult:
     return score(session.config.task, folder / f"{stage}.npz", reference, session.config.seed, "")
 
 
-def _study(plan: Plan, models: Finetuning, rows: list[StudyRow]) -> Study:
+def _study(plan: StudyPlan, models: Finetuning, rows: list[StudyRow]) -> Study:
     summary = {}
     for recipe in plan.recipes:
         done = [row for row in rows if row.recipe == recipe.name and row.status == "done"]

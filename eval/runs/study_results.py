@@ -7,7 +7,7 @@ from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import Spread
 
-FILE = "study.json"
+STUDY_FILE = "study.json"
 
 
 class StudyRow(Strict):

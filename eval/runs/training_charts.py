@@ -8,7 +8,12 @@ from qdqbench.eval.report.formats import label
 from qdqbench.quantize.core.training_results import LogRow, TrainingRun
 
 COLOURS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))  # after six seeds: colour alone is not enough
+SEED_DASHES = (
+    "-",
+    (0, (5, 2)),
+    (0, (1, 1.2)),
+    (0, (6, 2, 1, 2)),
+)  # after six seeds: colour alone is not enough
 LEGEND_COLUMNS = 4  # a page's font may be wider than the one that matplotlib measures with
 MANY = 25  # points of a curve, above which they are not marked one by one
 
@@ -99,7 +104,7 @@ def _line(
     axes.plot(
         *zip(*points, strict=True),
         color=COLOURS[number % len(COLOURS)],
-        linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
+        linestyle=SEED_DASHES[number // len(COLOURS) % len(SEED_DASHES)],
         linewidth=1.2,
         marker="o" if len(points) <= MANY else None,
         markersize=2.6,

@@ -12,12 +12,12 @@ from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
 if TYPE_CHECKING:
     from rich.console import Group
 
-COLUMNS = ("samples", "held-out {}", "steps", "best step", "samples/s", "time", "trained on", "stopped")
+SEED_COLUMNS = ("samples", "held-out {}", "steps", "best step", "samples/s", "time", "trained on", "stopped")
 Pairs = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Line:
+class SeedLine:
     """One seed in words."""
 
     seed: str
@@ -28,7 +28,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class View:
+class FinetuningView:
     """A fine-tuning in words, ready for templates."""
 
     title: str
@@ -36,7 +36,7 @@ class View:
     headline: str
     metrics: list[str]
     columns: list[str]
-    lines: list[Line]
+    lines: list[SeedLine]
     spread: list[str]  # mean and standard deviation by metric
     explanation: list[str]
     notes: list[str]
@@ -49,7 +49,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Section:
+class TrainingSection:
     """QAT in the report of a run."""
 
     facts: Pairs
@@ -66,7 +66,7 @@ def write_finetuning(result: Finetuning, folder: Path) -> None:
         UserError: the folder cannot be written.
     """
     result = _cleaned(result)
-    write("finetune", folder, {"s": view(result), "charts": charts_of(result.runs)})
+    write("finetune", folder, {"s": finetuning_view(result), "charts": charts_of(result.runs)})
 
 
 def finetune_lines(result: Finetuning) -> "Group":
@@ -76,7 +76,7 @@ def finetune_lines(result: Finetuning) -> "Group":
     from rich.table import Table
     from rich.text import Text
 
-    shown = view(result)
+    shown = finetuning_view(result)
     colour = {"passed": "green", "partly": "yellow", "failed": "red"}[shown.status]
     kept = ["steps", "best step", "samples/s", "time"]  # what fits beside two metrics
     table = Table(box=None, pad_edge=False)
@@ -95,7 +95,7 @@ def finetune_lines(result: Finetuning) -> "Group":
     return Group(panel, table, *warned)
 
 
-def headline(result: Finetuning) -> str:
+def training_headline(result: Finetuning) -> str:
     """The outcome in one sentence."""
     task, metric = label(str(result.task.get("name", "task"))), _metrics(result)[0]
     done = [run for run in result.runs if run.status == "done"]
@@ -122,7 +122,7 @@ def headline(result: Finetuning) -> str:
     return "; ".join(clauses) + "."
 
 
-def view(result: Finetuning) -> View:
+def finetuning_view(result: Finetuning) -> FinetuningView:
     """Words and figures for people; every one of them is in `finetune.json`."""
     result = _cleaned(result)
     runs, names = result.runs, _metrics(result)
@@ -130,12 +130,12 @@ def view(result: Finetuning) -> View:
     said = {f"seed {run.seed} failed: {run.reason}" for run in failed}
     settings = [row for row in flat(runs[0].settings) if row[0] != "seed"] if runs else []
     base = model_label(str(result.base.get("name", "encoder")))
-    return View(
+    return FinetuningView(
         title=f"{base} · {label(str(result.task.get('name', 'task')))}",
         status="passed" if not failed else "partly" if len(failed) < len(runs) else "failed",
-        headline=headline(result),
+        headline=training_headline(result),
         metrics=[label(name) for name in names],
-        columns=[name.format(measure(score_name(runs))) for name in COLUMNS],
+        columns=[name.format(measure(score_name(runs))) for name in SEED_COLUMNS],
         lines=[_line(run, names, best=run.seed == result.best_seed) for run in runs],
         spread=[_spread(result, name) for name in names] if len(runs) > 1 and result.spread else [],
         explanation=_explanation(result),
@@ -159,7 +159,7 @@ def _cleaned(result: Finetuning) -> Finetuning:
     return Finetuning.model_validate(clean(result.model_dump()))
 
 
-def section_of(run: TrainingRun | None) -> Section | None:
+def section_of(run: TrainingRun | None) -> TrainingSection | None:
     """QAT of a run for its report; None where there was none."""
     if run is None:
         return None
@@ -191,7 +191,7 @@ def section_of(run: TrainingRun | None) -> Section | None:
         "The evaluation split of the table of stages was seen by neither. Time and samples/s are of the "
         "steps alone, without evaluations and checkpoints.",
     ]
-    return Section(
+    return TrainingSection(
         facts=facts,
         explanation=explanation,
         charts=charts_of([run]),
@@ -207,9 +207,9 @@ def _metrics(result: Finetuning) -> list[str]:
     return list(dict.fromkeys([*asked, *found])) or ["metric"]
 
 
-def _line(run: TrainingRun, names: list[str], *, best: bool) -> Line:
+def _line(run: TrainingRun, names: list[str], *, best: bool) -> SeedLine:
     if run.status == "failed":
-        return Line(str(run.seed), [], [], best=False, failure=_reason(run))
+        return SeedLine(str(run.seed), [], [], best=False, failure=_reason(run))
     cells = [
         f"{run.n:,}",
         _score(run),
@@ -220,7 +220,7 @@ def _line(run: TrainingRun, names: list[str], *, best: bool) -> Line:
         _place(run),
         run.stopped or "at the end",
     ]
-    return Line(str(run.seed), [_value(run, name) for name in names], cells, best=best, failure="")
+    return SeedLine(str(run.seed), [_value(run, name) for name in names], cells, best=best, failure="")
 
 
 def _explanation(result: Finetuning) -> list[str]:

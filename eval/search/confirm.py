@@ -102,7 +102,7 @@ def agreement(searched_as: Accuracy, row: Confirmed) -> Agreement:
     )
 
 
-def failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], list[str]]:
+def gate_failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], list[str]]:
     """What keeps the gate from holding on validation, and what holds only because it is within noise."""
     bad: list[str] = []
     noted: list[str] = []

@@ -11,8 +11,17 @@ from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.placement.space import searched_name
 from qdqbench.eval.report.formats import points
 from qdqbench.eval.search import confirm
-from qdqbench.eval.search.report import write_reports
-from qdqbench.eval.search.results import FILE, Accuracy, Agreement, Confirmed, Outcome, Search, Trial, choose
+from qdqbench.eval.search.report import write_search_reports
+from qdqbench.eval.search.results import (
+    SEARCH_FILE,
+    Accuracy,
+    Agreement,
+    Answer,
+    Confirmed,
+    Search,
+    Trial,
+    choose_trial,
+)
 from qdqbench.eval.search.trial import explained
 from qdqbench.eval.search.trials import trials_of
 from qdqbench.eval.search.worker import Worker
@@ -21,11 +30,11 @@ from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.identity import versions
 from qdqbench.quantize.recipe.schema import parse_recipe, short_yaml
 
-RECIPE = "recipe.yaml"
+SEARCH_RECIPE = "recipe.yaml"
 
 
 @dataclass
-class Judged:
+class Confirmation:
     """What validation says of the chosen recipe."""
 
     rows: list[Confirmed] = field(default_factory=list)
@@ -42,25 +51,27 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
         UserError: a file cannot be written.
     """
     trials = trials_of(worker)
-    chosen, why = choose(trials, worker.gate)
-    judged = Judged(failures=[why]) if chosen is None else _judge(worker, trials, chosen, progress)
+    chosen, why = choose_trial(trials, worker.gate)
+    judged = Confirmation(failures=[why]) if chosen is None else _judge(worker, trials, chosen, progress)
     found = _search(worker, trials, chosen, why, judged)
     if chosen is not None and chosen.recipe is not None:
-        files.write_text(folder / RECIPE, _chosen_yaml(chosen))
+        files.write_text(folder / SEARCH_RECIPE, _chosen_yaml(chosen))
     else:
-        (folder / RECIPE).unlink(missing_ok=True)
-    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
-    write_reports(found, folder)
+        (folder / SEARCH_RECIPE).unlink(missing_ok=True)
+    files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
+    write_search_reports(found, folder)
     return found
 
 
-def _judge(worker: Worker, trials: list[Trial], chosen: Trial, progress: Callable[[str], None]) -> Judged:
+def _judge(
+    worker: Worker, trials: list[Trial], chosen: Trial, progress: Callable[[str], None]
+) -> Confirmation:
     """Confirm the chosen recipe beside the given and the shipped ones."""
     metric = worker.work.session.config.task.metrics[0]
-    judged = Judged()
+    judged = Confirmation()
     judged.rows, judged.fp32 = confirm.confirm(worker, chosen, progress)
     best = judged.rows[0]
-    judged.failures, judged.warnings = confirm.failures(best, worker.gate, metric)
+    judged.failures, judged.warnings = confirm.gate_failures(best, worker.gate, metric)
     if best.status == "done":
         try:
             judged.agreement = confirm.agreement(_whole(worker, chosen), best)
@@ -81,7 +92,9 @@ def _judge(worker: Worker, trials: list[Trial], chosen: Trial, progress: Callabl
     return judged
 
 
-def _search(worker: Worker, trials: list[Trial], chosen: Trial | None, why: str, judged: Judged) -> Search:
+def _search(
+    worker: Worker, trials: list[Trial], chosen: Trial | None, why: str, judged: Confirmation
+) -> Search:
     session = worker.work.session
     return Search(
         created=now(),
@@ -98,7 +111,7 @@ def _search(worker: Worker, trials: list[Trial], chosen: Trial | None, why: str,
         source=worker.source,
         fp32=judged.fp32,
         trials=trials,
-        outcome=Outcome(
+        outcome=Answer(
             passed=not judged.failures,
             rule=rule(worker.gate) + (", by modelled latency" if worker.source.mode == "model" else ""),
             chosen=chosen.number if chosen else None,

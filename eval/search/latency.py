@@ -12,18 +12,18 @@ from qdqbench.eval.search.trial import Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.profiles import choose
+from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
-    from qdqbench.eval.search.worker import Measure, Options
+    from qdqbench.eval.search.worker import Measure, SearchOptions
 
 
 def latency_source(
-    session: Session, options: "Options", work: Workspace, stack: ExitStack
+    session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
 ) -> "tuple[Source, Measure]":
     """Source of latencies, and the function that gives one.
 
@@ -32,7 +32,7 @@ def latency_source(
         UserError: the recipe's engine does not take the shape.
     """
     try:
-        choose(engine_profiles(session), options.batch, options.length)
+        choose_profile(engine_profiles(session), options.batch, options.length)
     except CheckFailed as error:
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
@@ -43,7 +43,7 @@ def latency_source(
     return _engine(session, options, work, stack) if mode == "engine" else _model(session, options)
 
 
-def _model(session: Session, options: "Options") -> "tuple[Source, Measure]":
+def _model(session: Session, options: "SearchOptions") -> "tuple[Source, Measure]":
 
     fitted = load_cost_model(options.cost_model)
     shape = shape_of(session.fp32_model.config)
@@ -69,7 +69,7 @@ def _model(session: Session, options: "Options") -> "tuple[Source, Measure]":
 
 
 def _engine(
-    session: Session, options: "Options", work: Workspace, stack: ExitStack
+    session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
 ) -> "tuple[Source, Measure]":
 
     gpu = find_gpu()

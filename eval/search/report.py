@@ -23,7 +23,7 @@ MARKS = (  # what a point of the plot is; shape and colour differ
 SETTINGS = {"method": "activations", "smooth": "smooth", "weights_method": "weights"}
 
 
-def write_reports(found: Search, folder: Path) -> list[Path]:
+def write_search_reports(found: Search, folder: Path) -> list[Path]:
     """Write `search.md` and `search.html`.
 
     Raises:
@@ -32,7 +32,7 @@ def write_reports(found: Search, folder: Path) -> list[Path]:
     return write("search", folder, _context(found))
 
 
-def headline(found: Search) -> str:
+def search_headline(found: Search) -> str:
     """The answer in one sentence."""
     chosen = chosen_of(found)
     if chosen is None:
@@ -112,7 +112,7 @@ def _context(found: Search) -> dict[str, Any]:
     return {
         "s": found,
         "title": f"{label(found.task)} · {model_label(found.model)} · {found.recipe['name']}",
-        "headline": headline(found),
+        "headline": search_headline(found),
         "chosen": chosen,
         "recipe_yaml": chosen.recipe if chosen else "",
         "svg": front_svg(found),
@@ -218,7 +218,7 @@ def _error(found: Search) -> str:
     )
 
 
-def summary(found: Search) -> "Group":
+def search_summary(found: Search) -> "Group":
     """For the terminal."""
     from rich.console import Group
     from rich.markup import escape

@@ -9,7 +9,7 @@ from qdqbench.eval.report.formats import points
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict, read
 
-FILE = "search.json"
+SEARCH_FILE = "search.json"
 EQUAL_LATENCY = 1.01  # engines within 1% of each other count as equally fast: rounds differ by as much
 
 
@@ -86,7 +86,7 @@ class Source(Strict):
     error: dict[str, float] | None = None  # of the cost model, leave one engine out
 
 
-class Outcome(Strict):
+class Answer(Strict):
     """The answer, and whether it holds."""
 
     passed: bool
@@ -114,7 +114,7 @@ class Search(Strict):
     source: Source
     fp32: dict[str, float]  # metrics on validation
     trials: list[Trial]
-    outcome: Outcome
+    outcome: Answer
     confirmed: list[Confirmed]  # the chosen recipe first, then the shipped ones
     agreement: Agreement | None
     warnings: list[str]
@@ -145,14 +145,14 @@ def mark_front(trials: list[Trial], objective: str) -> None:
         )
 
 
-def holds(accuracy: Accuracy, latency: Latency, gate: Any) -> bool:
+def trial_holds(accuracy: Accuracy, latency: Latency, gate: Any) -> bool:
     """Whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
     if gate.min_speedup is not None:
         return bool(latency.speedup >= gate.min_speedup)
     return judge(accuracy.drop, accuracy.drop_stderr, gate.max_drop) != "fails"
 
 
-def choose(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
+def choose_trial(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
     """The trial that the gate asks for, and why; None when none holds it (then what was best)."""
     done = [t for t in trials if t.accuracy is not None and t.latency is not None and t.duplicate_of is None]
     held = [t for t in done if t.holds]

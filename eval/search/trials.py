@@ -12,7 +12,7 @@ from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.placement.cost_model import load_cost_model
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search.latency import latency_source
-from qdqbench.eval.search.results import Accuracy, Source, Trial, choose, holds, mark_front
+from qdqbench.eval.search.results import Accuracy, Source, Trial, choose_trial, mark_front, trial_holds
 from qdqbench.eval.search.start import first_trials, rank, read_ranking
 from qdqbench.eval.search.study import (
     counted,
@@ -28,7 +28,7 @@ from qdqbench.eval.search.study import (
     use_sampler,
 )
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
-from qdqbench.eval.search.worker import Options, Worker
+from qdqbench.eval.search.worker import SearchOptions, Worker
 from qdqbench.eval.sensitivity.results import sensitivity_file
 from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 
 
 def open_worker(
-    session: Session, options: Options, stack: ExitStack, progress: Callable[[str], None] = lambda text: None
+    session: Session,
+    options: SearchOptions,
+    stack: ExitStack,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Worker:
     """Join or start the study.
 
@@ -72,7 +75,7 @@ def open_worker(
     return Worker(work, options, source, measure, study, said)
 
 
-def _settings(session: Session, options: Options, source: Source) -> dict[str, Any]:
+def _settings(session: Session, options: SearchOptions, source: Source) -> dict[str, Any]:
     """What the trials of one study have in common; the gate may change, it only chooses."""
     recipe, task = session.recipe, session.config.task
     kept = recipe.model_dump(mode="json", exclude={"name", "description", "gate"})
@@ -96,7 +99,7 @@ def _settings(session: Session, options: Options, source: Source) -> dict[str, A
     }
 
 
-def _cost_model(options: Options) -> str:
+def _cost_model(options: SearchOptions) -> str:
 
     return hash_of(load_cost_model(options.cost_model).model_dump(mode="json", include={"rows"}))
 
@@ -219,7 +222,7 @@ def _values(accuracy: Accuracy, latency: Latency, objective: str) -> tuple[float
 
 def _violation(accuracy: Accuracy, latency: Latency, gate: Any) -> float:
     """How far a trial is from satisfying the gate; at most 0 where it does."""
-    if holds(accuracy, latency, gate):
+    if trial_holds(accuracy, latency, gate):
         return 0.0
     if gate.min_speedup is not None:
         return float(gate.min_speedup - latency.speedup)
@@ -247,7 +250,7 @@ def trials_of(worker: Worker) -> list[Trial]:
             seconds=known.get("seconds"),
         )
         if trial.accuracy is not None and trial.latency is not None:
-            trial.holds = holds(trial.accuracy, trial.latency, worker.gate)
+            trial.holds = trial_holds(trial.accuracy, trial.latency, worker.gate)
         found.append(trial)
     mark_front(found, worker.options.objective)
     return found
@@ -255,7 +258,7 @@ def trials_of(worker: Worker) -> list[Trial]:
 
 def _best(worker: Worker) -> str:
     """One clause on the best trial so far."""
-    chosen, _ = choose(trials_of(worker), worker.gate)
+    chosen, _ = choose_trial(trials_of(worker), worker.gate)
     if chosen is None or chosen.accuracy is None or chosen.latency is None:
         return "none holds the gate yet"
     said = "modelled" if worker.source.mode == "model" else "measured"

@@ -18,7 +18,7 @@ Measure = Callable[[Recipe, Plan], Latency]
 
 
 @dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """What the user asked for."""
 
     trials: int = 40
@@ -39,7 +39,7 @@ class Worker:
     """One process of a search: everything that a trial needs."""
 
     work: Workspace
-    options: Options
+    options: SearchOptions
     source: Source
     measure: Measure
     study: "optuna.Study"

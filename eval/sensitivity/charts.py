@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from qdqbench.eval.report import svg
-from qdqbench.eval.sensitivity.results import Row, Sensitivity
+from qdqbench.eval.sensitivity.results import CandidateRow, Sensitivity
 from qdqbench.quantize.encoders.any_family import part_of
 from qdqbench.quantize.encoders.family import QKV
 
-COLUMNS = (*QKV, "output", "ffn-in", "ffn-out", "attention")
+CHART_COLUMNS = (*QKV, "output", "ffn-in", "ffn-out", "attention")
 DECADES = 3.0  # below the largest value; what is smaller has the palest colour
 DARKEST = 0.75  # opacity: text in the page's colour stays readable on it
 
@@ -29,7 +29,7 @@ def all_but_svg(found: Sensitivity) -> str:
     """Part of the divergence of everything in INT8 that goes when one is taken out."""
     whole = found.full.divergence
 
-    def saved(row: Row) -> float | None:
+    def saved(row: CandidateRow) -> float | None:
         return 1 - row.all_but.divergence / whole if row.all_but and whole else None
 
     return _heat_map(
@@ -42,7 +42,7 @@ def all_but_svg(found: Sensitivity) -> str:
     )
 
 
-def column(row: Row) -> str:
+def column(row: CandidateRow) -> str:
     """Column of a row: q, k and v stand apart."""
     place = part_of(row.name) if row.kind == "qkv" else None
     return place[1] if place else row.kind
@@ -52,7 +52,7 @@ def _heat_map(  # noqa: PLR0913
     found: Sensitivity,
     name: str,
     title: str,
-    value: Callable[[Row], float | None],
+    value: Callable[[CandidateRow], float | None],
     text: Callable[[float], str],
     *,
     linear: bool = False,
@@ -64,7 +64,7 @@ def _heat_map(  # noqa: PLR0913
     if not cells:
         return ""
     layers = sorted({layer for layer, _ in cells if layer is not None})
-    columns = [each for each in COLUMNS if any(each == of for _, of in cells)]
+    columns = [each for each in CHART_COLUMNS if any(each == of for _, of in cells)]
     largest = max(cells.values())
     figure = svg.figure_of(0.9 + 0.24 * len(layers))
     axes = figure.add_subplot()
@@ -111,10 +111,10 @@ def curve_svg(found: Sensitivity) -> str:
     chosen = next(point for point in found.curve if point.kept == found.choice.kept)
     _errors(upper, places, [j.divergence for j in judged], [j.divergence_stderr for j in judged], svg.BLUE)
     half = found.full.divergence / 2
-    upper.axhline(half, **svg.LIMIT, label="half of all in INT8")
+    upper.axhline(half, **svg.LIMIT_LINE, label="half of all in INT8")
     _errors(lower, places, [j.drop for j in judged], [j.drop_stderr for j in judged], svg.BLUE)
     limit = float(found.recipe["gate"]["max_drop"])
-    lower.axhline(limit, **svg.LIMIT)
+    lower.axhline(limit, **svg.LIMIT_LINE)
     for axes, value in ((upper, chosen.judged.divergence), (lower, chosen.judged.drop)):
         axes.plot(chosen.kept, value, marker="o", markersize=11, markerfacecolor="none", color=svg.ORANGE)
         axes.set_xscale("symlog", base=2, linthresh=1)

@@ -7,13 +7,13 @@ import yaml
 from qdqbench.eval.accuracy import gate
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity.candidates import Choices
-from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Judged
+from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Effect
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import matched, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Rule
 
-FILE = "recipe.yaml"
+CHOICE_FILE = "recipe.yaml"
 SHARE = 0.5  # of the divergence of everything in INT8 that may be left
 
 
@@ -27,7 +27,7 @@ def measure_curve(linears: int, measure: Callable[[int], CurvePoint], max_drop: 
     points = {kept: measure(kept) for kept in kept_counts(linears)}
     while True:
         full = points[0].judged
-        good = min((k for k, point in points.items() if holds(point, full, max_drop)), default=0)
+        good = min((k for k, point in points.items() if point_holds(point, full, max_drop)), default=0)
         below = max((k for k in points if k < good), default=good)
         if good - below < 2:
             return [points[kept] for kept in sorted(points)]
@@ -35,7 +35,7 @@ def measure_curve(linears: int, measure: Callable[[int], CurvePoint], max_drop: 
         points[middle] = measure(middle)
 
 
-def holds(point: CurvePoint, full: Judged, max_drop: float) -> bool:
+def point_holds(point: CurvePoint, full: Effect, max_drop: float) -> bool:
     """Whether a point is good enough; without a kept linear, a drop that may be noise is."""
     judged = point.judged
     if point.kept == 0:
@@ -44,10 +44,10 @@ def holds(point: CurvePoint, full: Judged, max_drop: float) -> bool:
     return holds and judged.divergence <= SHARE * full.divergence
 
 
-def choose(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, str]:
+def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, str]:
     """The first point that holds, whether there is one, and why."""
     full = curve[0].judged
-    good = next((point for point in curve if holds(point, full, max_drop)), None)
+    good = next((point for point in curve if point_holds(point, full, max_drop)), None)
     if good is None:
         best = min(curve, key=lambda point: point.judged.divergence)
         reason = (
@@ -114,18 +114,18 @@ def write_up(
     )
     short_form = chosen.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump({"version": 1, **short_form}, sort_keys=False, allow_unicode=True, width=100)
-    again = parse_recipe(text, FILE)
+    again = parse_recipe(text, CHOICE_FILE)
     if again != chosen:
-        raise AssertionError(f"{FILE} does not hold the recipe that was chosen: {dump_recipe(again)}")
+        raise AssertionError(f"{CHOICE_FILE} does not hold the recipe that was chosen: {dump_recipe(again)}")
     plan = resolve(again, modules, prefix)
     if {*plan.int8, *plan.attention} != int8:
-        raise AssertionError(f"{FILE} puts other modules into INT8 than were measured")
+        raise AssertionError(f"{CHOICE_FILE} puts other modules into INT8 than were measured")
     return again, text
 
 
 def choice_of(point: CurvePoint, reached: bool, reason: str, recipe: Recipe) -> Choice:
     """The choice as the report holds it."""
-    return Choice(kept=point.kept, reached=reached, reason=reason, file=FILE, recipe_name=recipe.name)
+    return Choice(kept=point.kept, reached=reached, reason=reason, file=CHOICE_FILE, recipe_name=recipe.name)
 
 
 def _not_idle(

@@ -5,7 +5,7 @@ import numpy as np
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.report.formats import count_of
-from qdqbench.eval.sensitivity.results import Judged
+from qdqbench.eval.sensitivity.results import Effect
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks import metrics
@@ -14,7 +14,7 @@ from qdqbench.quantize.tasks.task import Task
 FEW = 64  # samples; below it the standard error of a metric means little
 
 
-def judge(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Judged:
+def judge(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Effect:
     """Everything that is reported of one choice of INT8 tensors; arguments as of `eval.compare.compare`.
 
     Raises:
@@ -23,7 +23,7 @@ def judge(task: Task, reference: Float32, logits: Float32, labels: metrics.Label
     found = compare(task, reference, logits, labels, seed=seed)
     primary = task.metrics[0]
     each = divergence(task, reference, logits)
-    return Judged(
+    return Effect(
         metric=metrics.compute(task, logits, labels)[primary],
         drop=-found.delta[primary] + 0.0,  # no negative zero
         drop_stderr=found.delta_stderr[primary],

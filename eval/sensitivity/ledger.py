@@ -8,7 +8,7 @@ from typing import Any
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 
-FILE = "sensitivity.partial.jsonl"
+LEDGER_FILE = "sensitivity.partial.jsonl"
 
 
 class Ledger:

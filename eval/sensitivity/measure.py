@@ -13,9 +13,16 @@ from qdqbench.eval.accuracy.switches import Switches
 from qdqbench.eval.sensitivity import choice as sensitivity_choice
 from qdqbench.eval.sensitivity.candidates import Candidate, Choices, choices
 from qdqbench.eval.sensitivity.judge import judge, limits_noted
-from qdqbench.eval.sensitivity.ledger import FILE as PARTIAL
+from qdqbench.eval.sensitivity.ledger import LEDGER_FILE as PARTIAL
 from qdqbench.eval.sensitivity.ledger import Ledger
-from qdqbench.eval.sensitivity.results import CurvePoint, Judged, Reference, Row, Sensitivity, ranking
+from qdqbench.eval.sensitivity.results import (
+    CandidateRow,
+    CurvePoint,
+    Effect,
+    Reference,
+    Sensitivity,
+    ranking,
+)
 from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
@@ -194,14 +201,14 @@ class Measurement:
         judged = self._judged(key, lambda: self._whole(on), INT8_COST)
         return CurvePoint(kept=len(linears), linears=linears, attention=attention, judged=judged)
 
-    def _judged(self, key: str, logits: Callable[[], Float32], cost: float) -> Judged:
+    def _judged(self, key: str, logits: Callable[[], Float32], cost: float) -> Effect:
         def value() -> dict[str, Any]:
             config, reference = self.session.config, self.bench.reference
             found = judge(config.task, reference, logits(), self.draw[1].labels, config.seed)
             return found.model_dump(mode="json")
 
         self._say(key)
-        found = Judged.model_validate(self._known(key, value))
+        found = Effect.model_validate(self._known(key, value))
         self._done += cost
         return found
 
@@ -233,9 +240,9 @@ class Measurement:
     def _layer_numbers(self) -> set[int]:
         return {c.layer for c in self.found.candidates if c.layer is not None}
 
-    def _row(self, candidate: Candidate) -> Row:
-        values = [Judged.model_validate(self.ledger.found[key]["value"]) for key in self._keys(candidate)]
-        return Row(
+    def _row(self, candidate: Candidate) -> CandidateRow:
+        values = [Effect.model_validate(self.ledger.found[key]["value"]) for key in self._keys(candidate)]
+        return CandidateRow(
             name=candidate.name,
             group=candidate.group,
             kind=candidate.kind,
@@ -247,16 +254,16 @@ class Measurement:
         )
 
     def _report(
-        self, fp32: Reference, full: Judged, rows: list[Row], curve: list[CurvePoint], wall_s: float
+        self, fp32: Reference, full: Effect, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
     ) -> Sensitivity:
 
         session, config = self.session, self.session.config
-        point, reached, reason = sensitivity_choice.choose(curve, config.recipe.gate.max_drop)
+        point, reached, reason = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
         model = session.fp32_model
         chosen, text = sensitivity_choice.write_up(
             config.recipe, point, self.found, module_table(model), model.base_model_prefix
         )
-        files.write_text(session.folder / sensitivity_choice.FILE, text)
+        files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
         split, encoded = self.draw
         return Sensitivity(
             **described(session, split, len(encoded.labels)),

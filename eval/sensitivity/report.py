@@ -16,14 +16,14 @@ from qdqbench.eval.report.formats import (
 )
 from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
-from qdqbench.eval.sensitivity.results import FILE, Judged, Row, Sensitivity, ranking
+from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Effect, Sensitivity, ranking
 from qdqbench.quantize.core import files
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 WORST = 10
-COLUMNS = (
+REPORT_COLUMNS = (
     "only this in INT8: divergence",
     "drop",
     "differing answers",
@@ -32,14 +32,14 @@ COLUMNS = (
     "of everything's",
     "drop",
 )
-MEANING = {
+COLUMN_MEANING = {
     "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
     "squared": "the mean squared difference of the outputs from FP32's, over the variance of FP32's",
 }
 
 
 @dataclass(frozen=True)
-class View:
+class SensitivityView:
     """A sensitivity report in words, ready for templates."""
 
     title: str
@@ -68,15 +68,15 @@ def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    shown = {"s": view(found)}
-    files.write_text(folder / FILE, found.model_dump_json(indent=2) + "\n")
-    return [folder / FILE, *write("sensitivity", folder, shown)]
+    shown = {"s": sensitivity_view(found)}
+    files.write_text(folder / SENSITIVITY_FILE, found.model_dump_json(indent=2) + "\n")
+    return [folder / SENSITIVITY_FILE, *write("sensitivity", folder, shown)]
 
 
-def view(found: Sensitivity) -> View:
+def sensitivity_view(found: Sensitivity) -> SensitivityView:
     """Words and figures for people; every one of them is in `sensitivity.json`."""
     found = Sensitivity.model_validate(clean(found.model_dump(mode="json")))
-    return View(
+    return SensitivityView(
         title=" · ".join(
             [
                 model_label(found.model["name"]),
@@ -84,14 +84,14 @@ def view(found: Sensitivity) -> View:
                 str(found.recipe.get("name", "recipe")),
             ]
         ),
-        headline=headline(found),
+        headline=sensitivity_headline(found),
         choice=sentence(
             f"{found.choice.file} keeps {count_of(found.choice.kept, 'linear')} out of INT8: "
             f"{found.choice.reason}"
         ),
         reached=found.choice.reached,
         explanation=_explanation(found),
-        columns=COLUMNS,
+        columns=REPORT_COLUMNS,
         linears=_table(found, [*ranking(found), *_unranked(found)]),
         attention=_table(found, _of(found, "attention")),
         blocks=_table(found, _of(found, "block")),
@@ -116,7 +116,7 @@ def view(found: Sensitivity) -> View:
     )
 
 
-def headline(found: Sensitivity) -> str:
+def sensitivity_headline(found: Sensitivity) -> str:
     """What everything in INT8 costs, and which linear most."""
     metric, full = label(found.metric), found.full
     text = (
@@ -130,20 +130,20 @@ def headline(found: Sensitivity) -> str:
     return text
 
 
-def drop_text(judged: Judged) -> str:
+def drop_text(judged: Effect) -> str:
     """A drop with its standard error, and whether it is noise; positive is a loss."""
     noise = " (noise)" if judged.within_noise else ""
     return f"{judged.drop:+.4f} ± {judged.drop_stderr:.4f}{noise}"
 
 
-def summary(found: Sensitivity) -> "Group":
+def sensitivity_summary(found: Sensitivity) -> "Group":
     """One screen for the terminal, as a rich renderable."""
     from rich.console import Group, RenderableType
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
-    shown = view(found)
+    shown = sensitivity_view(found)
     colour = "green" if found.choice.reached else "red"
     body = Text(f"{shown.headline}\n{shown.choice}")
     lines: list[RenderableType] = [
@@ -163,7 +163,7 @@ def summary(found: Sensitivity) -> "Group":
     return Group(*lines)
 
 
-def _short_cells(row: Row) -> list[str]:
+def _short_cells(row: CandidateRow) -> list[str]:
     """A row for a terminal 80 characters wide: divergence, drop, divergence."""
     name = row.name.removeprefix("encoder.")
     rest = "" if row.all_but is None else f"{row.all_but.divergence:.1e}"
@@ -176,7 +176,7 @@ def _short_cells(row: Row) -> list[str]:
 
 def _explanation(found: Sensitivity) -> list[str]:
     return [
-        f"Divergence is {MEANING[found.divergence]}. The ranking goes by it and not by the metric: on "
+        f"Divergence is {COLUMN_MEANING[found.divergence]}. The ranking goes by it and not by the metric: on "
         f"{found.data['samples']} samples most drops are noise. ± is one standard error, and (noise) marks "
         "drops of at most two, paired with FP32.",
         f"Measured on split {found.data['split']!r}, on other rows than those that calibrate; no evaluation "
@@ -184,19 +184,19 @@ def _explanation(found: Sensitivity) -> list[str]:
     ]
 
 
-def _of(found: Sensitivity, group: str) -> list[Row]:
+def _of(found: Sensitivity, group: str) -> list[CandidateRow]:
     return [row for row in found.rows if row.group == group]
 
 
-def _unranked(found: Sensitivity) -> list[Row]:
+def _unranked(found: Sensitivity) -> list[CandidateRow]:
     return [row for row in _of(found, "linear") if row.all_but is None]
 
 
-def _table(found: Sensitivity, rows: list[Row]) -> list[tuple[str, list[str]]]:
+def _table(found: Sensitivity, rows: list[CandidateRow]) -> list[tuple[str, list[str]]]:
     return [(f"{row.name}{' (diagnostic)' if row.diagnostic else ''}", _cells(found, row)) for row in rows]
 
 
-def _cells(found: Sensitivity, row: Row) -> list[str]:
+def _cells(found: Sensitivity, row: CandidateRow) -> list[str]:
     only, rest = row.only, row.all_but
     first = [_divergence(only), drop_text(only), _answers(only), _sqnr(only)] if only else [""] * 4
     if rest is None:
@@ -205,13 +205,13 @@ def _cells(found: Sensitivity, row: Row) -> list[str]:
     return [*first, _divergence(rest), share, drop_text(rest)]
 
 
-def _divergence(judged: Judged | None) -> str:
+def _divergence(judged: Effect | None) -> str:
     return "" if judged is None else f"{judged.divergence:.2e} ± {judged.divergence_stderr:.0e}"
 
 
-def _answers(judged: Judged) -> str:
+def _answers(judged: Effect) -> str:
     return "" if judged.disagreements is None else str(judged.disagreements)
 
 
-def _sqnr(judged: Judged) -> str:
+def _sqnr(judged: Effect) -> str:
     return "equal" if judged.sqnr_db is None else f"{judged.sqnr_db:.1f} dB"

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from qdqbench.quantize.core.strict import Strict, read
 
-FILE = "sensitivity.json"
+SENSITIVITY_FILE = "sensitivity.json"
 Group = Literal["linear", "attention", "block", "kind"]
 
 
-class Judged(Strict):
+class Effect(Strict):
     """One choice of INT8 tensors against FP32 on the draw."""
 
     metric: float  # primary metric of the task
@@ -22,7 +22,7 @@ class Judged(Strict):
     sqnr_db: float | None  # of the logits; None when they are equal
 
 
-class Row(Strict):
+class CandidateRow(Strict):
     """One candidate: a linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
 
     name: str  # as recipes write it, without the name of the base model; of a kind its name
@@ -31,8 +31,8 @@ class Row(Strict):
     layer: int | None  # None outside of the encoder and for kinds
     modules: list[str]  # full names of what is switched
     diagnostic: bool  # no recipe can put it into INT8
-    only: Judged | None  # this in INT8, everything else in FP32
-    all_but: Judged | None  # everything in INT8 but this; None where "everything" does not hold it
+    only: Effect | None  # this in INT8, everything else in FP32
+    all_but: Effect | None  # everything in INT8 but this; None where "everything" does not hold it
 
 
 class CurvePoint(Strict):
@@ -41,7 +41,7 @@ class CurvePoint(Strict):
     kept: int  # number of linears
     linears: list[str]  # full names, in the order of the ranking
     attention: list[str]  # attention modules that go to FP16 with their output linear
-    judged: Judged
+    judged: Effect
 
 
 class Choice(Strict):
@@ -76,9 +76,9 @@ class Sensitivity(Strict):
     metric: str  # primary metric of the task
     divergence: Literal["kl", "squared"]  # KL(FP32 || INT8) per sample, nat; or MSE / variance of FP32 logits
     fp32: Reference
-    full: Judged  # everything in INT8
+    full: Effect  # everything in INT8
     int8: list[str]  # what "everything" is: full names of linears and attention modules
-    rows: list[Row]
+    rows: list[CandidateRow]
     curve: list[CurvePoint]  # by rising `kept`
     choice: Choice
     notes: list[str]
@@ -88,7 +88,7 @@ class Sensitivity(Strict):
 
 def sensitivity_file(path: Path) -> Path:
     """The file itself, or the one in a folder."""
-    return path / FILE if path.is_dir() else path
+    return path / SENSITIVITY_FILE if path.is_dir() else path
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
@@ -101,7 +101,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
     return read(file, Sensitivity, "sensitivity report", "run `qdqbench sensitivity` again")
 
 
-def ranking(found: Sensitivity | list[Row]) -> list[Row]:
+def ranking(found: Sensitivity | list[CandidateRow]) -> list[CandidateRow]:
     """Linears that "everything in INT8" holds, the one that costs the most first: by divergence alone."""
     rows = found.rows if isinstance(found, Sensitivity) else found
     linears = [row for row in rows if row.group == "linear" and row.only and row.all_but]

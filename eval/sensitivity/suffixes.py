@@ -12,7 +12,7 @@ from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.rows import Batch
+from qdqbench.quantize.tasks.rows import IndexedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ class Held:
 class Suffixes:
     """Logits of a classifier over a draw, computed from the input of any encoder layer on."""
 
-    def __init__(self, model: "PreTrainedModel", batches: list[Batch], samples: int) -> None:
+    def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], samples: int) -> None:
         """`batches` are those of `eval.data.sorted_batches`; `model` computes [CLS] alone where that is all.
 
         The pooler reads the first token only, so behind the attention of the last layer the others are not

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from qdqbench.eval.accuracy.logits import evaluate
+from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.gpu import find_gpu
@@ -26,7 +26,7 @@ from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.runtime.runner import EngineRunner
 
 
-def build(session: Session) -> list[Path]:
+def build_stage(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
     settings = session.recipe.engine
     folder = session.folder / "engine"
@@ -55,7 +55,7 @@ def build(session: Session) -> list[Path]:
     ]
 
 
-def verify(session: Session) -> list[Path]:
+def verify_stage(session: Session) -> list[Path]:
     """Judge what the engine computes where a GPU runs it, or record why not."""
     reason, found = cannot_run(session), None
     if reason is None:
@@ -79,7 +79,7 @@ def cannot_run(session: Session) -> str | None:
     return None
 
 
-def engine(session: Session) -> list[Path]:
+def engine_stage(session: Session) -> list[Path]:
     """Evaluate the engine where a GPU runs it, or record why not.
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
@@ -107,7 +107,7 @@ def _run_engine(session: Session) -> list[Path]:
     graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
     with EngineRunner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
-        logits = evaluate(session, "engine", runner, batch_size=size)
+        logits = evaluate_stage(session, "engine", runner, batch_size=size)
         memory = runner.engine.memory
     session.notes += [note for note in runner.engine.notes if note not in session.notes]
     done = Ran(detail=f"{detail}; {memory}", memory=asdict(memory))

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from qdqbench.eval.accuracy.logits import evaluate
+from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import on_gpu, onnxruntime_runner, placed, torch_runner
-from qdqbench.eval.stages.engine import build, engine, verify
+from qdqbench.eval.stages.engine import build_stage, engine_stage, verify_stage
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import available_backends
-from qdqbench.quantize.graph.export import Compute, ExportSettings, trace, write
+from qdqbench.quantize.graph.export import Compute, ExportSettings, trace, write_graph
 from qdqbench.quantize.qat.files import remove_checkpoints
-from qdqbench.quantize.qat.stage import qat as train
+from qdqbench.quantize.qat.stage import train_qat as train
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
@@ -47,7 +47,7 @@ def baseline(session: Session) -> list[Path]:
     return [_evaluate_torch(session, "fp32", session.fp32_model)]
 
 
-def quantize(session: Session) -> list[Path]:
+def quantize_stage(session: Session) -> list[Path]:
     """Calibrate and record every amax."""
     settings = session.recipe.calibration
     batches = session.calibration_batches()
@@ -67,12 +67,12 @@ def quantize(session: Session) -> list[Path]:
     return [path]
 
 
-def ptq(session: Session) -> list[Path]:
+def ptq_stage(session: Session) -> list[Path]:
     """Evaluate the fake-quant model before QAT."""
     return [_evaluate_torch(session, "ptq", session.new_ptq_model())]
 
 
-def qat(session: Session) -> list[Path]:
+def qat_stage(session: Session) -> list[Path]:
     """Train the fake-quant model."""
     return train(session)
 
@@ -87,7 +87,7 @@ def fake_quant(session: Session) -> list[Path]:
     return [_evaluate_torch(session, "fake_quant", session.fake_quant_model)]
 
 
-def export(session: Session) -> list[Path]:
+def export_stage(session: Session) -> list[Path]:
     """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
     recipe, form = session.recipe, weight_form(session.recipe)
     outputs = session.config.task.kind.outputs
@@ -97,12 +97,12 @@ def export(session: Session) -> list[Path]:
         jobs.append((trace(session.fake_quant_model, recipe.export.opset, outputs), None, INT8))
     for number, (traced, compute, name) in enumerate(jobs):
         settings = ExportSettings.of(recipe, form, compute)
-        write(traced, session.plan, settings, session.folder / name, session.notes)
+        write_graph(traced, session.plan, settings, session.folder / name, session.notes)
         session.progress(number + 1, len(jobs))
     return [session.folder / name for _, _, name in jobs]
 
 
-def check(session: Session) -> list[Path]:
+def check_stage(session: Session) -> list[Path]:
     """Check the graph that will be built, against the recipe."""
     report = check_file(graph_path(session), expected_quantized=expected_modules(session))
     path = session.folder / "check.json"
@@ -122,13 +122,13 @@ def parity(session: Session) -> list[Path]:
 
 def onnxruntime(session: Session) -> list[Path]:
     """Evaluate the exported graph in ONNX Runtime."""
-    return [evaluate(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
+    return [evaluate_stage(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
 
 
 def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
 
     with on_gpu(model):
-        return evaluate(session, stage, torch_runner(model))
+        return evaluate_stage(session, stage, torch_runner(model))
 
 
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
@@ -209,16 +209,16 @@ def stages(session: Session) -> dict[str, Stage]:
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
     listed = [
         Stage("baseline", baseline, first, _evaluation),
-        Stage("export", export, calibrated, _exported),
-        Stage("check", check, ("export",), _placement),
+        Stage("export", export_stage, calibrated, _exported),
+        Stage("check", check_stage, ("export",), _placement),
         Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation),
-        Stage("build", build, ("export",), _built),
-        Stage("verify", verify, (*evaluated, "export", "build"), _verified),
-        Stage("engine", engine, (*first, "export", "build", "verify"), _measured),
+        Stage("build", build_stage, ("export",), _built),
+        Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified),
+        Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured),
     ]
     if quantized:
         listed[1:1] = [
-            Stage("quantize", quantize, first, _calibration),
+            Stage("quantize", quantize_stage, first, _calibration),
             *(_training(first) if trains else []),
             Stage("fake_quant", fake_quant, calibrated, _evaluation),
         ]
@@ -233,6 +233,6 @@ def stages(session: Session) -> dict[str, Stage]:
 def _training(first: tuple[str, ...]) -> list[Stage]:
     """What QAT adds: PTQ on its own, to be compared, and the training."""
     return [
-        Stage("ptq", ptq, (*first, "quantize"), _evaluation),
-        Stage("qat", qat, (*first, "quantize"), _trained, _forget_checkpoints),
+        Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation),
+        Stage("qat", qat_stage, (*first, "quantize"), _trained, _forget_checkpoints),
     ]

@@ -16,12 +16,12 @@ from qdqbench.eval.bench.report import (
     ratio_mark,
     slow_lines,
 )
-from qdqbench.eval.bench.results import FILE as BENCH
+from qdqbench.eval.bench.results import BENCH_FILE as BENCH
 from qdqbench.eval.bench.results import Bench, BenchCell, read_bench, row_of, speedup_of, without_unmasked
 from qdqbench.eval.report.formats import clean, text
-from qdqbench.eval.runs.study_results import FILE as STUDY
+from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
-from qdqbench.eval.search.results import FILE as SEARCH
+from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
 from qdqbench.eval.search.results import Search, read_search
 from qdqbench.eval.tables.accuracy import Places, accuracy_tables, mean_tables, run_key, table
 from qdqbench.eval.tables.changed import Changed
@@ -34,7 +34,7 @@ from qdqbench.quantize.core.strict import read
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 RESULTS = "results.json"
-SHAPES = {"static": "engines for one shape each", "recipe": "engines for the recipe's shapes"}
+PROFILE_WORDS = {"static": "engines for one shape each", "recipe": "engines for the recipe's shapes"}
 
 
 def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
@@ -129,7 +129,7 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     shape, random = about.shape, " (random weights)" if about.random_weights else ""
     title = (
         f"### Latency: {text(about.name)}{random}, {changed.label(bench.recipe)}, "
-        f"{SHAPES[bench.settings.profile]}\n\n"
+        f"{PROFILE_WORDS[bench.settings.profile]}\n\n"
         f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"

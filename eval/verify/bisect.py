@@ -22,12 +22,12 @@ from qdqbench.quantize.encoders.family import Family
 from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.graph.read import read_model
 
-LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
+BLOCK_LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
 INNER_LIMIT = 0.05  # of a tensor inside of a block
 JUMP = 3.0  # over the largest error of the tensors it is made from
 PER_STEP = 8  # tensors marked in one engine
 Feeds = Mapping[str, Array]
-Run = Callable[[onnx.ModelProto, Feeds], dict[str, Array]]
+GraphRunner = Callable[[onnx.ModelProto, Feeds], dict[str, Array]]
 
 
 class BisectResult(Strict):
@@ -51,8 +51,8 @@ class BisectResult(Strict):
 def bisect(  # noqa: PLR0913
     onnx_path: Path,
     feeds: Feeds,
-    run_engine: Run,
-    run_reference: Run,
+    run_engine: GraphRunner,
+    run_reference: GraphRunner,
     *,
     family: Family,
     inputs: Mapping[str, Array] | None = None,
@@ -87,7 +87,7 @@ def bisect(  # noqa: PLR0913
     got, expected = run_engine(stitched.model, given), run_reference(stitched.model, given)
     result = BisectResult(blocks={}, engines=1)
     for block in stitched.blocks:
-        limit = allowed.get(block.name, LIMIT)
+        limit = allowed.get(block.name, BLOCK_LIMIT)
         result.blocks[block.name] = compared(
             block.output, got[block.output], expected[block.output], mask, limit
         )
@@ -115,8 +115,8 @@ class _Search:
         self,
         stitched: blocks.Stitched,
         feeds: Feeds,
-        run_engine: Run,
-        run_reference: Run,
+        run_engine: GraphRunner,
+        run_reference: GraphRunner,
         mask: Array,
         result: BisectResult,
     ) -> None:
@@ -166,7 +166,9 @@ class _Search:
 
     def _mender(self, chunk: list[str]) -> str:
         """The first tensor of a chunk whose mark alone makes the fault vanish."""
-        own = [t for t in chunk if self.block.input is None or self.block.input in ancestors(self.index, t)]
+        own = [
+            t for t in chunk if self.block.input is None or self.block.input in nodes_before(self.index, t)
+        ]
         for tensor in own or chunk:
             self._compare([tensor])
             if self._output_holds():
@@ -175,7 +177,7 @@ class _Search:
 
     def _jumps(self, row: TensorError) -> bool:
         """Whether a tensor is wrong and what it is made from is not; else it is kept among the good ones."""
-        above = ancestors(self.index, row.tensor)
+        above = nodes_before(self.index, row.tensor)
         sources = [good for good in self.good if good.tensor in above]
         error = max((good.error or 0.0 for good in sources), default=0.0)
         systematic = max((good.systematic for good in sources), default=0.0)
@@ -194,11 +196,11 @@ class _Search:
 
     def _before(self, tensor: str) -> TensorError | None:
         """The last good tensor that leads to `tensor`."""
-        above = ancestors(self.index, tensor)
+        above = nodes_before(self.index, tensor)
         return next((row for row in reversed(self.good) if row.tensor in above), None)
 
 
-def ancestors(index: GraphIndex, tensor: str) -> set[str]:
+def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
     """Tensors that a tensor is computed from."""
     found: set[str] = set()
     waiting = [tensor]
@@ -211,7 +213,7 @@ def ancestors(index: GraphIndex, tensor: str) -> set[str]:
 
 
 def _own_inputs(
-    model: onnx.ModelProto, stitched: blocks.Stitched, feeds: Feeds, run_reference: Run
+    model: onnx.ModelProto, stitched: blocks.Stitched, feeds: Feeds, run_reference: GraphRunner
 ) -> dict[str, Array]:
     """Hidden states between the blocks in the reference's own run of the whole graph."""
     marked = onnx.ModelProto()

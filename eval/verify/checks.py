@@ -109,14 +109,14 @@ class BlockSums:
 
 
 @dataclass
-class Cost:
+class QuantizationCost:
     """What quantization itself costs in logits, fake-quant against FP32, but never under FP16's own noise."""
 
     mean: float
     worst: float
 
     @classmethod
-    def of(cls, reference: Floats, fp32: Floats) -> "Cost":
+    def of(cls, reference: Floats, fp32: Floats) -> "QuantizationCost":
         """From logits [n, labels]; the floor is MIN_LIMIT of the logits' root mean square."""
         difference = np.abs(reference.astype(np.float64) - fp32)
         floor = MIN_LIMIT * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
@@ -136,7 +136,7 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
     )
 
 
-def check_padding(answers: Floats, cost: Cost) -> PaddingCheck:
+def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
     """The same samples in three settings: logits [3, samples, labels] must agree within noise."""
     good = np.isfinite(answers).all(axis=(0, 2))
     spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
@@ -157,7 +157,7 @@ def check_answers(  # noqa: PLR0913
     fp32: Floats,
     labels: metrics.Labels,
     *,
-    cost: Cost,
+    cost: QuantizationCost,
     max_drop: float,
     seed: int,
 ) -> AnswersCheck:
@@ -202,7 +202,7 @@ def check_answers(  # noqa: PLR0913
     return check
 
 
-def failures(found: Verification, run: str) -> list[str]:
+def verification_failures(found: Verification, run: str) -> list[str]:
     """Every reason why an engine is wrong, one sentence each; `run` is the run directory, for the advice."""
     advice = f"run `qdqbench inspect {run} --bisect`"
     lines = [f"{_block_failure(row)}; {advice}" for row in found.blocks if not row.holds]

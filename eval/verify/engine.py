@@ -11,7 +11,14 @@ import numpy as np
 
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import Uncut, reference_blocks, stitch
-from qdqbench.eval.verify.checks import BlockSums, Cost, check_answers, check_padding, check_shape, failures
+from qdqbench.eval.verify.checks import (
+    BlockSums,
+    QuantizationCost,
+    check_answers,
+    check_padding,
+    check_shape,
+    verification_failures,
+)
 from qdqbench.eval.verify.cut_engine import engine_of
 from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
@@ -162,7 +169,11 @@ def verify_engine(session: "Session") -> Verification:
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
     data = _data(session, widest(sidecar.profiles).max[1])
-    cost, task, seed = Cost.of(data.reference, data.fp32), session.config.task, session.config.seed
+    cost, task, seed = (
+        QuantizationCost.of(data.reference, data.fp32),
+        session.config.task,
+        session.config.seed,
+    )
     with EngineRunner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
         shapes = _run_shapes(runner, data, sidecar, session)
         chosen = data.rows[:PADDING_SAMPLES].tolist()
@@ -197,7 +208,7 @@ def verify_engine(session: "Session") -> Verification:
         failures=[],
         passed=True,
     )
-    lines = failures(found, str(session.folder))
+    lines = verification_failures(found, str(session.folder))
     return found.model_copy(update={"failures": lines, "passed": not lines})
 
 

@@ -12,7 +12,7 @@ import torch
 
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.fakequant.modelopt import quantized_with, set_calibrator, set_histogram
-from qdqbench.quantize.fakequant.quantizers import import_modelopt, kind_of
+from qdqbench.quantize.fakequant.quantizers import import_modelopt, quantizer_kind
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import percentile_of
 
@@ -22,7 +22,7 @@ from modelopt.torch.quantization.calib import HistogramCalibrator  # noqa: E402
 from modelopt.torch.quantization.calib.mse import MseCalibrator  # noqa: E402
 
 BINS = 4096  # the range is at most twice the largest value, so 2,048 bins or more are in use
-CODES = 128  # magnitudes of INT8: an amax below that many bins is not tried
+MAGNITUDES = 128  # magnitudes of INT8: an amax below that many bins is not tried
 CANDIDATES = 128  # values of the amax that MSE and entropy try
 MAX_COUNT = 2**30  # ModelOpt takes counts as int32
 CHUNK = 2**22  # values that are counted at a time: torch.histc counts in float32, which stops at 2^24
@@ -34,7 +34,7 @@ def install(quantizers: dict[str, Any], plan: Plan) -> None:
     for name, quantizer in quantizers.items():
         module = name.rpartition(".")[0]
         method = plan.scaling_of(module).method
-        if kind_of(name) not in ("weight", "softmax") and method != "max":
+        if quantizer_kind(name) not in ("weight", "softmax") and method != "max":
             set_calibrator(quantizer, ActivationCalibrator(method))
 
 
@@ -93,7 +93,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         if self.method == "mse":
             found = _least_error(counts, self.limit / BINS)
         elif self.method == "entropy":
-            found = super().compute_amax("entropy", start_bin=CODES, stride=max(1, used // CANDIDATES))
+            found = super().compute_amax("entropy", start_bin=MAGNITUDES, stride=max(1, used // CANDIDATES))
         else:
             found = super().compute_amax("percentile", percentile=percentile_of(self.method))
         # one bin at least: a percentile can fall into the first one, which begins at 0
@@ -103,9 +103,9 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
 def _least_error(counts: Int64, width: float) -> torch.Tensor:
     """Amax with the least squared error of rounding and clipping, over a histogram with bins of `width`."""
     centers = (np.arange(len(counts)) + 0.5) * width
-    candidates = np.linspace(min(CODES, len(counts)), len(counts), CANDIDATES) * width
-    scales = candidates[:, None] / (CODES - 1)
-    rounded = np.clip(np.rint(centers / scales), 0, CODES - 1) * scales
+    candidates = np.linspace(min(MAGNITUDES, len(counts)), len(counts), CANDIDATES) * width
+    scales = candidates[:, None] / (MAGNITUDES - 1)
+    rounded = np.clip(np.rint(centers / scales), 0, MAGNITUDES - 1) * scales
     errors = np.square(rounded - centers) @ counts.astype(np.float64)
     return torch.tensor(candidates[int(errors.argmin())], dtype=torch.float32)
 

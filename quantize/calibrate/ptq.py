@@ -12,9 +12,9 @@ from qdqbench.quantize.calibrate import smoothing, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
+    ChannelSplit,
     QuantizerState,
     Smoothing,
-    Split,
     require_plausible,
 )
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -26,7 +26,7 @@ from qdqbench.quantize.fakequant.quantizers import (
     enabled_quantizers,
     forward,
     import_modelopt,
-    kind_of,
+    quantizer_kind,
     round_weight_scales,
     seen_by,
 )
@@ -159,10 +159,10 @@ def calibrate(
 
 def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
-) -> tuple[Smoothing, dict[str, Split]]:
+) -> tuple[Smoothing, dict[str, ChannelSplit]]:
     """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
     seconds = plan.family.splittable(plan.int8) if extra else []
-    ranges = smoothing.measure(model, plan, forward_loop, seconds)
+    ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds)
     moved = smoothing.smooth(model, plan, ranges)
     return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
 
@@ -219,7 +219,9 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
 
         return hook
 
-    hooks = [q.register_forward_pre_hook(watch(n)) for n, q in quantizers.items() if kind_of(n) != "weight"]
+    hooks = [
+        q.register_forward_pre_hook(watch(n)) for n, q in quantizers.items() if quantizer_kind(n) != "weight"
+    ]
     try:
         yield result
     finally:
@@ -235,7 +237,12 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if kind_of(name) != "weight" or amax is None or amax.numel() == 1 or not torch.isfinite(amax).all():
+        if (
+            quantizer_kind(name) != "weight"
+            or amax is None
+            or amax.numel() == 1
+            or not torch.isfinite(amax).all()
+        ):
             continue
         dead = amax == 0
         if dead.any() and not dead.all():
@@ -249,7 +256,7 @@ def _state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
     return QuantizerState(
-        kind=kind_of(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+        kind=quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
     )
 
 

@@ -12,7 +12,7 @@ from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.results import QuantizerRow
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.fakequant.quantizers import Kind
+from qdqbench.quantize.fakequant.quantizers import QuantizerKind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves t
 class QuantizerState(Strict):
     """One quantizer: enough to rebuild it with a bit-identical scale."""
 
-    kind: Kind
+    kind: QuantizerKind
     axis: int | None
     amax: float | list[float]  # a list when per-channel; float32 values, exact in JSON
     rms: float | None = None  # of an activation while calibrating
@@ -46,7 +46,7 @@ class Smoothing(Strict):
     rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
 
 
-class Split(Strict):
+class ChannelSplit(Strict):
     """Copies of outlier channels in one feed-forward; the columns that they leave are filled with zeros."""
 
     extra: int  # channels more than the model has
@@ -60,7 +60,9 @@ class CalibrationRecord(Tabular):
     schema_version: Literal[2] = 2
     method: str  # of the calibration section; rules may refine it
     methods: dict[str, str] = {}  # linear or attention -> method, where it differs
-    splits: dict[str, Split] = {}  # second linear of a feed-forward -> its copies, made after smoothing
+    splits: dict[
+        str, ChannelSplit
+    ] = {}  # second linear of a feed-forward -> its copies, made after smoothing
     smoothing: Smoothing = Smoothing()
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
     seed: int

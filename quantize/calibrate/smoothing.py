@@ -217,7 +217,7 @@ def _power_of_two(raw: Float64) -> Float64:
     return scales
 
 
-def measure(
+def measure_ranges(
     model: "PreTrainedModel",
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],

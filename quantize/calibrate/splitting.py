@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate.record import Split
+from qdqbench.quantize.calibrate.record import ChannelSplit
 from qdqbench.quantize.calibrate.smoothing import column_ranges
 from qdqbench.quantize.core.arrays import Float64, Int64
 from qdqbench.quantize.encoders.family import Family, family_of
@@ -32,7 +32,7 @@ SPREAD = 1 / 16  # of the copies of a channel: the last divides its activation b
 FP16_STEPS = 1024
 
 
-def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> dict[str, Split]:
+def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> dict[str, ChannelSplit]:
     """Choose the copies of feed-forwards, and make them in `model`.
 
     Args:
@@ -43,12 +43,12 @@ def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> d
     found = {}
     for name, largest in ranges.items():
         linear: Any = model.get_submodule(name)
-        found[name] = choose(largest, column_ranges(linear.weight), extra)
+        found[name] = choose_channels(largest, column_ranges(linear.weight), extra)
     apply(model, found)
     return found
 
 
-def choose(activations: Float64, weights: Float64, extra: int) -> Split:
+def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
     """Halve what stands out most, again and again, while its copies fit.
 
     Args:
@@ -71,7 +71,7 @@ def choose(activations: Float64, weights: Float64, extra: int) -> Split:
         room -= int(by_input[channel] * by_weight[channel])
         parts[channel] *= 2
     outliers = np.flatnonzero(by_input * by_weight > 1).tolist()
-    return Split(extra=extra, outliers={n: (int(by_input[n]), int(by_weight[n])) for n in outliers})
+    return ChannelSplit(extra=extra, outliers={n: (int(by_input[n]), int(by_weight[n])) for n in outliers})
 
 
 def _outlier(ranges: Float64) -> tuple[float, int]:
@@ -81,7 +81,7 @@ def _outlier(ranges: Float64) -> tuple[float, int]:
     return (largest / like if like > 0 else 1.0), int(order[0])
 
 
-def apply(model: "PreTrainedModel", splits: dict[str, Split]) -> None:
+def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
     """Make the copies in a model with quantizers, in place: weights, and factors of inputs."""
     import torch
     from torch import nn
@@ -103,7 +103,7 @@ def apply(model: "PreTrainedModel", splits: dict[str, Split]) -> None:
         )  # so that it can be saved, and loaded again
 
 
-def keep_equal(model: "PreTrainedModel", splits: dict[str, Split]) -> Callable[[], None]:
+def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
     """To be called after each step of a training: copies follow their original again, bit for bit."""
     import torch
 
@@ -129,7 +129,7 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, Split]) -> Callable[[
 
 
 def merge(
-    weights: "dict[str, torch.Tensor]", splits: dict[str, Split], family: Family
+    weights: "dict[str, torch.Tensor]", splits: dict[str, ChannelSplit], family: Family
 ) -> "dict[str, torch.Tensor]":
     """A state dict without copies, of which `apply` makes them again bit for bit if they were kept equal.
 
@@ -159,7 +159,7 @@ class Layout:
     columns: Float64  # what multiplies the column of the weight; powers of two for the first K
 
 
-def layout_of(found: Split, width: int) -> Layout:
+def layout_of(found: ChannelSplit, width: int) -> Layout:
     """What a split makes of K = `width` channels."""
     channels, spread = list(range(width)), [0.0] * width
     inputs, columns = np.ones(width), np.ones(width)

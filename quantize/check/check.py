@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from qdqbench.quantize.check.codes import CODES, finding, label
+from qdqbench.quantize.check.codes import CODES, finding, finding_label
 from qdqbench.quantize.check.residuals import check_residuals, missing_residuals
 from qdqbench.quantize.check.rules import (
     HALVES,
@@ -31,7 +31,7 @@ from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.results import FindingRow
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
-from qdqbench.quantize.graph.residuals import Residual, residuals
+from qdqbench.quantize.graph.residuals import ResidualAdd, residuals
 
 
 class CheckReport(Tabular):
@@ -121,7 +121,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
     types, mixes = walk_types(model, opset)
     graph = CheckGraph(model, types)
     added = residuals(graph.index)
-    report.residual_quantized = [label(found.norm) for found in added if found.dq is not None]
+    report.residual_quantized = [finding_label(found.norm) for found in added if found.dq is not None]
     report.findings = [
         *mixes,
         *_check_opset(graph, opset),
@@ -136,11 +136,11 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
     ]
     for node in graph.matmuls:
         both = all(graph.is_int8(operand) for operand in graph.operands[node.output[0]])
-        (report.quantized if both else report.not_quantized).append(label(node))
+        (report.quantized if both else report.not_quantized).append(finding_label(node))
     for attention in graph.attentions:
         whole = is_whole(attention) and all(map(graph.is_int8, attention.operands.values()))
         (report.attention_quantized if whole else report.attention_not_quantized).append(
-            label(attention.softmax)
+            finding_label(attention.softmax)
         )
     if expected is not None:
         report.findings += _compare(report, graph, added, set(expected))
@@ -156,7 +156,7 @@ def _unreadable(model: onnx.ModelProto, opset: int) -> Iterator[FindingRow]:
         per_channel = [n for n in model.graph.node if opset < 13 and _has_axis(n)]
         if per_channel:
             why = f"{len(per_channel)} nodes have per-channel Q/DQ, which opset {opset} does not have"
-            yield finding("opset-too-low", label(per_channel[0]), why)
+            yield finding("opset-too-low", finding_label(per_channel[0]), why)
         else:
             yield invalid
 
@@ -170,7 +170,7 @@ def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
     halves = [node for node in qdq if graph.types.get(node.input[1]) in HALVES]
     if opset < 19 and halves:
         why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
-        yield finding("opset-too-low", label(halves[0]), why)
+        yield finding("opset-too-low", finding_label(halves[0]), why)
 
 
 def _invalid(model: onnx.ModelProto) -> FindingRow | None:
@@ -199,7 +199,7 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
 
 
 def _compare(
-    report: CheckReport, graph: CheckGraph, added: list[Residual], expected: set[str]
+    report: CheckReport, graph: CheckGraph, added: list[ResidualAdd], expected: set[str]
 ) -> Iterator[FindingRow]:
     """The quantized set against the modules that a recipe wants in INT8."""
     if expected and not any(is_dequantize(node) for node in graph.nodes):
@@ -208,7 +208,7 @@ def _compare(
         return
     modules: dict[str, list[str]] = defaultdict(list)
     for node in graph.matmuls:
-        modules[module_of(node.name)].append(label(node))
+        modules[module_of(node.name)].append(finding_label(node))
     quantized = set(report.quantized)
     added = [found for found in added if found.module not in modules]
     yield from missing_residuals(added, expected)

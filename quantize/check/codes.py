@@ -65,7 +65,7 @@ def finding(code: str, node: str, why: str, severity: Severity | None = None) ->
     return FindingRow(severity=severity or default, code=code, node=node, why=why, fix=fix)
 
 
-def label(node: onnx.NodeProto) -> str:
+def finding_label(node: onnx.NodeProto) -> str:
     """Name of a node; one without a name is called by its operator and first output."""
     return str(node.name) or f"{node.op_type} (output {next(iter(node.output), '')!r})"
 

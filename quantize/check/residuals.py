@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Iterator
 
-from qdqbench.quantize.check.codes import finding, label
+from qdqbench.quantize.check.codes import finding, finding_label
 from qdqbench.quantize.check.view import CheckGraph
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.graph.residuals import Residual, other_rounding
+from qdqbench.quantize.graph.residuals import ResidualAdd, other_rounding
 
 
 def check_residuals(
-    graph: CheckGraph, found: Collection[Residual], expected: Collection[str] | None
+    graph: CheckGraph, found: Collection[ResidualAdd], expected: Collection[str] | None
 ) -> Iterator[FindingRow]:
     """INT8 residuals that no recipe asks for, or that round a tensor in another way than its other readers.
 
@@ -23,21 +23,23 @@ def check_residuals(
             continue
         if expected is not None and residual.module not in expected:
             why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
-            yield finding("recipe-surplus", label(residual.add), why)
+            yield finding("recipe-surplus", finding_label(residual.add), why)
         elif other := other_rounding(graph.index, residual):
             why = (
-                f"its residual and {label(other)!r} round one tensor with scales of two values or types, so "
+                f"its residual and {finding_label(other)!r} round one tensor with scales of two values or types, so "
                 "the engine keeps it in floating point and in INT8"
             )
-            yield finding("split-residual", label(residual.add), why, None if expected is None else "error")
+            yield finding(
+                "split-residual", finding_label(residual.add), why, None if expected is None else "error"
+            )
         elif expected is None:
-            why = f"what {label(residual.norm)!r} adds comes from {label(residual.dq)!r}; that costs accuracy"
-            yield finding("quantized-residual", label(residual.add), why)
+            why = f"what {finding_label(residual.norm)!r} adds comes from {finding_label(residual.dq)!r}; that costs accuracy"
+            yield finding("quantized-residual", finding_label(residual.add), why)
 
 
-def missing_residuals(found: Collection[Residual], expected: Collection[str]) -> Iterator[FindingRow]:
+def missing_residuals(found: Collection[ResidualAdd], expected: Collection[str]) -> Iterator[FindingRow]:
     """Residuals that the recipe wants in INT8 and that have no Q/DQ."""
     for residual in found:
         if residual.module in expected and residual.dq is None:
             why = f"the recipe asks for the residual of {residual.module} in INT8, and neither input has Q/DQ"
-            yield finding("recipe-missing", label(residual.add), why)
+            yield finding("recipe-missing", finding_label(residual.add), why)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from qdqbench.quantize.check.codes import finding, label, type_name
+from qdqbench.quantize.check.codes import finding, finding_label, type_name
 from qdqbench.quantize.check.view import MOVES, Attention, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import limits_of
@@ -32,15 +32,17 @@ def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
     for node in graph.nodes:
         if _is_integer(node):
             why = f"TensorRT does not parse {node.op_type}; it takes INT8 from explicit Q/DQ only"
-            yield finding("unsupported-op", label(node), why)
+            yield finding("unsupported-op", finding_label(node), why)
         elif any(item.HasField("g") or item.graphs for item in node.attribute):
-            yield finding("not-checked", label(node), f"the subgraphs of {node.op_type} were not looked into")
+            yield finding(
+                "not-checked", finding_label(node), f"the subgraphs of {node.op_type} were not looked into"
+            )
         elif (node.domain, node.op_type) in functions:
             why = f"the local function {node.op_type} was not looked into"
-            yield finding("not-checked", label(node), why)
+            yield finding("not-checked", finding_label(node), why)
         elif node.domain not in ("", "ai.onnx") and not is_quantize(node) and not is_dequantize(node):
             why = f"{node.op_type} of domain {node.domain!r} needs a plugin, and was not looked into"
-            yield finding("not-checked", label(node), why)
+            yield finding("not-checked", finding_label(node), why)
 
 
 def _is_integer(node: onnx.NodeProto) -> bool:
@@ -57,21 +59,23 @@ def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
             if node.output[0] not in outputs and not any(
                 is_dequantize(reader) or _is_integer(reader) for reader in readers
             ):
-                yield finding("q-without-dq", label(node), "no DequantizeLinear reads its output")
+                yield finding("q-without-dq", finding_label(node), "no DequantizeLinear reads its output")
             yield from _check_scale(graph, node)
         elif is_dequantize(node):
             source, name = graph.origin(node.input[0])
             if source is not None and is_quantize(source):
                 if not _same_parameters(graph, source, node):
-                    why = f"its scale, zero point or axis differs from that of {label(source)!r}"
-                    yield finding("scale-mismatch", label(node), why)
+                    why = f"its scale, zero point or axis differs from that of {finding_label(source)!r}"
+                    yield finding("scale-mismatch", finding_label(node), why)
                     yield from _check_scale(graph, node)
                 continue
             if source is None or graph.index.stored(name) is not None:  # a weight, or INT8 given as input
                 yield from _check_scale(graph, node)
             elif not _is_integer(source):
-                made = f"{source.op_type} {label(source)!r}"
-                yield finding("dq-without-q", label(node), f"it reads {made} instead of a QuantizeLinear")
+                made = f"{source.op_type} {finding_label(source)!r}"
+                yield finding(
+                    "dq-without-q", finding_label(node), f"it reads {made} instead of a QuantizeLinear"
+                )
 
 
 def _same_parameters(graph: CheckGraph, q: onnx.NodeProto, dq: onnx.NodeProto) -> bool:
@@ -92,7 +96,7 @@ def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
 
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
     """Scale, zero point and type of one Q, or of a DQ that reads a constant."""
-    name = label(node)
+    name = finding_label(node)
     scale = graph.value(node.input[1])
     if scale is None:
         yield finding("dynamic-scale", name, "its scale is computed at run time and cannot be checked")
@@ -113,7 +117,7 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
 
 
 def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterator[FindingRow]:
-    name = label(node)
+    name = finding_label(node)
     quantized = graph.types.get(node.output[0] if is_quantize(node) else node.input[0], 0)
     point = _zero_point(graph, node)
     if quantized == TensorProto.UINT8:
@@ -145,7 +149,7 @@ def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
                 f"only its {with_dq} input has Q/DQ, the other comes from {without.stop}; "
                 "the engine runs it in floating point without a word"
             )
-            yield finding("half-quantized", label(node), why)
+            yield finding("half-quantized", finding_label(node), why)
 
 
 def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -158,7 +162,7 @@ def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
             size = graph.head_size(attention)
             if size is not None and size not in limits_of().int8_head_sizes:
                 why = f"its head size is {size}, and there is no fused INT8 attention for it"
-                yield finding("attention-head-size", label(attention.scores), why)
+                yield finding("attention-head-size", finding_label(attention.scores), why)
             continue
         missing = [part for part in attention.operands if part not in with_dq]
         missing += [] if attention.output_quantized else ["the output"]
@@ -167,7 +171,9 @@ def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
             f"Q/DQ is on {', '.join(with_dq)} but not on {', '.join(missing)}: the fused attention is lost, "
             "the engine is slower than FP16 and its logits can be wrong"
         )
-        yield finding("partial-attention", label(attention.scores if early else attention.context), why)
+        yield finding(
+            "partial-attention", finding_label(attention.scores if early else attention.context), why
+        )
 
 
 def is_whole(attention: Attention) -> bool:
@@ -184,14 +190,16 @@ def check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
         elif operator(node) == "ReduceMean" and _activation_dq(graph, node.input[0]):
             readers = graph.index.consumers.get(node.output[0], [])
             if any(operator(n) == "Sub" and node.input[0] in n.input for n in readers):
-                yield finding("quantized-layernorm", label(node), "its LayerNorm reads a dequantized tensor")
+                yield finding(
+                    "quantized-layernorm", finding_label(node), "its LayerNorm reads a dequantized tensor"
+                )
         elif operator(node) in ("Softmax", "LogSoftmax"):
             if graph.behind_softmax(node)[1]:
-                yield finding("quantized-softmax", label(node), "its input was quantized to INT8")
+                yield finding("quantized-softmax", finding_label(node), "its input was quantized to INT8")
             readers = [] if node.output[0] in attentions else list(graph.reach(node.output[0], MOVES))
             if any(is_quantize(reader) for reader in readers):
                 yield finding(
-                    "quantized-softmax", label(node), "its output is quantized outside of attention"
+                    "quantized-softmax", finding_label(node), "its output is quantized outside of attention"
                 )
 
 
@@ -199,8 +207,8 @@ def _check_norm(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]
     for name in node.input[:3]:
         operand = graph.operand(name) if name else None
         if operand is not None and operand.dq is not None:
-            why = f"its input {name!r} comes from {label(operand.dq)!r}"
-            yield finding("quantized-layernorm", label(node), why)
+            why = f"its input {name!r} comes from {finding_label(operand.dq)!r}"
+            yield finding("quantized-layernorm", finding_label(node), why)
             return
 
 

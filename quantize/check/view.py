@@ -11,7 +11,7 @@ from functools import cached_property
 import onnx
 from onnx import TensorProto
 
-from qdqbench.quantize.check.codes import label
+from qdqbench.quantize.check.codes import finding_label
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex
 
@@ -118,7 +118,7 @@ class CheckGraph:
             reshaped = reshaped or operator(node) in _RESHAPES
             following = node.input[0] if operator(node) in MOVES else self._scaled(node)
             if following is None:
-                return Operand(None, f"{node.op_type} {label(node)!r}")
+                return Operand(None, f"{node.op_type} {finding_label(node)!r}")
             name = following
         return Operand(None, f"a chain of over {MAX_STEPS} nodes")
 

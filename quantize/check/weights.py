@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import TensorProto
 
-from qdqbench.quantize.check.codes import finding, label
+from qdqbench.quantize.check.codes import finding, finding_label
 from qdqbench.quantize.check.view import CheckGraph, Operand, is_quantize
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.names import name_list
@@ -32,7 +32,7 @@ def _check_weight(
     source = graph.index.producers.get(dq.input[0])
     if source is not None and is_quantize(source):
         why = "its weight is stored in floating point with Q/DQ, so the file is 2 to 4 times larger"
-        yield finding("float-weight", label(source), why)
+        yield finding("float-weight", finding_label(source), why)
     scale, shape = graph.value(dq.input[1]), graph.shape(dq.input[0])
     if scale is None or scale.size < 2 or scale.ndim > 1 or not shape:
         return
@@ -41,17 +41,19 @@ def _check_weight(
     axis += rank if axis < 0 else 0
     sizes = f"weight {shape}, {scale.size} scales along axis {axis}"
     if not 0 <= axis < rank or shape[axis] != scale.size:
-        yield finding("wrong-weight-axis", label(dq), f"{sizes}: they do not fit")
+        yield finding("wrong-weight-axis", finding_label(dq), f"{sizes}: they do not fit")
         return
     if weight.reshaped or rank < 2:
         return
     wanted = _channel_axis(node, position, weight, rank)
     if wanted is None:
-        why = f"{sizes}: a Transpose between it and {label(node)!r} does not fit these axes"
-        yield finding("wrong-weight-axis", label(dq), why)
+        why = f"{sizes}: a Transpose between it and {finding_label(node)!r} does not fit these axes"
+        yield finding("wrong-weight-axis", finding_label(dq), why)
     elif wanted != axis:
-        why = f"{sizes}, but the output channels of {label(node)!r} are axis {wanted}"
-        yield finding("wrong-weight-axis", label(dq), f"{why}; it is accepted and does not run in INT8")
+        why = f"{sizes}, but the output channels of {finding_label(node)!r} are axis {wanted}"
+        yield finding(
+            "wrong-weight-axis", finding_label(dq), f"{why}; it is accepted and does not run in INT8"
+        )
 
 
 def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int | None:
@@ -83,7 +85,7 @@ def _check_overflow(
             f"its {which} scale is FP16 and the weight has {scale.size} scales: TensorRT-RTX stores the "
             f"INT32 sums as FP16 before scaling, and sums over {FP16_MAX:.0f} become infinite"
         )
-        yield finding("fp16-overflow", label(node), why)
+        yield finding("fp16-overflow", finding_label(node), why)
 
 
 def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -93,7 +95,7 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
         pair = graph.operands[node.output[0]]
         if pair[1].constant and all(map(graph.is_int8, pair)):
             linears += 1
-            slow += [label(node)] if _is_stored_kn(graph, node, pair[1]) else []
+            slow += [finding_label(node)] if _is_stored_kn(graph, node, pair[1]) else []
     if not slow:
         return
     if len(slow) == 1:

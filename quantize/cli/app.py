@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report.",
 )
-STAGES = {
+STAGE_COMMANDS = {
     "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
     "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
     "build": "Build the engine, prove its INT8 layers, verify its outputs on a GPU.",
@@ -25,7 +25,7 @@ STAGES = {
 
 app.add_typer(run.recipes_app, name="recipes")
 app.command()(run.run)
-for stage, text in STAGES.items():
+for stage, text in STAGE_COMMANDS.items():
     app.command(stage)(run.stage_command(stage, text))
 app.command()(inspect.check)
 app.command()(run.profile)

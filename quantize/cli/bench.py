@@ -130,13 +130,13 @@ def tables(
 
 def _finish(found: "Bench", written: list[Path], json: bool) -> None:
     """Terminal and exit status."""
-    from qdqbench.eval.bench.report import summary
+    from qdqbench.eval.bench.report import bench_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
     else:
-        console().print(summary(found))
+        console().print(bench_summary(found))
         for path in written:
             console().print(f"report: {path}", highlight=False, soft_wrap=True)
     if found.errors:

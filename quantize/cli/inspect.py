@@ -11,7 +11,7 @@ from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.inspection import Inspection
-    from qdqbench.quantize.rundir.inspected import Target
+    from qdqbench.quantize.rundir.inspected import InspectTarget
 
 
 def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
@@ -65,7 +65,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
         raise CheckFailed(f"{found.name}: {' and '.join(judged.failures)} as the recipe asks")
 
 
-def _bisect(target: "Target", json: bool) -> None:
+def _bisect(target: "InspectTarget", json: bool) -> None:
     from qdqbench.quantize.core.errors import CheckFailed, UserError
 
     if target.folder is None:
@@ -85,12 +85,12 @@ def _bisect(target: "Target", json: bool) -> None:
         raise CheckFailed(f"{target.name}: block {result.block} is wrong on its own")
 
 
-def to_json(target: "Target", judged: "Inspection") -> dict[str, Any]:
+def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
     """Every figure; datatypes are TensorRT's names."""
     from dataclasses import asdict
 
     from qdqbench.quantize.engine.inspection import findings
-    from qdqbench.quantize.engine.kernels import block_of, kind_of
+    from qdqbench.quantize.engine.kernels import kernel_block, kernel_kind
 
     facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
     times = judged.time.by_kernel if judged.time else {}
@@ -109,7 +109,7 @@ def to_json(target: "Target", judged: "Inspection") -> dict[str, Any]:
         "attention_int8": proof.attention_int8,
         "expected_attention_int8": judged.expected_attention,
         "attention_kernels": [
-            {"name": row.name, "block": block_of(row), "inputs": row.inputs, "outputs": row.outputs}
+            {"name": row.name, "block": kernel_block(row), "inputs": row.inputs, "outputs": row.outputs}
             for row in facts.fused
         ],
         "layernorm": {name: len(rows) for name, rows in facts.norms.items()},
@@ -132,13 +132,14 @@ def to_json(target: "Target", judged: "Inspection") -> dict[str, Any]:
         "failures": judged.failures,
         "time": judged.time and asdict(judged.time),
         "kernels": [
-            row.model_dump() | {"what": kind_of(row), "block": block_of(row), "ms": times.get(row.name)}
+            row.model_dump()
+            | {"what": kernel_kind(row), "block": kernel_block(row), "ms": times.get(row.name)}
             for row in target.layers
         ],
     }
 
 
-def _print(target: "Target", judged: "Inspection", every: bool, shape: str) -> None:
+def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: str) -> None:
     from rich.table import Table
 
     from qdqbench.quantize.engine.hazards import hazards
@@ -176,7 +177,7 @@ def _print_not_int8(judged: "Inspection", groups: dict[str, list[str]]) -> None:
         console().print(f"{title} {plain(named(ordered))}: {plain(why)}", highlight=False)
 
 
-def _made(target: "Target") -> str:
+def _made(target: "InspectTarget") -> str:
     if (sidecar := target.sidecar) is None:
         return "(saved table)"
     ahead = ", built ahead of time" if sidecar.ahead_of_time else ""

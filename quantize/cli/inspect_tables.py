@@ -48,11 +48,11 @@ def kernel_table(judged: "Inspection", every: bool) -> Any:
 def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
     """Kernels under their labels; equal ones of several layers are one group, unless every one is wanted."""
     from qdqbench.quantize.engine.inspection import ranges
-    from qdqbench.quantize.engine.kernels import kind_of, label, types_text
+    from qdqbench.quantize.engine.kernels import kernel_kind, kernel_label, types_text
     from qdqbench.quantize.engine.layers import base_name
 
     facts = judged.facts
-    labels = [(label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]
+    labels = [(kernel_label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]
     if every:
         return [(name, [row]) for name, row in labels]
     groups: dict[tuple[str, ...], list[tuple[int | None, LayerRow]]] = defaultdict(list)
@@ -62,7 +62,7 @@ def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow
         layer = int(number[:9]) if block.startswith("layer.") and number.isdecimal() else None
         kernel = "gemm" if row.kind == "gemm" else base_name(row)
         what = (rest, "layer") if layer is not None else (name, "")
-        groups[(*what, kind_of(row), kernel, types_text(row))].append((layer, row))
+        groups[(*what, kernel_kind(row), kernel, types_text(row))].append((layer, row))
     found = []
     for key, members in groups.items():
         layers = [layer for layer, _ in members if layer is not None]

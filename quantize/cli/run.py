@@ -9,7 +9,7 @@ import typer
 
 from qdqbench.quantize.cli import options, progress, terminal
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, Run, console, print_json
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json
 
 if TYPE_CHECKING:
     from qdqbench.eval.api.runs import Proof
@@ -81,7 +81,7 @@ def run(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = options.DEFAULT_RECIPE,
     *,
     subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="RunFolder directory; none: runs/RECIPE-TASK.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
     ] = None,
@@ -110,7 +110,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = DEFAULT_QAT,
     *,
     subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="RunFolder directory; none: runs/RECIPE-TASK.")] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
     ] = False,
@@ -166,7 +166,7 @@ def _plan(session: "Session", json: bool) -> None:
 def stage_command(target: str, text: str) -> Callable[..., None]:
     """A sub-command that takes a run directory up to one stage."""
 
-    def command(folder: Run, json: Json = False) -> None:
+    def command(folder: RunFolder, json: Json = False) -> None:
         from qdqbench.eval.api.runs import build, resume
 
         with progress.stages(quiet=json) as show:
@@ -231,7 +231,7 @@ def _judge_build(proof: "Proof", folder: Path, json: bool) -> None:
         )
 
 
-def profile(folder: Run, json: Json = False) -> None:
+def profile(folder: RunFolder, json: Json = False) -> None:
     """Wall time and peak memory of each stage of a finished run."""
     from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.core.strict import read

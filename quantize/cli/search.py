@@ -14,7 +14,7 @@ from qdqbench.quantize.cli.terminal import Json, console
 
 if TYPE_CHECKING:
     from qdqbench.eval.search.results import Search
-    from qdqbench.eval.search.worker import Options
+    from qdqbench.eval.search.worker import SearchOptions
     from qdqbench.quantize.rundir.session import Session
 
 WORK = "work"
@@ -56,7 +56,7 @@ def search(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Find the recipe for your model, data and GPU: accuracy against latency, confirmed on validation."""
-    from qdqbench.eval.search.worker import Options
+    from qdqbench.eval.search.worker import SearchOptions
     from qdqbench.quantize.core.errors import UserError
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.session import Session
@@ -70,7 +70,7 @@ def search(  # noqa: PLR0913  (a command's options)
     _require_inputs(sensitivity, cost_model)
     _require_own(folder, study_name or f"{config.recipe.name}-{config.task.name}")
     session = Session(config, _work_folder(folder))
-    options = Options(
+    options = SearchOptions(
         trials=trials,
         budget_s=budget,
         samples=samples,
@@ -105,10 +105,10 @@ def _require_own(out: Path, study: str) -> None:
     Raises:
         UserError: it does.
     """
-    from qdqbench.eval.search.results import FILE, read_search
+    from qdqbench.eval.search.results import SEARCH_FILE, read_search
     from qdqbench.quantize.core.errors import UserError
 
-    if (out / FILE).is_file() and (known := read_search(out / FILE).study) != study:
+    if (out / SEARCH_FILE).is_file() and (known := read_search(out / SEARCH_FILE).study) != study:
         raise UserError(
             f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out"
         )
@@ -132,7 +132,7 @@ def _work_folder(out: Path) -> Path:
     return out / WORK
 
 
-def _search(session: "Session", options: "Options", folder: Path, *, quiet: bool) -> "Search | None":
+def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet: bool) -> "Search | None":
     from qdqbench.eval.search.finish import finish
     from qdqbench.eval.search.trials import open_worker, run_trials
     from qdqbench.quantize.core.lock import held
@@ -164,13 +164,13 @@ def _embedded(session: "Session", show: Any) -> None:
 
 def _finish(found: "Search", folder: Path, json: bool) -> None:
     """Terminal and exit status."""
-    from qdqbench.eval.search.report import summary
+    from qdqbench.eval.search.report import search_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
     else:
-        console().print(summary(found))
+        console().print(search_summary(found))
         console().print(f"report: {folder / 'search.html'}", highlight=False, soft_wrap=True)
     if not found.outcome.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
@@ -226,7 +226,7 @@ def fit(
     """Fit the cost model and print its error on engines that were left out."""
     from rich.table import Table
 
-    from qdqbench.eval.placement.cost_fit import fit as fit_rows
+    from qdqbench.eval.placement.cost_fit import fit_costs as fit_rows
     from qdqbench.eval.placement.cost_fit import read_rows
     from qdqbench.eval.placement.cost_model import TERMS
     from qdqbench.quantize.core import files

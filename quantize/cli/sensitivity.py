@@ -29,12 +29,12 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
-    from qdqbench.eval.sensitivity.ledger import FILE
+    from qdqbench.eval.sensitivity.ledger import LEDGER_FILE
     from qdqbench.quantize.recipe.schema import load_recipe
 
     config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
-    options.check_out(folder, FILE, "a sensitivity run", without_marker=("embedded",))
+    options.check_out(folder, LEDGER_FILE, "a sensitivity run", without_marker=("embedded",))
     _finish(_measure(config, folder, samples, quiet=json), folder, json=json)
 
 
@@ -61,24 +61,24 @@ def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) ->
 
 
 def _finish(found: "Sensitivity", folder: Path, *, json: bool) -> None:
-    from qdqbench.eval.sensitivity.report import summary
+    from qdqbench.eval.sensitivity.report import sensitivity_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
     else:
-        console().print(summary(found))
+        console().print(sensitivity_summary(found))
         console().print(f"recipe: {folder / found.choice.file}", highlight=False, soft_wrap=True)
         console().print(f"report: {folder / 'sensitivity.html'}", highlight=False, soft_wrap=True)
     if not found.choice.reached:
         raise CheckFailed(found.choice.reason)
 
 
-Method = Annotated[
+MethodOption = Annotated[
     list[str] | None, typer.Option(help="max, percentile/P, mse or entropy; several. None: all of them.")
 ]
 
-Smooth = Annotated[
+SmoothOption = Annotated[
     list[str] | None, typer.Option(help="none, gain or an alpha; several. None: none and 0.65.")
 ]
 
@@ -89,8 +89,8 @@ def methods(  # noqa: PLR0913  (a command's options)
     *,
     subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-RECIPE-TASK.")] = None,
-    method: Method = None,
-    smooth: Smooth = None,
+    method: MethodOption = None,
+    smooth: SmoothOption = None,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to compare on.")] = 1024,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
@@ -100,28 +100,28 @@ def methods(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Compare calibration methods in one table; writes the recipe with the best one."""
-    from qdqbench.eval.methods.results import FILE, RECIPE
+    from qdqbench.eval.methods.results import METHODS_FILE, METHODS_RECIPE
     from qdqbench.quantize.recipe.schema import load_recipe
 
     config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed, limit=limit)
     folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
-    options.check_out(folder, FILE, "a table of methods", without_marker=("embedded", RECIPE))
+    options.check_out(folder, METHODS_FILE, "a table of methods", without_marker=("embedded", METHODS_RECIPE))
     found = _compare(config, folder, samples, method or [], smooth or [], quiet=json)
     if json:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
         return
-    from qdqbench.eval.methods.report import summary
-    from qdqbench.eval.methods.results import RECIPE
+    from qdqbench.eval.methods.report import methods_summary
+    from qdqbench.eval.methods.results import METHODS_RECIPE
 
-    console().print(summary(found))
-    console().print(f"recipe: {folder / RECIPE}", highlight=False, soft_wrap=True)
+    console().print(methods_summary(found))
+    console().print(f"recipe: {folder / METHODS_RECIPE}", highlight=False, soft_wrap=True)
     console().print(f"report: {folder / 'methods.html'}", highlight=False, soft_wrap=True)
 
 
 def _compare(  # noqa: PLR0913
     config: "RunConfig", folder: Path, samples: int, methods: list[str], smooths: list[str], *, quiet: bool
 ) -> "Methods":
-    from qdqbench.eval.methods.measure import Comparing, require_int8
+    from qdqbench.eval.methods.measure import Comparing, require_quantized
     from qdqbench.eval.methods.report import write_methods
     from qdqbench.eval.methods.sections import sections
     from qdqbench.eval.stages import stages
@@ -129,7 +129,7 @@ def _compare(  # noqa: PLR0913
     from qdqbench.quantize.rundir.session import Session
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
-    require_int8(config.recipe)
+    require_quantized(config.recipe)
     with held(folder), time_left(quiet=quiet) as show:
         session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
         if config.model is None:

@@ -9,7 +9,7 @@ import typer
 from qdqbench.quantize.core.secrets import hide_credentials
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
 
 def plain(text: str) -> str:

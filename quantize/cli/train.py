@@ -113,8 +113,8 @@ def study(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench.eval.runs.study import Plan, study
-    from qdqbench.eval.runs.study_results import FILE
+    from qdqbench.eval.runs.study import StudyPlan, study
+    from qdqbench.eval.runs.study_results import STUDY_FILE
     from qdqbench.quantize.core.lock import held
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.train.finetune import Request
@@ -139,10 +139,10 @@ def study(  # noqa: PLR0913  (a command's options)
             command=command_line(),
             revision=subject.revision,
         )
-        found = study(Plan(request, recipes, folder, say), accelerator)
-    _say_studied(found, folder / FILE, json)
+        found = study(StudyPlan(request, recipes, folder, say), accelerator)
+    _say_studied(found, folder / STUDY_FILE, json)
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
-    require_all(failed, folder / FILE)
+    require_all(failed, folder / STUDY_FILE)
 
 
 def _say_studied(found: "Study", path: Path, json: bool) -> None:

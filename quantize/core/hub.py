@@ -7,7 +7,7 @@ from typing import Literal
 
 from qdqbench.quantize.core.errors import UserError
 
-Kind = Literal["model", "dataset"]
+RepoKind = Literal["model", "dataset"]
 TIMEOUT_S = 20.0
 
 
@@ -16,7 +16,7 @@ class HubError(UserError):
 
 
 @functools.lru_cache
-def commit_of(repository: str, kind: Kind, revision: str | None = None) -> str:
+def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> str:
     """Commit of a repository: as the hub says, or of the local cache where the hub cannot be reached.
 
     Within one process it stays the same, whatever happens on the hub.
@@ -49,7 +49,7 @@ def commit_of(repository: str, kind: Kind, revision: str | None = None) -> str:
     return found
 
 
-def _cached(repository: str, kind: Kind, revision: str | None) -> str | None:
+def _cached(repository: str, kind: RepoKind, revision: str | None) -> str | None:
     """Commit by the refs in the hub's cache, or the only one that is there."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name

@@ -13,7 +13,7 @@ def watch() -> None:
         signal.signal(signal.SIGINT, _on_signal)
 
 
-def check() -> None:
+def raise_if_interrupted() -> None:
     """Stop here if Ctrl-C was pressed before.
 
     Raises:

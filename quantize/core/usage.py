@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-INTERVAL_S = 0.01
+MEMORY_INTERVAL_S = 0.01
 
 
 @dataclass
-class Cost:
+class Usage:
     """Filled when the measured block ends."""
 
     wall_s: float = 0.0
@@ -18,14 +18,14 @@ class Cost:
 
 
 @contextmanager
-def measured() -> Iterator[Cost]:
+def measured() -> Iterator[Usage]:
     """Measure a block: wall time in seconds and the largest resident set of this process, every 10 ms."""
     import psutil
 
-    process, cost, done = psutil.Process(), Cost(), threading.Event()
+    process, cost, done = psutil.Process(), Usage(), threading.Event()
 
     def sample() -> None:
-        while not done.wait(INTERVAL_S):
+        while not done.wait(MEMORY_INTERVAL_S):
             cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
 
     thread = threading.Thread(target=sample, daemon=True)

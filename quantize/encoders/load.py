@@ -73,7 +73,7 @@ def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFI
     return model.eval()  # type: ignore[no-any-return]
 
 
-def prepare(model: "PreTrainedModel") -> "PreTrainedModel":
+def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     """Make a classifier in memory like one of `load_model`, in place: FP32, eval mode, its attention.
 
     Raises:

@@ -17,7 +17,14 @@ from typing import Any, Literal
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu, find_gpu
 from qdqbench.quantize.engine.caches import TimingCache, origin
-from qdqbench.quantize.engine.log import BuildLog, Progress, capture, hint_for, one_line, progress_monitor
+from qdqbench.quantize.engine.log import (
+    BuildLog,
+    BuildProgress,
+    capture,
+    hint_for,
+    one_line,
+    progress_monitor,
+)
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 
 __all__ = [
@@ -129,7 +136,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
     *,
     compute_capability: str | None = None,
     timing_cache: Path | None = None,
-    progress: Progress | None = None,
+    progress: BuildProgress | None = None,
 ) -> BuiltEngine:
     """Build a strongly typed engine from an ONNX file whose inputs are [batch, length, ...].
 

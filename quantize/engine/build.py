@@ -27,7 +27,7 @@ from qdqbench.quantize.engine.layers import (
     parse_log,
     why_not,
 )
-from qdqbench.quantize.engine.log import Progress
+from qdqbench.quantize.engine.log import BuildProgress
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
@@ -46,7 +46,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     layers_path: Path | None = None,
     timing_cache: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
-    progress: Progress | None = None,
+    progress: BuildProgress | None = None,
 ) -> EngineResult:
     """Build `engine_path` from `onnx_path` and report which GEMMs, attentions and residuals run in INT8.
 

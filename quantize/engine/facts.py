@@ -11,7 +11,14 @@ from pathlib import Path
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.encoders.any_family import ANY_MERGED_QKV, ANY_QKV
-from qdqbench.quantize.engine.kernels import is_gelu, kind_of, label, norm_precision, operations, operator
+from qdqbench.quantize.engine.kernels import (
+    is_gelu,
+    kernel_kind,
+    kernel_label,
+    kernel_operator,
+    norm_precision,
+    operations,
+)
 from qdqbench.quantize.engine.layers import (
     computing_rows,
     copy_of,
@@ -101,8 +108,8 @@ def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
     listed = dict.fromkeys(
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
-    softmaxes = [name for name in listed if operator(name) == "Softmax"]
-    gemms = [name for name in listed if operator(name) in ("MatMul", "Gemm") and "+" not in name]
+    softmaxes = [name for name in listed if kernel_operator(name) == "Softmax"]
+    gemms = [name for name in listed if kernel_operator(name) in ("MatMul", "Gemm") and "+" not in name]
     attended = {module_of(name) for name in softmaxes}
     fused = {name for row in layers if is_attention(row) for name in row.onnx}
     attended |= {module_of(name) for name in fused.intersection(gemms)}
@@ -120,14 +127,14 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
     graph = graph or graph_from_table(layers)
     copies = Counter(copy_of(row) for row in layers if copy_of(row))
     main = copies.most_common(1)[0][0] if copies else ""
-    rows = [row for row in layers if copy_of(row) in (main, "") and kind_of(row) != "none"]
+    rows = [row for row in layers if copy_of(row) in (main, "") and kernel_kind(row) != "none"]
     deciding = {
         node: found[0] for node, found in computing_rows(rows, [*graph.linears, *graph.products]).items()
     }
     computed: dict[str, list[str]] = defaultdict(list)
     for node, makers in deciding.items():
         for row in makers:
-            if kind_of(row) == "gemm":
+            if kernel_kind(row) == "gemm":
                 computed[row.name].append(node)
     known = {*graph.linears}
     linears = [node for nodes in computed.values() for node in nodes if node in known]
@@ -143,12 +150,12 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
     norms: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if "Mean" in operations(row) or row.kind.lower() == "normalization":
-            norms[norm_precision(row)].append(label(row))
+            norms[norm_precision(row)].append(kernel_label(row))
     fused = [row for row in rows if is_attention(row)]
-    layout = [row for row in rows if kind_of(row) == "layout"]
+    layout = [row for row in rows if kernel_kind(row) == "layout"]
     return Facts(
         rows=rows,
-        kernels=Counter(kind_of(row) for row in rows),
+        kernels=Counter(kernel_kind(row) for row in rows),
         computed=dict(computed),
         linears=linears,
         int8=int8,
@@ -164,14 +171,14 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
         qkv_merged=sum(merged),
         attentions=len(graph.softmaxes) or len(fused),
         fused=fused,
-        gelu_fused=sum(kind_of(row) == "gemm" for row in gelus),
-        gelu_separate=sum(kind_of(row) != "gemm" for row in gelus),
+        gelu_fused=sum(kernel_kind(row) == "gemm" for row in gelus),
+        gelu_separate=sum(kernel_kind(row) != "gemm" for row in gelus),
         norms=dict(norms),
         residuals=graph.residuals,
         float_residuals=float_residuals(rows, graph.residuals),
-        softmax=dict(Counter(norm_precision(row) for row in rows if kind_of(row) == "softmax")),
+        softmax=dict(Counter(norm_precision(row) for row in rows if kernel_kind(row) == "softmax")),
         layout_quantized=sum(_touches_int8(row) for row in layout),
-        int8_writers=Counter(kind_of(row) for row in rows if "Int8" in row.outputs),
+        int8_writers=Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs),
     )
 
 

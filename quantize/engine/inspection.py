@@ -9,11 +9,11 @@ from qdqbench.quantize.core.limits import FP16_MAX, limits_of
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.encoders.any_family import first_feed_forwards
 from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
-from qdqbench.quantize.engine.kernels import block_of, block_of_node, block_order, kind_of, short
+from qdqbench.quantize.engine.kernels import block_of_node, block_order, kernel_block, kernel_kind, short
 from qdqbench.quantize.engine.layers import Coverage, copy_of, coverage, name_parts, why_not
 from qdqbench.quantize.graph.index import module_of
 
-MAX_NAMED = 6
+MAX_LAYERS_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     blocks: dict[str, float] = defaultdict(float)
     kinds: dict[str, float] = defaultdict(float)
     for name, ms in known.items():
-        blocks[block_of(rows[name])] += ms
-        kinds[kind_of(rows[name])] += ms
-    kernels = [row for row in layers if kind_of(row) != "none"]
+        blocks[kernel_block(rows[name])] += ms
+        kinds[kernel_kind(rows[name])] += ms
+    kernels = [row for row in layers if kernel_kind(row) != "none"]
     return Time(
         total=sum(times.values()),
         by_kernel=dict(sorted(known.items(), key=lambda item: -item[1])),
@@ -278,8 +278,8 @@ def named(nodes: Sequence[str]) -> str:
     for name, numbers in layers.items():
         groups[ranges(numbers)].append(name)
     texts = [f"layer.{key}: {', '.join(names)}" if key else ", ".join(names) for key, names in groups.items()]
-    more = f"; and {len(texts) - MAX_NAMED} more" if len(texts) > MAX_NAMED else ""
-    return "; ".join(texts[:MAX_NAMED]) + more
+    more = f"; and {len(texts) - MAX_LAYERS_NAMED} more" if len(texts) > MAX_LAYERS_NAMED else ""
+    return "; ".join(texts[:MAX_LAYERS_NAMED]) + more
 
 
 def ranges(numbers: Sequence[int]) -> str:

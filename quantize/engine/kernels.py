@@ -13,14 +13,14 @@ from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.encoders.any_family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
 from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
 
-Kind = Literal[
+KernelKind = Literal[
     "gemm", "attention", "softmax", "LayerNorm", "GELU", "embeddings", "mask", "layout", "quantize",
     "elementwise", "none",
 ]  # fmt: skip
 EMBEDDINGS, HEAD, OTHER = "embeddings", "head", "other"
 _QUANTIZER = re.compile(r"(?:Quantize|Dequantize)Linear(?:_\d+)?$|_quantizer(?:/|$)")
 _NO_KERNEL = {"signal", "wait", "shape_call", "shapehosttodevice", "constant", "noop", "shape"}
-_TYPES: dict[str, Kind] = {  # LayerType of engines that are not made by Myelin
+_TYPES: dict[str, KernelKind] = {  # LayerType of engines that are not made by Myelin
     **dict.fromkeys(("matrixmultiply", "fullyconnected", "convolution"), "gemm"),
     **dict.fromkeys(("reformat", "shuffle", "cast", "slice", "concatenation", "gather"), "layout"),
     **dict.fromkeys(("quantize", "dequantize", "scale"), "quantize"),
@@ -31,7 +31,7 @@ _MOVES = {"Tran", "Move", "Conc", "Repl", "Slic", "Gath"}
 _ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
 
 
-def operator(node: str) -> str:
+def kernel_operator(node: str) -> str:
     """Operator that an exporter wrote into a node's name: `MatMul` of `/a/MatMul_1`."""
     return re.sub(r"_\d+$", "", node.rpartition("/")[2])
 
@@ -41,11 +41,11 @@ def operations(row: LayerRow) -> list[str]:
     return re.findall(r"[A-Z][a-z]*", base_name(row)) if row.name.startswith("__myl_") else []
 
 
-def kind_of(row: LayerRow) -> Kind:
+def kernel_kind(row: LayerRow) -> KernelKind:
     """What a kernel is there for; one that does several things counts as the first of its kinds."""
     words, lower = operations(row), row.kind.lower()
-    operators = {operator(node) for node in row.onnx}
-    found: Kind = "elementwise"
+    operators = {kernel_operator(node) for node in row.onnx}
+    found: KernelKind = "elementwise"
     if lower in _NO_KERNEL:
         found = "none"
     elif is_attention(row):
@@ -54,7 +54,7 @@ def kind_of(row: LayerRow) -> Kind:
         found = "gemm"
     elif lower in _TYPES:
         found = _TYPES[lower]
-    elif "Gath" in words and block_of(row) == EMBEDDINGS:
+    elif "Gath" in words and kernel_block(row) == EMBEDDINGS:
         found = "embeddings"
     elif "Mean" in words or "LayerNormalization" in operators:
         found = "LayerNorm"
@@ -76,11 +76,11 @@ def kind_of(row: LayerRow) -> Kind:
 def is_gelu(row: LayerRow) -> bool:
     """Whether a kernel computes GELU, alone or behind its GEMM."""
     return "Erf" in operations(row) or any(
-        operator(node) in ("Gelu", "Erf") or ACTIVATION in node for node in row.onnx
+        kernel_operator(node) in ("Gelu", "Erf") or ACTIVATION in node for node in row.onnx
     )
 
 
-def block_of(row: LayerRow) -> str:
+def kernel_block(row: LayerRow) -> str:
     """Block of the network that a kernel belongs to: "embeddings", "layer.N", "head" or "other".
 
     A kernel that ends one layer often quantizes for the next; the block is where most of its nodes are.
@@ -121,30 +121,38 @@ def short(node: str) -> str:
     return " ".join([*([f"layer.{layer[1]}"] if layer else []), *filter(None, names)]) or node
 
 
-def label(row: LayerRow, linears: Iterable[str] = ()) -> str:
+def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     """What a kernel computes, in as few words as name it: `layer.0 attention value+key+query`.
 
     Args:
         linears: ONNX nodes that it multiplies, if it is a GEMM.
     """
-    kind = kind_of(row)
+    kind = kernel_kind(row)
     if found := list(linears):
         return _together([short(node) for node in found])
-    fixed = {"attention": f"{block_of(row)} attention", "embeddings": EMBEDDINGS, "mask": "attention mask"}
+    fixed = {
+        "attention": f"{kernel_block(row)} attention",
+        "embeddings": EMBEDDINGS,
+        "mask": "attention mask",
+    }
     own = [node for node in row.onnx if not _QUANTIZER.search(node)] or row.onnx
     if kind in fixed or not own:
         return fixed.get(kind, base_name(row))
     if kind == "GELU":
         place = next(
-            (node for node in own if ACTIVATION in node or operator(node) in ("Gelu", "Erf")), own[0]
+            (node for node in own if ACTIVATION in node or kernel_operator(node) in ("Gelu", "Erf")), own[0]
         )
         return f"{short(place.rpartition('/')[0])} GELU"
-    biased = [node.rpartition("/")[0] for node in own if operator(node) == "Add"]
+    biased = [node.rpartition("/")[0] for node in own if kernel_operator(node) == "Add"]
     if kind == "layout" and biased:  # the linears whose bias and result it moves
         return _together([short(node) for node in dict.fromkeys(biased)])
     telling = {"LayerNorm": "LayerNormalization", "softmax": "Softmax"}.get(kind, "")
     order = (telling, "MatMul", "Gemm", "Add", "Transpose")
-    return short(min(own, key=lambda node: order.index(operator(node)) if operator(node) in order else 99))
+    return short(
+        min(
+            own, key=lambda node: order.index(kernel_operator(node)) if kernel_operator(node) in order else 99
+        )
+    )
 
 
 def _together(names: list[str]) -> str:
@@ -161,7 +169,7 @@ def types_text(row: LayerRow) -> str:
         "/".join(dict.fromkeys(_ALIASES.get(name, name.upper()) for name in side))
         for side in (row.inputs, row.outputs)
     ]
-    weights = row.constants if kind_of(row) == "gemm" else []
+    weights = row.constants if kernel_kind(row) == "gemm" else []
     kinds = [name for name in ("Int8", "Half", "Float", "BFloat16") if name in weights]
     if kinds and len(row.inputs) == 1:
         sides[0] += f"*{_ALIASES.get(kinds[0], kinds[0].upper())}"

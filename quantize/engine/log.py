@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-Progress = Callable[[str, float], None]  # phase of the builder, fraction of it done in [0, 1]
+BuildProgress = Callable[[str, float], None]  # phase of the builder, fraction of it done in [0, 1]
 
 _HINTS = {  # part of a message: what to do
     "same input types": "a strongly typed network takes one type per operator, so export without mixes",
@@ -70,7 +70,7 @@ def capture(trt: Any) -> Iterator[tuple[Any, BuildLog]]:
         logger.sink = None
 
 
-def progress_monitor(trt: Any, progress: Progress) -> Any:
+def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
     """A progress monitor that hands each step to `progress` and cancels the build when that raises."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]

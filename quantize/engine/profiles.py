@@ -14,7 +14,7 @@ import numpy as np
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 
-FAR = 2.0  # factor from the opt shape at which kernels are tuned for something else
+FAR_FROM_OPT = 2.0  # factor from the opt shape at which kernels are tuned for something else
 LENGTH_STEP = 16  # INT8 tensor cores take 16 values at a time
 
 
@@ -72,7 +72,7 @@ def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Pro
             raise UserError(f"the builder refuses the shapes {shapes}; change engine.shapes")
 
 
-def choose(profiles: Sequence[Profile], batch: int, length: int) -> int:
+def choose_profile(profiles: Sequence[Profile], batch: int, length: int) -> int:
     """Index of the profile that holds a shape, the one whose opt is nearest.
 
     Raises:
@@ -165,7 +165,7 @@ def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) 
     far = [
         f"{name} {here} where it is tuned for {opt}"
         for name, here, opt in (("batch", batch, used.opt[0]), ("length", length, used.opt[1]))
-        if max(here / opt, opt / here) > FAR
+        if max(here / opt, opt / here) > FAR_FROM_OPT
     ]
     if not far:
         return []

@@ -24,8 +24,13 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.fakequant.learnt_scales import LOWEST_RATIO, Learnt, Table
 from qdqbench.quantize.fakequant.modelopt import fake_quantize, lowest_code, prepared
-from qdqbench.quantize.fakequant.native_modules import Shared, lengthen, readers_of_one_tensor, shorten
-from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, kind_of, round_weight_scales
+from qdqbench.quantize.fakequant.native_modules import (
+    SharedQuantizer,
+    lengthen,
+    readers_of_one_tensor,
+    shorten,
+)
+from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, quantizer_kind, round_weight_scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +57,7 @@ def use_native(model: "PreTrainedModel") -> None:
     for module in model.modules():
         shorten(module)
     for group in groups:
-        shared = Shared(len(group))
+        shared = SharedQuantizer(len(group))
         for quantizer in group:
             quantizer.shared = shared
 
@@ -93,7 +98,7 @@ def learn_amax(model: "PreTrainedModel", names: Iterable[str] | None = None) -> 
         UserError: names that are no enabled quantizer, or the softmax output's.
     """
     use_native(model)
-    possible = {name: q for name, q in enabled_quantizers(model).items() if kind_of(name) != "softmax"}
+    possible = {name: q for name, q in enabled_quantizers(model).items() if quantizer_kind(name) != "softmax"}
     wanted = set(possible if names is None else names)
     if lost := sorted(wanted - set(possible)):
         raise UserError(
@@ -149,7 +154,7 @@ def settle(model: "PreTrainedModel") -> None:
 
 def _learnt(model: "PreTrainedModel", name: str, quantizer: Any) -> Learnt:
     """A ratio of 1 for a quantizer."""
-    kind, module = kind_of(name), model.get_submodule(name.rpartition(".")[0])
+    kind, module = quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
     if kind == "weight":
         weight: Any = module.weight

@@ -43,7 +43,7 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
 
 
-class Shared:
+class SharedQuantizer:
     """Quantizes a tensor once for several quantizers of equal scale, as an engine does.
 
     It saves their kernels, and the copies that they would keep for the backward pass.

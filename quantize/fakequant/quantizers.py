@@ -87,16 +87,16 @@ def round_weight_scales(quantizers: dict[str, Any]) -> None:
     import torch
 
     for name, quantizer in quantizers.items():
-        if kind_of(name) != "weight" or not torch.isfinite(quantizer.amax).all():
+        if quantizer_kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
             continue
         mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
         scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
         quantizer.amax = scale * INT8_MAX  # 7 and 11 bits: exact in FP32
 
 
-Kind = Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
+QuantizerKind = Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, QuantizerKind] = {
     "weight_quantizer": "weight",
     "input_quantizer": "input",
     "q_bmm_quantizer": "query",
@@ -107,7 +107,7 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def kind_of(name: str) -> Kind:
+def quantizer_kind(name: str) -> QuantizerKind:
     """What a quantizer is for, by its full name."""
     return _KINDS[name.rpartition(".")[2]]
 

@@ -109,7 +109,7 @@ def trace(
     return traced
 
 
-def finish(
+def finish_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, notes: list[str] | None = None
 ) -> onnx.ModelProto:
     """Typed graph of a traced model: INT8 weights, weight form, FP16 compute with FP32 islands. A new model.
@@ -143,7 +143,7 @@ def finish(
     return model
 
 
-def write(
+def write_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
 ) -> None:
     """`finish` a traced model and `save` it: INT8, or a twin where it has no quantizers.
@@ -151,7 +151,7 @@ def write(
     Raises:
         CheckFailed: as both raise it.
     """
-    save(finish(traced, plan, settings, notes), path, settings.recipe)
+    save(finish_graph(traced, plan, settings, notes), path, settings.recipe)
 
 
 def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:

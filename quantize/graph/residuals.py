@@ -13,7 +13,7 @@ _MOVES = ("Cast", "Identity", "Reshape", "Dropout")
 
 
 @dataclass(frozen=True)
-class Residual:
+class ResidualAdd:
     """The Add that a normalization reads."""
 
     norm: onnx.NodeProto
@@ -26,14 +26,14 @@ class Residual:
         return module_of(self.add.name)
 
 
-def residuals(index: GraphIndex) -> list[Residual]:
+def residuals(index: GraphIndex) -> list[ResidualAdd]:
     """Every Add before a normalization, in the order of the graph."""
     found = []
     for norm in index.graph.node:
         add = index.producers.get(_still(index, norm.input[0])) if norm.op_type in _NORMS else None
         if add is not None and add.op_type == "Add":
             behind = (_dequantize(index, name) for name in add.input)
-            found.append(Residual(norm, add, next((dq for dq in behind if dq is not None), None)))
+            found.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
     return found
 
 
@@ -42,7 +42,7 @@ def int8_norms(model: onnx.ModelProto) -> list[str]:
     return [found.norm.name for found in residuals(GraphIndex(model)) if found.dq is not None]
 
 
-def other_rounding(index: GraphIndex, residual: Residual) -> onnx.NodeProto | None:
+def other_rounding(index: GraphIndex, residual: ResidualAdd) -> onnx.NodeProto | None:
     """A QuantizeLinear of the same tensor with another scale or other factors than the residual's."""
     if residual.dq is None:
         return None

@@ -15,7 +15,7 @@ from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of
 
 
-def quantize(weight: Float32, scale: Float32, axis: int) -> Int8:
+def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
     """INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
 
     ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
@@ -84,7 +84,7 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
 ) -> tuple[onnx.NodeProto, onnx.NodeProto]:
     """DQ of INT8 codes in [N, K] order and its Transpose; adds the initializers."""
     scale = np.asarray(index.constant(q.input[1]), dtype=np.float32)
-    codes = quantize(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
+    codes = quantize_weights(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
     if not (transposed or attribute(gemm, "transB")):
         codes = codes.T
     name = q.input[0]

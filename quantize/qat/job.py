@@ -22,14 +22,14 @@ from qdqbench.quantize.train.judge import BATCH, collapsed, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed
 from qdqbench.quantize.train.record import CHECKPOINTS
 from qdqbench.quantize.train.rows import TrainingData, divide
-from qdqbench.quantize.train.state import Judged
+from qdqbench.quantize.train.state import HeldOut
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-FAR = 0.1  # of the unit of each part of the loss
+FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
 
 
 def new_job(
@@ -173,17 +173,17 @@ def _judge(  # noqa: PLR0913, PLR0917
     data: TrainingData,
     teacher: "PreTrainedModel",
     answers: Float32,
-) -> Callable[[Any], Judged]:
+) -> Callable[[Any], HeldOut]:
     """The loss of the training, on the held-out rows."""
     task, labels = session.config.task, data.encoded.labels[data.held_out]
     wanted = answers[data.held_out]
 
-    def judge(model: Any) -> Judged:
+    def judge(model: Any) -> HeldOut:
         import torch
 
         logits = predict_rows(accelerator, model, data.encoded, data.held_out, data.pad_id)
         if not np.isfinite(logits).all():
-            return Judged(float("nan"), {}, True)
+            return HeldOut(float("nan"), {}, True)
         parts = settings.distill
         distance = answer_distance(
             task, torch.from_numpy(logits), torch.from_numpy(wanted), parts.temperature
@@ -196,7 +196,7 @@ def _judge(  # noqa: PLR0913, PLR0917
             found = {"objective": score, **found}
         values = {**found, **metrics.compute(task, logits, labels)}
         constant = collapsed(task, logits, labels) and not collapsed(task, wanted, labels)
-        return Judged(-score, values, constant)
+        return HeldOut(-score, values, constant)
 
     return judge
 
@@ -206,7 +206,7 @@ def _far(task: Task, parts: Distill, wanted: Float32) -> float:
 
     A tenth of 1 nat, of the power of the hidden states, and for a regression of the variance of the answers.
     """
-    return FAR * ((parts.logits + parts.labels) * task.kind.distance_unit(wanted) + parts.hidden)
+    return FAR_FROM_FP32 * ((parts.logits + parts.labels) * task.kind.distance_unit(wanted) + parts.hidden)
 
 
 def _held_out_hidden(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def qat(session: Session) -> list[Path]:
+def train_qat(session: Session) -> list[Path]:
     """The stage: train, and write `qat/`."""
     if session.accelerator is None and launched() > 1:
         raise UserError(

@@ -15,9 +15,9 @@ from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.recipe.sections import (
     FORMS,
     Calibration,
-    Engine,
+    EngineSettings,
     Export,
-    Gate,
+    GateSettings,
     ModelSection,
     Precision,
     Rule,
@@ -54,13 +54,13 @@ class Recipe(Section):
     )
     calibration: Calibration = Field(default=Calibration(), description="Data and method that set each amax.")
     export: Export = Field(default=Export(), description="Form of the ONNX file.")
-    engine: Engine = Field(
-        default=Engine(), description="Where the ONNX file is built, and for which shapes."
+    engine: EngineSettings = Field(
+        default=EngineSettings(), description="Where the ONNX file is built, and for which shapes."
     )
     qat: Qat | None = Field(
         default=None, description="Training after PTQ, with its Q/DQ in place; null: none."
     )
-    gate: Gate = Field(default=Gate(), description="What must hold for exit status 0.")
+    gate: GateSettings = Field(default=GateSettings(), description="What must hold for exit status 0.")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":

@@ -221,7 +221,7 @@ _OneOrMore = Annotated[
 ]
 
 
-class Engine(Section):
+class EngineSettings(Section):
     """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
 
     backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
@@ -238,7 +238,7 @@ class Engine(Section):
     )
 
     @model_validator(mode="after")
-    def _some(self) -> "Engine":
+    def _some(self) -> "EngineSettings":
         if not self.profiles:
             raise ValueError("shapes is an empty list; give one mapping of batch and length, or several")
         return self
@@ -249,7 +249,7 @@ class Engine(Section):
         return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes
 
 
-class Gate(Section):
+class GateSettings(Section):
     """What must hold for exit status 0."""
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = Field(

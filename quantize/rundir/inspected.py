@@ -33,7 +33,7 @@ MAX_MS = 1e9  # of a kernel
 
 
 @dataclass
-class Target:
+class InspectTarget:
     """A layer table and what belongs to it, as far as it was found."""
 
     name: str
@@ -45,7 +45,7 @@ class Target:
     folder: Path | None = None  # run directory
 
 
-def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None) -> Target:
+def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None) -> InspectTarget:
     """Read the layer table of a run directory, an .engine file or a saved JSON.
 
     Args:
@@ -61,14 +61,14 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
     elif path.suffix == ".engine":
         found = _engine(path)
     else:
-        found = Target(path.name, read_table(path))
+        found = InspectTarget(path.name, read_table(path))
     found.onnx, found.recipe = onnx or found.onnx, recipe or found.recipe
     if recipe and found.onnx is None:
         raise UserError(f"--recipe needs the ONNX graph that {path} was made from; give --onnx FILE")
     return found
 
 
-def expectations(target: Target) -> tuple[list[str] | None, int]:
+def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:
     """ONNX GEMMs, and the number of attentions, that the recipe wants in INT8; (None, 0) without one."""
     if target.onnx is None or target.recipe is None:
         return None, 0
@@ -112,7 +112,9 @@ def read_times(path: Path) -> dict[str, float]:
     return times
 
 
-def measure_times(target: Target, batch: int | None, length: int | None) -> tuple[dict[str, float], str]:
+def measure_times(
+    target: InspectTarget, batch: int | None, length: int | None
+) -> tuple[dict[str, float], str]:
     """Kernel times on this GPU, and the shape they were measured at.
 
     Raises:
@@ -136,7 +138,7 @@ def measure_times(target: Target, batch: int | None, length: int | None) -> tupl
         return engine.kernel_times(feeds), f"batch {shape[0]}, {shape[1]} tokens"
 
 
-def _run(folder: Path) -> Target:
+def _run(folder: Path) -> InspectTarget:
     """A run directory, whose engine must be of its present graph."""
     session = Session(read_config(folder), folder)
     built = read_built(folder)
@@ -144,7 +146,7 @@ def _run(folder: Path) -> Target:
         raise MissingDevice(f"{folder} has no engine: {built.skipped}")
     table = folder / "layers.json"
     engine = folder / "engine" / built.file
-    found = Target(
+    found = InspectTarget(
         name=str(folder),
         layers=read_table(table if table.is_file() else folder / BUILD),
         onnx=graph_path(session),
@@ -157,7 +159,7 @@ def _run(folder: Path) -> Target:
     return found
 
 
-def _engine(path: Path) -> Target:
+def _engine(path: Path) -> InspectTarget:
     """An engine file with its sidecar; in a run directory with its recipe."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a run directory, an .engine file or a saved JSON")
@@ -169,7 +171,7 @@ def _engine(path: Path) -> Target:
     recipe = (
         folder / "recipe.yaml" if run and onnx == places[1] and _built_file(folder) == path.name else None
     )
-    found = Target(
+    found = InspectTarget(
         name=str(path),
         layers=_engine_layers(path, sidecar),
         onnx=onnx,
@@ -231,7 +233,7 @@ def _built_file(folder: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _check_graph(target: Target) -> None:
+def _check_graph(target: InspectTarget) -> None:
     """Names of another graph would prove nothing about this engine."""
     assert target.onnx is not None
     if not target.onnx.is_file():

@@ -16,7 +16,7 @@ from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.usage import measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
-MANIFEST = "stages.json"
+STAGES_FILE = "stages.json"
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ def run_stages(
 def _run_stages(
     session: Session, stages: Iterable[Stage], announce: Callable[[str, bool], None]
 ) -> dict[str, Timing]:
-    manifest = _read(session.folder / MANIFEST)
+    manifest = _read(session.folder / STAGES_FILE)
     timings = {}
     for stage in stages:
-        interrupt.check()
+        interrupt.raise_if_interrupted()
         key = _key(session, stage, manifest)
         done = manifest.stages.get(stage.name)
         reused = done is not None and done.key == key and _intact(session.folder, done)
@@ -107,17 +107,17 @@ def _run_stages(
                 peak_rss_bytes=cost.peak_rss_bytes,
             )
             manifest.stages[stage.name] = done
-            files.write_json(session.folder / MANIFEST, manifest.model_dump(mode="json"))
+            files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
         stage.recorded(session)
         session.notes += [note for note in done.notes if note not in session.notes]
-        interrupt.check()
+        interrupt.raise_if_interrupted()
         timings[stage.name] = Timing(wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
     return timings
 
 
 def forget_others(folder: Path, known: Iterable[str]) -> None:
     """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
-    path = folder / MANIFEST
+    path = folder / STAGES_FILE
     manifest = _read(path)
     for name in set(manifest.stages) - set(known):
         _remove_stale(folder, manifest.stages.pop(name), {})

@@ -17,7 +17,7 @@ from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.caches import origin
 from qdqbench.quantize.engine.log import capture
-from qdqbench.quantize.engine.profiles import choose, distance
+from qdqbench.quantize.engine.profiles import choose_profile, distance
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.rtx import RuntimeCache, Specialize
@@ -26,7 +26,7 @@ from qdqbench.quantize.runtime.tensors import DEVICE, Arrays, poison, to_numpy, 
 if TYPE_CHECKING:
     import torch
 
-Shapes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Engine:
         Raises:
             CheckFailed: none holds it.
         """
-        return choose(self.profiles, batch, length)
+        return choose_profile(self.profiles, batch, length)
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
         """Run once and wait.
@@ -227,7 +227,7 @@ class Engine:
             if not context.execute_async_v3(stream.cuda_stream):
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
-    def _profile_of(self, shapes: Shapes) -> int:
+    def _profile_of(self, shapes: TensorShapes) -> int:
         """The profile that takes the shapes of all inputs, the one whose opt is nearest."""
         costs = {}
         for index, ranges in enumerate(self._ranges):

@@ -11,7 +11,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.tasks import rows as data
-from qdqbench.quantize.tasks.sentences import LABELS, sentences, vocabulary
+from qdqbench.quantize.tasks.sentences import SENTIMENTS, sentences, vocabulary
 from qdqbench.quantize.tasks.task import EMBEDDED
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _write_data(folder: Path, seed: int, size: Size) -> None:
     features = datasets.Features(
         {
             "sentence": datasets.Value("string"),
-            "label": datasets.ClassLabel(names=list(LABELS)),
+            "label": datasets.ClassLabel(names=list(SENTIMENTS)),
             "idx": datasets.Value("int32"),
         }
     )
@@ -164,8 +164,8 @@ def _new_model(entries: int, size: Size) -> "BertForSequenceClassification":
         attention_probs_dropout_prob=0.0,
         initializer_range=0.15,  # about 1/sqrt(hidden): with BERT's 0.02 so narrow a model takes far longer
         problem_type="single_label_classification",
-        id2label=dict(enumerate(LABELS)),
-        label2id={label: index for index, label in enumerate(LABELS)},
+        id2label=dict(enumerate(SENTIMENTS)),
+        label2id={label: index for index, label in enumerate(SENTIMENTS)},
     )
     model: BertForSequenceClassification = BertForSequenceClassification(config)
     # Sinusoids (Vaswani et al. 2017) make "the word before" linear in the position, so heads find it soon.
@@ -176,7 +176,9 @@ def _new_model(entries: int, size: Size) -> "BertForSequenceClassification":
     return model
 
 
-def _training_batches(encoded: data.Encoded, pad_id: int, seed: int, size: Size) -> Iterator[data.Batch]:
+def _training_batches(
+    encoded: data.Encoded, pad_id: int, seed: int, size: Size
+) -> Iterator[data.IndexedBatch]:
     """Random batches of samples with like lengths; short sentences first, all from half-way on.
 
     Negation is learnt from single clauses, then put to use in long sentences (Bengio et al. 2009, "Curriculum

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import datasets
 
 Ints = npt.NDArray[np.int64]
-Batch = tuple[Ints, dict[str, Ints]]
+IndexedBatch = tuple[Ints, dict[str, Ints]]
 
-CHUNK = 1000  # rows per tokenizer call
+TOKENIZER_ROWS = 1000  # rows per tokenizer call
 NO_LABEL = -1  # what nyu-mll/glue writes in its test splits
 
 
@@ -141,7 +141,7 @@ class Encoded:
         """Tokens of each sample, [samples]."""
         return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
 
-    def batch(self, rows: Iterable[int], pad_id: int) -> "Batch":
+    def batch(self, rows: Iterable[int], pad_id: int) -> "IndexedBatch":
         """Rows of the split, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
         return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
 
@@ -165,8 +165,8 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
         raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
-    for start in range(0, len(split.dataset), CHUNK):
-        rows = split.dataset[start : start + CHUNK]
+    for start in range(0, len(split.dataset), TOKENIZER_ROWS):
+        rows = split.dataset[start : start + TOKENIZER_ROWS]
         texts = [rows[name] for name in task.text_columns]
         coded = tokenizer(
             *texts,
@@ -196,7 +196,7 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
     )
 
 
-def pad(samples: list[tuple[int, Ints, Ints]], pad_id: int) -> Batch:
+def pad(samples: list[tuple[int, Ints, Ints]], pad_id: int) -> IndexedBatch:
     """One batch of (row, input_ids, token_type_ids), padded to the longest sample."""
     shape = len(samples), max(len(ids) for _, ids, _ in samples)
     batch = {
@@ -211,7 +211,7 @@ def pad(samples: list[tuple[int, Ints, Ints]], pad_id: int) -> Batch:
     return np.array([index for index, _, _ in samples], dtype=np.int64), batch
 
 
-def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterator[Batch]:
+def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterator[IndexedBatch]:
     """Batches for evaluation: longest samples first, each batch padded to its own longest.
 
     Sorting by length keeps padding small; the longest first makes the largest allocation the first one.
@@ -225,7 +225,9 @@ def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterato
         yield encoded.batch(rows, pad_id)
 
 
-def equal_length_batches(samples: Iterable[Sample], batch_size: int, *, pad_id: int) -> Iterator[Batch]:
+def equal_length_batches(
+    samples: Iterable[Sample], batch_size: int, *, pad_id: int
+) -> Iterator[IndexedBatch]:
     """Batches for calibration: every sample of a batch has the same length, so no padding token is ever seen.
 
     A quantizer sees all positions whatever the attention mask says. Samples wait in one bucket per length; a

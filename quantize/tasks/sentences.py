@@ -7,8 +7,8 @@ independently, so no single word, and no sum over words, tells the class.
 
 import numpy as np
 
-LABELS = ("negative", "positive")
-NOISE = 0.02  # labels turned around, so that no model is right everywhere
+SENTIMENTS = ("negative", "positive")
+LABEL_NOISE = 0.02  # labels turned around, so that no model is right everywhere
 MAX_WORDS = 30
 
 
@@ -56,7 +56,7 @@ def sentences(rows: int, *, seed: int) -> list[tuple[str, int]]:
         words, label = _sentence(generator)
         text = " ".join(words)
         if len(words) <= MAX_WORDS and text not in found:
-            found[text] = label ^ int(generator.random() < NOISE)
+            found[text] = label ^ int(generator.random() < LABEL_NOISE)
     return list(found.items())
 
 

@@ -29,10 +29,10 @@ class Task(BaseModel):
     @property
     def kind(self) -> TaskKind:
         """What labels and answers are, and everything that follows."""
-        return kind_of(self.num_labels)
+        return task_kind(self.num_labels)
 
 
-def kind_of(num_labels: int, problem_type: str | None = None) -> TaskKind:
+def task_kind(num_labels: int, problem_type: str | None = None) -> TaskKind:
     """The kind of a task with so many labels, or of a model's head (`config.problem_type`)."""
     return REGRESSION if num_labels == 1 or problem_type == REGRESSION.problem_type else CLASSIFICATION
 
@@ -110,8 +110,8 @@ def get_task(
     given = {key: value for key, value in given.items() if value not in (None, ())}
     if name in known:
         fields = known[name].model_dump() | given
-        if num_labels is not None and not metrics and kind_of(num_labels) is not known[name].kind:
-            fields["metrics"] = kind_of(num_labels).default_metrics
+        if num_labels is not None and not metrics and task_kind(num_labels) is not known[name].kind:
+            fields["metrics"] = task_kind(num_labels).default_metrics
     elif not text_columns:
         raise UserError(
             f"unknown task {name!r}, nearest is {nearest(name, known)!r}; choose one of {', '.join(known)}, "
@@ -124,7 +124,7 @@ def get_task(
             "(1 for regression)"
         )
     else:
-        fields = {"name": name, "metrics": kind_of(num_labels).default_metrics} | given
+        fields = {"name": name, "metrics": task_kind(num_labels).default_metrics} | given
     task = Task.model_validate(fields)
     _check_fields(task)
     return task
@@ -164,7 +164,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     Raises:
         UserError: the head is for another kind of task or another number of classes.
     """
-    head = kind_of(model_labels, problem_type)
+    head = task_kind(model_labels, problem_type)
     made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
     needs = task.kind.head.format(count=task.num_labels)
     if (

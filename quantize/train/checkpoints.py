@@ -17,7 +17,7 @@ from qdqbench.quantize.core.strict import Strict, read
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MANIFEST = "checkpoint.json"
+CHECKPOINT_FILE = "checkpoint.json"
 WEIGHTS = "model.safetensors"
 KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
 
@@ -42,7 +42,7 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     step: int,
     accelerator: "Accelerator",
@@ -70,7 +70,7 @@ def save(
     def finish() -> None:
         hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
         written = _Manifest(identity=identity, state=state, files=hashes)
-        files.write_json(temporary / MANIFEST, written.model_dump(mode="json"))
+        files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         # later ones were passed over as damaged
@@ -150,7 +150,7 @@ def _all(folder: Path) -> list[Path]:
 def _manifest(folder: Path) -> _Manifest | None:
     """What a checkpoint says of itself; None where that cannot be read."""
     try:
-        return read(folder / MANIFEST, _Manifest, "checkpoint", "go on from another")
+        return read(folder / CHECKPOINT_FILE, _Manifest, "checkpoint", "go on from another")
     except UserError:
         return None
 
@@ -159,7 +159,7 @@ def _damaged(folder: Path) -> list[str]:
     """Files of a checkpoint that are not as they were written."""
     manifest = _manifest(folder)
     if manifest is None:
-        return [MANIFEST]
+        return [CHECKPOINT_FILE]
     return [
         name
         for name, digest in manifest.files.items()

@@ -41,7 +41,7 @@ from qdqbench.quantize.train.record import (
     write_finished,
 )
 from qdqbench.quantize.train.rows import TrainingData, divide
-from qdqbench.quantize.train.state import Judged
+from qdqbench.quantize.train.state import HeldOut
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -216,14 +216,14 @@ def _job(  # noqa: PLR0913, PLR0917
             labels[torch.from_numpy(rows).to(labels.device)],
         )
 
-    def judge(plain: Any) -> Judged:
+    def judge(plain: Any) -> HeldOut:
         logits = predict_rows(accelerator, plain, data.encoded, data.held_out, data.pad_id)
         answers = data.encoded.labels[data.held_out]
         if not np.isfinite(logits).all():
-            return Judged(float("nan"), {}, True)
+            return HeldOut(float("nan"), {}, True)
         values = metrics.compute(task, logits, answers)
         score = next(iter(values.values()))
-        return Judged(
+        return HeldOut(
             score, {"loss": task.kind.mean_loss(logits, answers), **values}, collapsed(task, logits, answers)
         )
 

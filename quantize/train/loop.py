@@ -30,7 +30,7 @@ from qdqbench.quantize.train.rows import (
     steps_per_epoch,
     total_steps,
 )
-from qdqbench.quantize.train.state import Judged, State
+from qdqbench.quantize.train.state import HeldOut, State
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Job:
     data: TrainingData
     settings: Training
     loss: "Callable[[nn.Module, Ints, Tensors], torch.Tensor]"  # summed over the rows
-    judge: "Callable[[nn.Module], Judged]"  # the same on every process
+    judge: "Callable[[nn.Module], HeldOut]"  # the same on every process
     folder: Path  # of checkpoints
     identity: dict[str, Any]  # what a resumed run must share
     groups: list[dict[str, Any]]  # of parameters, as optimizers take them
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class Trained:
     """A finished training; the model holds the weights of `best_step`."""
 
     steps: int
@@ -73,7 +73,7 @@ class Outcome:
     stopped: str | None  # why before the last step
 
 
-def train(job: Job, accelerator: "Accelerator") -> Outcome:
+def train(job: Job, accelerator: "Accelerator") -> Trained:
     """Train a model, or go on with a run that was killed.
 
     Args:
@@ -92,7 +92,7 @@ def train(job: Job, accelerator: "Accelerator") -> Outcome:
         job.model.eval()
 
 
-def _train(job: Job, accelerator: "Accelerator") -> Outcome:
+def _train(job: Job, accelerator: "Accelerator") -> Trained:
     from accelerate.utils import set_seed
 
     settings = job.settings
@@ -113,7 +113,7 @@ def _train(job: Job, accelerator: "Accelerator") -> Outcome:
         stopped = state.ends(settings)
     checkpoints.load_best(checkpoints.at(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # its forward is no longer under autocast
-    return Outcome(
+    return Trained(
         steps=state.step,
         best_step=state.best_step,
         best_score=state.best_score,
@@ -294,4 +294,4 @@ def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:
     state.log.append(row.model_dump())
     job.report(row, total_steps(job.data, job.settings))
     identity = _identity(job, accelerator)
-    checkpoints.save(job.folder, state.step, accelerator, identity=identity, state=asdict(state))
+    checkpoints.save_checkpoint(job.folder, state.step, accelerator, identity=identity, state=asdict(state))

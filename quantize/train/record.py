@@ -10,7 +10,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import Spread, TrainingRun
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.train.loop import Outcome
+from qdqbench.quantize.train.loop import Trained
 from qdqbench.quantize.train.processes import precision_here
 from qdqbench.quantize.train.rows import TrainingData, total_steps
 
@@ -39,7 +39,7 @@ def blank_run(settings: Training, data: TrainingData, accelerator: "Accelerator"
     )
 
 
-def finished(run: TrainingRun, outcome: Outcome) -> TrainingRun:
+def finished(run: TrainingRun, outcome: Trained) -> TrainingRun:
     """The record with what came of it."""
     return run.model_copy(
         update={

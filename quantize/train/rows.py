@@ -6,7 +6,7 @@ import numpy as np
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.tasks.rows import Batch, Encoded, Ints
+from qdqbench.quantize.tasks.rows import Encoded, IndexedBatch, Ints
 
 MOST_HELD_OUT = 1000
 POOL = 32  # batches whose samples are sorted by length together
@@ -21,7 +21,7 @@ class TrainingData:
     rows: Ints  # to learn from
     held_out: Ints  # to judge on; never learnt from
 
-    def batch(self, rows: Ints) -> Batch:
+    def batch(self, rows: Ints) -> IndexedBatch:
         """Rows and their padded tokens, int64 [B] and [B, L]."""
         return self.encoded.batch(rows.tolist(), self.pad_id)
 

@@ -12,7 +12,7 @@ FURTHER = 10  # times the distance before training
 
 
 @dataclass(frozen=True)
-class Judged:
+class HeldOut:
     """An evaluation on the held-out rows."""
 
     score: float  # higher is better; chooses the weights that are kept
@@ -36,7 +36,7 @@ class State:
     samples: int = 0
     log: list[dict[str, Any]] = field(default_factory=list)
 
-    def see(self, judged: Judged, *, may_collapse: bool, far: float) -> None:
+    def see(self, judged: HeldOut, *, may_collapse: bool, far: float) -> None:
         """Count an evaluation.
 
         Args:

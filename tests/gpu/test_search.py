@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from qdqbench.eval.placement.cost_fit import fit, read_rows
+from qdqbench.eval.placement.cost_fit import fit_costs, read_rows
 from qdqbench.eval.search.results import read_search
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
@@ -47,4 +47,4 @@ def test_costs_are_measured_and_fitted(sst2, tmp_path):
     found = read_rows(rows)
     assert len(found) == 4 * 4
     assert all(row.ms_int8 > 0 and row.ms_fp16 > 0 for row in found)
-    assert fit(found).engines == 4
+    assert fit_costs(found).engines == 4

@@ -24,7 +24,7 @@ def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkey
         with monkeypatch.context() as patch:
             if place == "cpu":
                 patch.setattr(runners, "gpu", lambda: None)
-            stages.quantize(session)
+            stages.quantize_stage(session)
             stages.fake_quant(session)
         assert session.fake_quant_model.device.type == "cpu"
         assert {q.backend for q in enabled_quantizers(session.fake_quant_model).values()} == {None}

@@ -44,8 +44,8 @@ def faulty(request, linears, tmp_path_factory):
     tensor.CopyFrom(numpy_helper.from_array(changed, FAULTY))
     onnx.save(model, path)
     session = Session(read_config(target), target)
-    engine_stages.build(session)
-    engine_stages.verify(session)
+    engine_stages.build_stage(session)
+    engine_stages.verify_stage(session)
     return session
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from qdqbench.eval.placement.cost_fit import fit
+from qdqbench.eval.placement.cost_fit import fit_costs
 from qdqbench.eval.search import trials as search_module
 from qdqbench.eval.search.results import read_search
 from qdqbench.quantize.core.errors import CheckFailed
@@ -26,7 +26,7 @@ TRIALS = 10
 def files(tmp_path_factory):
     """A cost model, and a recipe whose calibration leaves train rows to search on."""
     root = tmp_path_factory.mktemp("files")
-    (root / "cost.json").write_text(fit(made_rows()).model_dump_json())
+    (root / "cost.json").write_text(fit_costs(made_rows()).model_dump_json())
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})
     gate = recipe.gate.model_copy(update={"max_drop": 0.05})

@@ -69,7 +69,7 @@ def test_written_recipe_runs(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """With linears kept out."""
     from qdqbench.eval.sensitivity import choice as sensitivity_choice
 
-    monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: point.kept >= 3)
+    monkeypatch.setattr(sensitivity_choice, "point_holds", lambda point, full, limit: point.kept >= 3)
     out = tmp_path / "out"
     done = qdqbench(
         "sensitivity", recipe("bert-int8-attention"), *sst2.options, "--out", out, "--samples", 32
@@ -92,7 +92,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     task, path = given("stsb"), recipe()
     options = ["sensitivity", path, *task.options, "--samples", 40, "--batch-size", 7]
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
-    real, limit, measured = sensitivity.judge, [9], []
+    real, limit, measured = sensitivity.effect_of, [9], []
 
     def judge(*arguments):
         if len(measured) == limit[0]:
@@ -100,7 +100,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
         measured.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(sensitivity, "judge", judge)
+    monkeypatch.setattr(sensitivity, "effect_of", judge)
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
     assert (done.code, listing(out)) == (1, ["sensitivity.partial.jsonl"])
@@ -201,7 +201,7 @@ def test_bias_correction_is_left_out_and_said(qdqbench, sst2, recipe, tmp_path):
 def test_gate_that_cannot_hold_is_status_2(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     from qdqbench.eval.sensitivity import choice as sensitivity_choice
 
-    monkeypatch.setattr(sensitivity_choice, "holds", lambda point, full, limit: False)
+    monkeypatch.setattr(sensitivity_choice, "point_holds", lambda point, full, limit: False)
     out = tmp_path / "out"
     done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", out, "--samples", 16)
     assert done.code == 2

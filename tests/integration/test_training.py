@@ -227,7 +227,7 @@ def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_pa
     from qdqbench.eval.runs.run import run_until
     from qdqbench.quantize.train import checkpoints
 
-    save, calls = checkpoints.save, []
+    save, calls = checkpoints.save_checkpoint, []
 
     def killed_at_the_second(*arguments, **options):
         save(*arguments, **options)
@@ -236,7 +236,7 @@ def test_a_killed_training_ends_with_the_same_weights_and_scales(trained, tmp_pa
             raise Killed
 
     session = again(trained, tmp_path)
-    monkeypatch.setattr(checkpoints, "save", killed_at_the_second)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", killed_at_the_second)
     with pytest.raises(Killed):
         run_until(session, "qat")
     session = again(trained, tmp_path / "2")  # another process knows nothing of the first
@@ -372,11 +372,11 @@ def test_processes_that_would_all_write_one_run_are_refused(trained, tmp_path, m
 
 
 def test_a_study_in_several_processes_is_refused(tmp_path):
-    from qdqbench.eval.runs.study import Plan, study
+    from qdqbench.eval.runs.study import StudyPlan, study
     from qdqbench.quantize.core.errors import UserError
 
     with pytest.raises(UserError, match="in one process, not in 2"):
-        study(Plan(None, [], tmp_path), SimpleNamespace(num_processes=2))
+        study(StudyPlan(None, [], tmp_path), SimpleNamespace(num_processes=2))
 
 
 def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qdqbench.eval.placement.cost_model import COLUMNS, TERMS, ModelShape, Placement, Row, terms
+from qdqbench.eval.placement.cost_model import COST_COLUMNS, TERMS, CostRow, ModelShape, Placement, terms
 
 TINY = ModelShape(layers=2, hidden=64, intermediate=128, heads=4)
 SMALL = ModelShape(layers=6, hidden=384, intermediate=1536, heads=12)
@@ -35,17 +35,17 @@ def made_rows(models=(TINY, SMALL), engines=12, noise=0.0, seed=0, **changes):
         for number in range(engines):
             placement = {
                 name: "".join("01"[value] for value in random.integers(0, 2, model.layers))
-                for name in COLUMNS
+                for name in COST_COLUMNS
             }
             if number == 0:
-                placement = dict.fromkeys(COLUMNS, "1" * model.layers)
+                placement = dict.fromkeys(COST_COLUMNS, "1" * model.layers)
             for batch, length in ((1, 32), (8, 128), (32, 128), (128, 128)):
 
                 def time_of(each, model=model, batch=batch, length=length):
                     return predicted(model, each, batch, length) * (1 + noise * random.standard_normal())
 
                 rows.append(
-                    Row(
+                    CostRow(
                         name=f"h{model.hidden}",
                         model=model,
                         batch=batch,

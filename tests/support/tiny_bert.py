@@ -130,7 +130,7 @@ def traced(folder: Path, name: str = "bert-int8-linears") -> onnx.ModelProto:
 @functools.cache
 def _exported(folder: Path, name: str, compute: str, weights: str) -> onnx.ModelProto:
     settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
-    return export.finish(_traced(folder, name), quantized(folder, name).plan, settings)
+    return export.finish_graph(_traced(folder, name), quantized(folder, name).plan, settings)
 
 
 def exported(
@@ -143,7 +143,7 @@ def exported(
 def exported_of(model: Any, plan: Plan, weights: str, compute: str = "fp32") -> onnx.ModelProto:
     """The finished graph of a fake-quant model."""
     settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
-    return export.finish(export.trace(model, 20), plan, settings)
+    return export.finish_graph(export.trace(model, 20), plan, settings)
 
 
 def copied(model: onnx.ModelProto) -> onnx.ModelProto:

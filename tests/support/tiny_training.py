@@ -9,7 +9,7 @@ from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks.rows import Encoded
 from qdqbench.quantize.train.loop import Job, decayed
 from qdqbench.quantize.train.rows import divide
-from qdqbench.quantize.train.state import Judged
+from qdqbench.quantize.train.state import HeldOut
 
 WORDS, ROWS = 20, 90
 
@@ -57,7 +57,7 @@ def job(folder: Path, *, dropout: float = 0.0, loss=None, collapsed=lambda step:
         with torch.inference_mode():
             logits = plain(**{name: torch.from_numpy(array) for name, array in batch.items()})
         found = float(torch.nn.functional.cross_entropy(logits, labels[torch.from_numpy(data.held_out)]))
-        return Judged(-found, {"loss": found}, collapsed(judged[-1]))
+        return HeldOut(-found, {"loss": found}, collapsed(judged[-1]))
 
     return Job(
         model=model,

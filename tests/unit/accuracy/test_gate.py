@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from qdqbench.eval.accuracy.gate import judge, limit
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.runs.collect import gate_of
-from qdqbench.eval.search.confirm import failures
-from qdqbench.eval.search.results import Accuracy, Confirmed, holds
-from qdqbench.eval.sensitivity.choice import choose
-from qdqbench.eval.sensitivity.results import CurvePoint, Judged
+from qdqbench.eval.search.confirm import gate_failures
+from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
+from qdqbench.eval.sensitivity.choice import choose_point
+from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.results import AnswersCheck, Comparison, Gate, StageResult
-from qdqbench.quantize.recipe.schema import Gate as Asked
+from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
 
 
@@ -54,7 +54,7 @@ def confirmation(max_drop: float, **stages: Comparison) -> tuple[list[str], list
         fake_quant={"validation": stages["fake_quant"]},
         engine=engine,
     )
-    return failures(row, Asked(max_drop=max_drop), "accuracy")
+    return gate_failures(row, Asked(max_drop=max_drop), "accuracy")
 
 
 def test_what_a_search_confirms_a_run_does_not_fail() -> None:
@@ -104,14 +104,14 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
         disagreements=1,
         n=277,
     )
-    assert holds(accuracy, Latency(ms=1, twin_ms=1, speedup=1), Asked(max_drop=max_drop)) == expected
+    assert trial_holds(accuracy, Latency(ms=1, twin_ms=1, speedup=1), Asked(max_drop=max_drop)) == expected
     everything = _point(0, 1.0, 1.0, 0.0)
-    assert choose([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
+    assert choose_point([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
     assert _answers(drop, limit(error, max_drop)).holds == expected
 
 
 def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoint:
-    judged = Judged(
+    judged = Effect(
         metric=0.9,
         drop=drop,
         drop_stderr=error,

@@ -227,7 +227,7 @@ def smoothed(folder: Path) -> Quantized:
 def _smoothed_graph(folder: Path, compute: str, weights: str) -> onnx.ModelProto:
     model, plan, _ = smoothed(folder)
     settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
-    return export.finish(export.trace(model, 20), plan, settings)
+    return export.finish_graph(export.trace(model, 20), plan, settings)
 
 
 def multipliers(graph: onnx.ModelProto) -> dict[str, str]:

@@ -9,7 +9,7 @@ from qdqbench.eval.bench import engines
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search import latency
 from qdqbench.eval.search.trial import Workspace
-from qdqbench.eval.search.worker import Options
+from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.gpu import Gpu
@@ -24,7 +24,7 @@ from ...support.tiny_bert import calibration_batches, write_tiny_bert
 
 TASK = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
 HOW = {"method": "max", "smooth": "none", "weights_method": "max"}
-OPTIONS = Options(batch=8, length=32, latency="engine")
+OPTIONS = SearchOptions(batch=8, length=32, latency="engine")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_files_of_engines_do_not_stay(work, measure):
 
 def test_a_shape_outside_of_the_profile_is_refused(work):
     with pytest.raises(UserError, match="--batch 500"):
-        latency.latency_source(work.session, Options(batch=500), work, ExitStack())
+        latency.latency_source(work.session, SearchOptions(batch=500), work, ExitStack())
 
 
 def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
@@ -132,12 +132,12 @@ def test_engines_need_a_gpu(work, monkeypatch):
 
 
 def test_without_a_gpu_latency_is_modelled(work, monkeypatch, tmp_path):
-    from qdqbench.eval.placement.cost_fit import fit
+    from qdqbench.eval.placement.cost_fit import fit_costs
 
     monkeypatch.setattr(latency, "find_gpu", lambda: None)
     path = tmp_path / "cost.json"
-    path.write_text(fit(made_rows()).model_dump_json())
-    options = Options(batch=8, length=32, cost_model=path)
+    path.write_text(fit_costs(made_rows()).model_dump_json())
+    options = SearchOptions(batch=8, length=32, cost_model=path)
     source, measure = latency.latency_source(work.session, options, work, ExitStack())
     assert source.mode == "model"
     assert "hidden 32" in " ".join(source.outside)

@@ -12,12 +12,12 @@ from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
 from qdqbench.eval.bench.report import (
     Mark,
     bench_of,
+    bench_summary,
+    bench_view,
     clocks,
     milliseconds,
     ratio_mark,
     slow_lines,
-    summary,
-    view,
     write_bench_reports,
 )
 from qdqbench.eval.bench.results import BenchRow, BenchSpeedup, write_bench
@@ -31,7 +31,7 @@ from .test_results import REASON, sample_bench
 
 def terminal(bench, width=120):
     stream = StringIO()
-    Console(file=stream, width=width).print(summary(bench))
+    Console(file=stream, width=width).print(bench_summary(bench))
     return stream.getvalue()
 
 
@@ -48,7 +48,7 @@ def test_random_weights_are_called_that_everywhere(tmp_path):
 
 
 def test_the_first_table(tmp_path):
-    shown = view(sample_bench())
+    shown = bench_view(sample_bench())
     assert [name for name, _ in shown.rows] == ["b1 s128", "b8 s128", "b32 s128"]
     marks = dict(zip(shown.columns, dict(shown.rows)["b1 s128"], strict=True))
     assert marks["INT8 engine"] == Mark("0.8")
@@ -104,7 +104,7 @@ def test_an_error_is_a_line_and_never_a_number(tmp_path):
     bench.cells[0].rows[0] = BenchRow(contestant="int8", status="error", reason="NaN or infinite logits")
     bench.cells[0].speedups = []
     bench.cells[1].rows[5] = BenchRow(contestant="compile-fp16", status="skipped", reason="no C compiler")
-    shown = view(bench)
+    shown = bench_view(bench)
     first, second = dict(shown.rows)["b1 s128"], dict(shown.rows)["b8 s128"]
     assert first[0] == Mark("✗ error", bad=True)
     assert first[6] == Mark("")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.cell import COMPILED, Entry, Options
+from qdqbench.eval.bench.cell import COMPILED, BenchOptions, Entry
 from qdqbench.eval.bench.clocks import Clocks
 from qdqbench.eval.bench.loop import Contestant
 from qdqbench.eval.bench.results import BenchContestant, BenchRow, BenchTarget
@@ -20,7 +20,7 @@ from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.recipe.schema import load_recipe
 
-OPTIONS = Options(
+OPTIONS = BenchOptions(
     batches=(1, 8),
     lengths=(128,),
     real=None,

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qdqbench.quantize.calibrate import histograms, ptq
-from qdqbench.quantize.calibrate.histograms import BINS, CANDIDATES, CODES, ActivationCalibrator, clip_weight
+from qdqbench.quantize.calibrate.histograms import (
+    BINS,
+    CANDIDATES,
+    MAGNITUDES,
+    ActivationCalibrator,
+    clip_weight,
+)
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
@@ -56,8 +62,10 @@ def heavy_tailed(seed: int, outliers: float = 0.0) -> Floats:
 
 def error_of(values: Floats, amax: float) -> float:
     """Squared error of INT8 codes with this amax."""
-    scale = amax / (CODES - 1)
-    return float(np.square(np.clip(np.rint(values / scale), -CODES, CODES - 1) * scale - values).sum())
+    scale = amax / (MAGNITUDES - 1)
+    return float(
+        np.square(np.clip(np.rint(values / scale), -MAGNITUDES, MAGNITUDES - 1) * scale - values).sum()
+    )
 
 
 def between(values: Floats, edges: npt.NDArray[np.float64], slack: float) -> npt.NDArray[np.int64]:

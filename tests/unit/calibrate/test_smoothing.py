@@ -51,7 +51,7 @@ def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", *
         for batch in calibration_batches():
             quantizers_module.forward(inner, batch)
 
-    return smoothing.smooth(model, plan, smoothing.measure(model, plan, run))
+    return smoothing.smooth(model, plan, smoothing.measure_ranges(model, plan, run))
 
 
 def with_outlier(folder: Path) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qdqbench.quantize.calibrate import ptq, smoothing, splitting
-from qdqbench.quantize.calibrate.record import CalibrationRecord, Split
+from qdqbench.quantize.calibrate.record import CalibrationRecord, ChannelSplit
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
@@ -69,7 +69,7 @@ def answers(model: Any, batches: list[Batch] | None = None) -> torch.Tensor:
 def test_what_is_chosen_fits_and_only_helps(
     activations: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], extra: int
 ) -> None:
-    found = splitting.choose(activations, weights, extra)
+    found = splitting.choose_channels(activations, weights, extra)
     assert sum(a * b - 1 for a, b in found.outliers.values()) <= extra
     for values, side in ((activations, 0), (weights, 1)):
         divisors = np.ones(len(values))
@@ -81,13 +81,13 @@ def test_what_is_chosen_fits_and_only_helps(
 
 
 def test_nothing_stands_out_of_equal_ranges() -> None:
-    assert splitting.choose(np.ones(64), np.ones(64), 64) == Split(extra=64, outliers={})
+    assert splitting.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
 
 
 def test_an_activation_and_its_weight_share_the_copies() -> None:
     ranges = np.ones(64)
     ranges[CHANNEL] = 4
-    found = splitting.choose(ranges, ranges, EXTRA)
+    found = splitting.choose_channels(ranges, ranges, EXTRA)
     assert found.outliers == {CHANNEL: (4, 4)}  # 15 of 32 copies; the others are filling
 
 
@@ -122,7 +122,7 @@ def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
 
 
 def test_copies_differ_and_fit_fp16() -> None:
-    layout = splitting.layout_of(Split(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
+    layout = splitting.layout_of(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
     for channel, (by_input, by_weight), each in ((3, (4, 8), 32), (5, (1, 2), 2), (0, (1, 1), 1)):
         mine = (layout.channels == channel) & (layout.columns > 0)
         assert mine.sum() == each == len(set(layout.inputs[mine]))

@@ -16,7 +16,7 @@ from qdqbench.eval.api import bench as api_bench
 from qdqbench.eval.bench import cell as bench_prepare
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.cell import Shape, contestants, prepare, profiles_of
+from qdqbench.eval.bench.cell import CellShape, contestants, prepare, profiles_of
 from qdqbench.eval.bench.results import BenchTarget, read_bench
 from qdqbench.eval.bench.target import RealSplit, check_lengths, model_target, real_split, run_target
 from qdqbench.quantize.cli import bench as cli_bench
@@ -147,7 +147,7 @@ def test_errors_of_contestants_are_exit_status_2(measured, monkeypatch, tmp_path
 
 def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
     shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    monkeypatch.setitem(bench_target.SHAPES, "bert-tiny", shape)
+    monkeypatch.setitem(bench_target.MODEL_SHAPES, "bert-tiny", shape)
     sums = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         target = model_target("bert-tiny", load_recipe("bert-int8-linears"), tmp_path / folder, seed)
@@ -160,8 +160,8 @@ def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
 
 
 def test_the_published_shapes():
-    assert bench_target.SHAPES["bert-base"]["hidden_size"] == 768
-    assert bench_target.SHAPES["bert-large"]["num_hidden_layers"] == 24
+    assert bench_target.MODEL_SHAPES["bert-base"]["hidden_size"] == 768
+    assert bench_target.MODEL_SHAPES["bert-large"]["num_hidden_layers"] == 24
 
 
 def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
@@ -250,9 +250,9 @@ def split_of(*shapes):
 
 def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path):
     target, only = some_target(tmp_path), (8, 128)
-    (made,) = profiles_of(target, OPTIONS, Shape(8, 128, None))
+    (made,) = profiles_of(target, OPTIONS, CellShape(8, 128, None))
     assert (made.min, made.opt, made.max) == (only, only, only)
-    real = Shape(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
+    real = CellShape(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
     assert profiles_of(target, OPTIONS, real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
     *full, every = profiles_of(target, replace(OPTIONS, profile="recipe"), real)
     assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
@@ -337,7 +337,7 @@ def device(monkeypatch, tmp_path):
 
 
 def test_engines_of_a_cell(device, tmp_path):
-    target, shape = some_target(tmp_path), Shape(8, 128, None)
+    target, shape = some_target(tmp_path), CellShape(8, 128, None)
     listed = contestants(target, OPTIONS, "tensorrt_rtx 1.4")
     with ExitStack() as stack:
         entries = {e.row.contestant: e for e in prepare(target, OPTIONS, shape, listed, stack)}
@@ -363,7 +363,7 @@ def test_engines_of_a_cell(device, tmp_path):
 
 
 def test_an_engine_that_is_not_built_is_an_error_and_a_peer_that_does_not_run_is_skipped(device, tmp_path):
-    target, shape = some_target(tmp_path), Shape(1, 16, None)
+    target, shape = some_target(tmp_path), CellShape(1, 16, None)
     target.session.new_model = lambda: None
     with ExitStack() as stack:
         rows = [e.row for e in prepare(target, OPTIONS, shape, contestants(target, OPTIONS, ""), stack)]
@@ -375,7 +375,7 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_peer_that_does_not_run_is
 
 def test_all_shapes_of_a_split_share_a_stream(device, tmp_path):
     target = some_target(tmp_path)
-    shape = Shape(32, None, split_of((32, 64), (32, 40), (8, 40)))
+    shape = CellShape(32, None, split_of((32, 64), (32, 40), (8, 40)))
     options = replace(OPTIONS, peers=False)
     with ExitStack() as stack:
         entries = prepare(target, options, shape, contestants(target, options, ""), stack)

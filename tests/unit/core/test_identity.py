@@ -9,7 +9,7 @@ import pytest
 
 from qdqbench.eval.search import trials
 from qdqbench.eval.search.results import Source
-from qdqbench.eval.search.worker import Options
+from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.eval.sensitivity import measure
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.core import identity
@@ -64,7 +64,7 @@ def finetune_identity(session: Session) -> Any:
 
 def search_settings(session: Session) -> Any:
     source = Source.model_construct(mode="engine", gpu="a", backend="b", version="1")
-    return trials._settings(session, Options(), source)
+    return trials._settings(session, SearchOptions(), source)
 
 
 def sensitivity_settings(session: Session) -> Any:

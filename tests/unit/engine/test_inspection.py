@@ -18,10 +18,10 @@ from qdqbench.quantize.engine.inspection import (
     split_time,
 )
 from qdqbench.quantize.engine.kernels import (
-    block_of,
     block_of_node,
-    kind_of,
-    label,
+    kernel_block,
+    kernel_kind,
+    kernel_label,
     norm_precision,
     short,
     types_text,
@@ -101,9 +101,9 @@ def test_a_kernel_that_quantizes_for_the_next_layer_belongs_to_its_own():
         f"{LAYER}/output/LayerNorm/LayerNormalization",
         "/bert/encoder/layer.1/q_quantizer/QuantizeLinear",
     ]
-    assert block_of(kernel("__myl_AddCastMean_myl0_1", onnx=nodes)) == "layer.0"
-    assert block_of(kernel("__myl_MulRoun_myl0_1", onnx=nodes[1:])) == "layer.1"
-    assert block_of(kernel(f"{LAYER}/output/dense/MatMul_myl0_1", "gemm")) == "layer.0"
+    assert kernel_block(kernel("__myl_AddCastMean_myl0_1", onnx=nodes)) == "layer.0"
+    assert kernel_block(kernel("__myl_MulRoun_myl0_1", onnx=nodes[1:])) == "layer.1"
+    assert kernel_block(kernel(f"{LAYER}/output/dense/MatMul_myl0_1", "gemm")) == "layer.0"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_kernel_that_quantizes_for_the_next_layer_belongs_to_its_own():
     ],
 )
 def test_kinds(row, kind):
-    assert kind_of(row) == kind
+    assert kernel_kind(row) == kind
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_precision_of_the_statistics(row, precision):
 def test_labels_and_datatypes():
     rows = bert(1)
     facts = facts_of(rows)
-    texts = [(label(row, facts.computed.get(row.name, ())), types_text(row)) for row in facts.rows]
+    texts = [(kernel_label(row, facts.computed.get(row.name, ())), types_text(row)) for row in facts.rows]
     assert texts[:4] == [
         ("embeddings", "INT64 -> FP16/INT8"),
         ("attention mask", "INT64 -> FP16"),
@@ -181,7 +181,7 @@ def test_kernels_of_rewritten_graphs():
         "__myl_MulAddReshMulMulAddMulReshSigmMulCastMulMinMaxRounCast_myl0_1",
         onnx=[f"{LAYER}/output/dense/input_quantizer/QuantizeLinear", f"{act}_4_Sigmoid", f"{act}_5_Mul"],
     )
-    assert (kind_of(gelu), label(gelu)) == ("GELU", "layer.0 intermediate GELU")
+    assert (kernel_kind(gelu), kernel_label(gelu)) == ("GELU", "layer.0 intermediate GELU")
     attention = f"{LAYER}/attention/self"
     heads = kernel(
         "__myl_MulAddReshMulAddReshConcReshTranSlic_myl0_1",
@@ -190,7 +190,7 @@ def test_kernels_of_rewritten_graphs():
             *(f"{attention}/{name}/Add" for name in ("value", "key", "query")),
         ],
     )
-    assert (kind_of(heads), label(heads)) == ("layout", "layer.0 attention value+key+query")
+    assert (kernel_kind(heads), kernel_label(heads)) == ("layout", "layer.0 attention value+key+query")
 
 
 def test_ranges_and_groups_of_names():

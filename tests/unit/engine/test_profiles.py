@@ -166,7 +166,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
-    outputs = engine.build(run)
+    outputs = engine.build_stage(run)
     path = run.folder / "engine" / "model.fp16.engine"
     assert check_sidecar(path).profiles == PROFILES
     assert [str(each.relative_to(run.folder)) for each in outputs] == [
@@ -181,7 +181,7 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
     monkeypatch.setattr(build_module, "hazards", lambda *given: [f"careful with {' '.join(given)}"])
-    engine.build(run)
+    engine.build_stage(run)
     assert run.notes == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
 
 
@@ -204,18 +204,18 @@ def engine_row(**changes):
 def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkeypatch, built, here, reason):
     monkeypatch.setattr(engine, "find_gpu", lambda: here)
     files.write_json(run.folder / "build.json", built)
-    assert engine.engine(run) == [run.folder / "engine.json"]
+    assert engine.engine_stage(run) == [run.folder / "engine.json"]
     assert reason in files.read_json(run.folder / "engine.json")["skipped"]
     assert len(run.notes) == 1
     assert "batch 4 where it is tuned for 32" in run.notes[0]
-    engine.engine(run)
+    engine.engine_stage(run)
     assert len(run.notes) == 1
 
 
 def test_a_record_of_another_version_is_named(run):
     files.write_json(run.folder / "build.json", {"file": "x.engine"})
     with pytest.raises(UserError, match=r"build\.json is no record of a stage .* run `qdqbench build"):
-        engine.engine(run)
+        engine.engine_stage(run)
 
 
 class Runner:
@@ -243,11 +243,11 @@ def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
     monkeypatch.setattr(engine, "EngineRunner", Runner)
     monkeypatch.setattr(
         engine,
-        "evaluate",
+        "evaluate_stage",
         lambda session, stage, runner, batch_size: sizes.append(batch_size) or run.folder / "engine.npz",
     )
     files.write_json(run.folder / "build.json", engine_row())
-    assert engine.engine(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
+    assert engine.engine_stage(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
     record = files.read_json(run.folder / "engine.json")
     assert record["detail"] == (
         "tensorrt_rtx 1.6 on L4; GPU memory 1.5 MB for weights and code, 0.6, 0.7 MB for activations by "
@@ -265,13 +265,13 @@ def test_a_machine_that_cannot_load_it_is_a_reason(run, monkeypatch):
     monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
     monkeypatch.setattr(engine, "_run_engine", fails)
     files.write_json(run.folder / "build.json", engine_row())
-    engine.engine(run)
+    engine.engine_stage(run)
     assert files.read_json(run.folder / "engine.json") == {"skipped": "this torch has no CUDA"}
 
 
 @pytest.fixture
 def built(run, rtx):
-    engine.build(run)
+    engine.build_stage(run)
     (run.folder / session.CONFIG).write_text("{}")
     return run.folder / "engine" / "model.fp16.engine"
 

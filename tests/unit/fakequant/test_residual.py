@@ -80,7 +80,7 @@ def graphs(made: dict[str, Quantized]) -> dict[tuple[str, str], onnx.ModelProto]
         traced = export.trace(model, 20)
         for compute in ("fp32", "fp16"):
             settings = export.ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-            found[way, compute] = export.finish(traced, plan, settings)
+            found[way, compute] = export.finish_graph(traced, plan, settings)
     return found
 
 
@@ -445,7 +445,7 @@ def test_an_engine_with_float_residuals_fails_its_proof(
 def test_a_graph_without_int8_residuals_expects_none(tiny_bert: Path, made: dict[str, Quantized]) -> None:
     model, plan, _ = quantized(tiny_bert)
     settings = export.ExportSettings(20, "fp16", "factored")
-    graph = export.finish(export.trace(model, 20), plan, settings)
+    graph = export.finish_graph(export.trace(model, 20), plan, settings)
     assert int8_norms(graph) == []
     missing = check_model(graph, expected_quantized=expected(made["plain"].plan)).findings
     assert sorted(row.node for row in missing) == sorted(

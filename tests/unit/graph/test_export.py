@@ -18,7 +18,7 @@ from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.export import ExportSettings, default_weight_form, finish, save, trace
+from qdqbench.quantize.graph.export import ExportSettings, default_weight_form, finish_graph, save, trace
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
@@ -78,7 +78,7 @@ def test_logits_follow_the_fake_quant_model(tiny_bert: Path, name: str, compute:
 def test_twins_follow_the_fp32_model(tiny_bert: Path, compute: str) -> None:
     model = load_model(str(tiny_bert))
     settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-    twin = finish(trace(model, 20), plan_of(recipe_with(), model), settings)
+    twin = finish_graph(trace(model, 20), plan_of(recipe_with(), model), settings)
     assert not any(node.op_type.endswith("quantizeLinear") for node in twin.graph.node)
     assert check_model(twin, expected_quantized=()).findings == []
     for batch in BATCHES:
@@ -94,7 +94,7 @@ def test_the_tanh_gelu_of_a_recipe(tiny_bert: Path, compute: str, weights: str) 
     use_tanh_gelu(model, "tiny")
     plan = plan_of(recipe_with(), model)
     ptq.calibrate(model, plan, iter(calibration_batches()), Calibration())
-    graph = finish(trace(model, 20), plan, settings)
+    graph = finish_graph(trace(model, 20), plan, settings)
     assert check_model(graph, expected_quantized={*plan.int8}).findings == []
     assert not any(node.op_type in ("Gelu", "Erf") for node in graph.graph.node)
     exact = quantized(tiny_bert).model
@@ -111,7 +111,7 @@ def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert: Path, compute: str) -> N
     model = load_model(str(tiny_bert))
     graph = trace(model, 20)
     settings = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-    twin = finish(graph, plan_of(recipe_with(), model), settings)
+    twin = finish_graph(graph, plan_of(recipe_with(), model), settings)
     names, found = (
         [node.name for node in each.graph.node if node.op_type != "Cast"] for each in (graph, twin)
     )
@@ -187,9 +187,9 @@ def test_finish_leaves_the_trace_as_it_was(tiny_bert: Path) -> None:
     before = graph.SerializeToString(deterministic=True)
     plan = quantized(tiny_bert).plan
     settings = ExportSettings(20, "fp16", "factored")
-    done = finish(graph, plan, settings)
+    done = finish_graph(graph, plan, settings)
     assert graph.SerializeToString(deterministic=True) == before
-    again = finish(graph, plan, settings)
+    again = finish_graph(graph, plan, settings)
     assert again.SerializeToString(deterministic=True) == done.SerializeToString(deterministic=True)
 
 
@@ -197,7 +197,7 @@ def test_a_planned_linear_that_the_graph_lacks(tiny_bert: Path) -> None:
     plan = quantized(tiny_bert).plan
     more = dataclasses.replace(plan, int8=plan.int8 | {"bert.pooler.dense": "channel"})
     with pytest.raises(CheckFailed, match=r"no quantized weight for bert\.pooler\.dense"):
-        finish(traced(tiny_bert), more, ExportSettings(20, "fp16", "channel"))
+        finish_graph(traced(tiny_bert), more, ExportSettings(20, "fp16", "channel"))
 
 
 def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ class TestUnjoined:
     def test_nothing_is_noted_of_a_shipped_recipe(self, tiny_bert: Path, name: str, weights: str) -> None:
         notes: list[str] = []
         settings = ExportSettings(20, "fp16", weights)  # type: ignore[arg-type]
-        finish(traced(tiny_bert, name), quantized(tiny_bert, name).plan, settings, notes)
+        finish_graph(traced(tiny_bert, name), quantized(tiny_bert, name).plan, settings, notes)
         assert notes == []
 
     @pytest.mark.parametrize("layers", [(0,), (0, 1)])
@@ -241,16 +241,16 @@ class TestUnjoined:
         notes = ["before"]
         graph = self.with_other_scale(traced(tiny_bert), *layers)
         settings = ExportSettings(20, "fp16", "factored")
-        finish(graph, quantized(tiny_bert).plan, settings, notes)
+        finish_graph(graph, quantized(tiny_bert).plan, settings, notes)
         assert len(notes) == 2
         assert f"q, k and v of {len(layers)} of {LAYERS} attentions were not joined" in notes[1]
-        finish(graph, quantized(tiny_bert).plan, settings)  # who asks for no notes gets the same graph
+        finish_graph(graph, quantized(tiny_bert).plan, settings)  # who asks for no notes gets the same graph
 
     def test_a_twin_has_nothing_to_join(self, tiny_bert: Path) -> None:
         notes: list[str] = []
         model = load_model(str(tiny_bert))
         settings = ExportSettings(20, "fp16", "factored")
-        finish(trace(model, 20), plan_of(recipe_with(), model), settings, notes)
+        finish_graph(trace(model, 20), plan_of(recipe_with(), model), settings, notes)
         assert notes == []
 
     def test_the_stage_notes_it_once(
@@ -268,7 +268,7 @@ class TestUnjoined:
             notes=[],
             progress=lambda done, total: None,
         )
-        stages.export(session)  # type: ignore[arg-type]
+        stages.export_stage(session)  # type: ignore[arg-type]
         (note,) = session.notes
         assert f"{LAYERS} of {LAYERS} attentions" in note
 
@@ -298,7 +298,9 @@ class TestSave:
 
     def test_int8_is_much_smaller_than_its_twin(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
-        twin = finish(trace(model, 20), plan_of(recipe_with(), model), ExportSettings(20, "fp32", "channel"))
+        twin = finish_graph(
+            trace(model, 20), plan_of(recipe_with(), model), ExportSettings(20, "fp32", "channel")
+        )
         weights = sum(dict(model.named_parameters())[f"{name}.weight"].numel() for name in LINEARS)
         overhead = 40_000  # node names and Q/DQ of a graph this small weigh as much as its weights
         assert exported(tiny_bert).ByteSize() < twin.ByteSize() - 3 * weights + overhead

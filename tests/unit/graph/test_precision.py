@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.graph.export import ExportSettings, finish
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.precision import FP16_MAX, constants_to_initializers, drop_noop_casts, to_fp16
 
@@ -124,7 +124,7 @@ def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
 def test_islands_compute_in_fp32(tiny_bert: Path, rules: list[dict[str, str]], inside: Any) -> None:
     recipe = recipe_with(rules=[{"precision": "fp32"} | rule for rule in rules])
     model = load_model(str(tiny_bert))
-    twin = finish(traced_twin(tiny_bert), plan_of(recipe, model), ExportSettings(20, "fp16", "channel"))
+    twin = finish_graph(traced_twin(tiny_bert), plan_of(recipe, model), ExportSettings(20, "fp16", "channel"))
     found = compute_types(twin)
     members = [node for node in twin.graph.node if found.get(node.name) and inside(node)]
     assert members
@@ -155,7 +155,7 @@ def test_an_island_is_nearer_to_fp32(tiny_bert: Path) -> None:
 
     def error(*rules: dict[str, str]) -> float:
         plan = plan_of(recipe_with(rules=list(rules)), model)
-        done = finish(twin, plan, ExportSettings(20, "fp16", "channel"))
+        done = finish_graph(twin, plan, ExportSettings(20, "fp16", "channel"))
         return float(np.abs(run_onnx(done, batch) - exact).mean())
 
     everything, nothing = error({"match": "*", "precision": "fp32"}), error()
@@ -170,7 +170,7 @@ def test_an_int8_layer_in_an_fp32_island(tiny_bert: Path) -> None:
     )
     plan = plan_of(recipe, quantized(tiny_bert).model)
     assert list(plan.int8) == LINEARS
-    found = compute_types(finish(traced(tiny_bert), plan, ExportSettings(20, "fp16", "channel")))
+    found = compute_types(finish_graph(traced(tiny_bert), plan, ExportSettings(20, "fp16", "channel")))
     assert found["/bert/encoder/layer.0/output/dense/MatMul"] == {HALF}
     assert found["/bert/encoder/layer.0/output/LayerNorm/LayerNormalization"] == {FLOAT}
 
@@ -185,7 +185,7 @@ class TestConstants:
         ):
             store(graph, name, np.full(tensor(graph, name).shape, value))
         with pytest.raises(CheckFailed) as error:
-            finish(graph, quantized(tiny_bert).plan, ExportSettings(20, "fp16", "channel"))
+            finish_graph(graph, quantized(tiny_bert).plan, ExportSettings(20, "fp16", "channel"))
         message = str(error.value)
         assert all(
             name in message for name in (f"{LINEARS[0]}.bias", f"{LINEARS[1]}.bias", "classifier.bias")

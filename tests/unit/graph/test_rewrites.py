@@ -22,7 +22,7 @@ from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.layers import is_int8, name_parts, parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.export import ExportSettings, finish, trace
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.rewrites import join_heads, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.weights import fold_weights
@@ -69,7 +69,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def finished(folder: Path, name: str, compute: str, weights: str = "factored") -> onnx.ModelProto:
-    return finish(
+    return finish_graph(
         traced(folder, name),
         quantized(folder, name).plan,
         ExportSettings(20, compute, weights),  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ class TestJoining:
     def test_twins_stay(self, tiny_bert: Path) -> None:
         model = load_model(str(tiny_bert))
         plan = plan_of(recipe_with(), model)
-        twin = finish(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+        twin = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
         assert joined_modules(twin) == []
         assert_untouched(twin)
 
@@ -202,7 +202,7 @@ class TestJoining:
         ]
         model, plan, _ = calibrate(tiny_bert, recipe_with(rules=rules))
         assert f"{ATTENTIONS[0]}.{part}" in plan.high
-        graph = finish(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+        graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
         assert joined_modules(graph) == ATTENTIONS[1:]
         onnx.checker.check_model(graph, full_check=True)
 
@@ -213,7 +213,7 @@ class TestJoining:
         scale = next(n for n in graph.graph.node if n.name == quantizer).input[1]
         store(graph, scale, tensor(graph, scale) * np.float32(1.0001))
         plan = quantized(tiny_bert).plan
-        graph = finish(graph, plan, ExportSettings(20, "fp32", "factored"))
+        graph = finish_graph(graph, plan, ExportSettings(20, "fp32", "factored"))
         assert joined_modules(graph) == ATTENTIONS[:1]
 
     def test_a_product_that_something_else_reads_is_not_joined(self, tiny_bert: Path) -> None:
@@ -358,7 +358,10 @@ class TestGelu:
         model, plan, _ = with_tanh_gelu(tiny_bert)
         graph = trace(model, 20)
         form = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
-        short, long = finish(graph, plan, form), without("shorten_gelu", finish, graph, plan, form)
+        short, long = (
+            finish_graph(graph, plan, form),
+            without("shorten_gelu", finish_graph, graph, plan, form),
+        )
         onnx.checker.check_model(short, full_check=True)
         names = node_names(short)
         assert len(set(names)) == len(names)

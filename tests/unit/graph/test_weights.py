@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.graph.export import ExportSettings, finish, trace
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of, prune
-from qdqbench.quantize.graph.weights import factor_scales, fold_weights, quantize
+from qdqbench.quantize.graph.weights import factor_scales, fold_weights, quantize_weights
 
 from ...support.tiny_bert import (
     INT8,
@@ -72,15 +72,15 @@ def quantize_linear(axis: int) -> Callable[[Floats, Floats], npt.NDArray[np.int8
 )
 @example(weight=np.full((ROWS, COLUMNS), -128.5, np.float32), scale=np.asarray(np.float32(1)))
 def test_codes_are_those_of_onnx_runtime_bit_for_bit(weight: Floats, scale: Floats) -> None:
-    np.testing.assert_array_equal(quantize(weight, scale, 0), quantize_linear(0)(weight, scale))
+    np.testing.assert_array_equal(quantize_weights(weight, scale, 0), quantize_linear(0)(weight, scale))
 
 
 @settings(deadline=None)
 @given(weight=weights, scale=arrays.arrays(np.float32, COLUMNS, elements=scales))
 def test_the_channel_axis(weight: Floats, scale: Floats) -> None:
-    codes = quantize(weight, scale, 1)
+    codes = quantize_weights(weight, scale, 1)
     np.testing.assert_array_equal(codes, quantize_linear(1)(weight, scale))
-    np.testing.assert_array_equal(codes, quantize(weight.T, scale, 0).T)
+    np.testing.assert_array_equal(codes, quantize_weights(weight.T, scale, 0).T)
 
 
 @settings(deadline=None)
@@ -91,7 +91,7 @@ def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight: Floats, scal
 
     quotient = weight.astype(np.float64) / scale[:, None]
     border = np.abs(np.abs(quotient - np.floor(quotient)) - 0.5) < 1e-4
-    codes = quantize(weight, scale, 0).astype(np.int32)
+    codes = quantize_weights(weight, scale, 0).astype(np.int32)
     zero = torch.zeros(ROWS, dtype=torch.int32)
     x, s = torch.from_numpy(weight), torch.from_numpy(scale)
     theirs = torch.fake_quantize_per_channel_affine(x, s, zero, 0, -128, 127).numpy()
@@ -292,7 +292,7 @@ def test_gemms_become_matmul_and_add(gemms: Any, form: str) -> None:
         "/bert/pooler/dense/Gemm",
         "/classifier/Gemm",
     ]
-    done = finish(graph, plan, ExportSettings(20, "fp32", form))  # type: ignore[arg-type]
+    done = finish_graph(graph, plan, ExportSettings(20, "fp32", form))  # type: ignore[arg-type]
     operators = {n.name: n.op_type for n in done.graph.node}
     assert "Gemm" not in operators.values()
     assert operators["/classifier/Gemm"] == "MatMul"

@@ -10,16 +10,16 @@ from pydantic import BaseModel
 
 from qdqbench.eval.methods import results as methods_results
 from qdqbench.eval.methods.measure import Comparing
-from qdqbench.eval.methods.report import view, write_methods
-from qdqbench.eval.methods.results import Judged, Measured, Methods, Row, Scores, read_methods
-from qdqbench.eval.methods.sections import METHODS, sections, write_up
-from qdqbench.eval.methods.shared import calibrated, collect, widest
+from qdqbench.eval.methods.report import methods_view, write_methods
+from qdqbench.eval.methods.results import MethodCost, MethodRow, Methods, Scores, SplitResult, read_methods
+from qdqbench.eval.methods.sections import METHODS, sections, write_up_method
+from qdqbench.eval.methods.shared import calibrated, collect_ranges, widest_weight
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
-from qdqbench.quantize.fakequant.quantizers import kind_of
+from qdqbench.quantize.fakequant.quantizers import quantizer_kind
 from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import RunConfig, Session
@@ -97,12 +97,12 @@ def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], name
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
 def test_the_recipe_written_holds_the_section(name: str) -> None:
     section = Calibration(method="percentile/99.99", smooth=0.5, weights_method="mse", bias_correction=True)
-    recipe, text = write_up(load_recipe(name), section)
+    recipe, text = write_up_method(load_recipe(name), section)
     again = parse_recipe(text, "recipe.yaml")
     assert again.calibration == section
     assert again.name == f"{name}-calibrated"
     assert again.rules == load_recipe(name).rules
-    assert write_up(recipe, section)[0].name == again.name  # not twice
+    assert write_up_method(recipe, section)[0].name == again.name  # not twice
 
 
 # One pass.
@@ -122,7 +122,7 @@ def test_one_pass_answers_every_method_as_its_own_calibration(
     ]
     recipe = recipe_with("bert-int8-attention", rules=rules, calibration=changes)
     model, settings = load_model(str(folder)), recipe.calibration
-    shared = collect(model, plan_of(recipe, model), calibration_batches(), settings)
+    shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), settings)
     answers = set()
     for method in methods:
         section = Calibration.model_validate(settings.model_dump() | {"method": method})
@@ -141,7 +141,7 @@ def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
     recipe = recipe_with(calibration={"method": "entropy"})
     model = load_model(str(folder))
     plan = plan_of(recipe, model)
-    shared = collect(model, plan, calibration_batches(), recipe.calibration)
+    shared = collect_ranges(model, plan, calibration_batches(), recipe.calibration)
     before = {name: float(q.amax.max()) for name, q in quantizers.enabled_quantizers(shared.model).items()}
     copied, _ = calibrated(shared, plan)
     for quantizer in quantizers.enabled_quantizers(copied).values():
@@ -152,13 +152,13 @@ def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
 def test_widest_activation(folder: Path) -> None:
     recipe = recipe_with()
     model = load_model(str(folder))
-    shared = collect(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
-    found = widest(shared.states)
+    shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    found = widest_weight(shared.states)
     assert found is not None
     name, ratio = found
-    ratios = [s.amax / s.rms for n, s in shared.states.items() if kind_of(n) != "weight" and s.rms]  # type: ignore[operator]
-    assert (kind_of(name), ratio) == ("input", max(ratios))
-    assert widest({}) is None
+    ratios = [s.amax / s.rms for n, s in shared.states.items() if quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
+    assert (quantizer_kind(name), ratio) == ("input", max(ratios))
+    assert widest_weight({}) is None
 
 
 def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:
@@ -166,7 +166,7 @@ def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:
     model.bert.embeddings.word_embeddings.weight.data[7] = float("inf")
     recipe = recipe_with()
     with pytest.raises(CheckFailed):
-        collect(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+        collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
 
 
 # The table.
@@ -185,8 +185,10 @@ def comparison(delta: float) -> Comparison:
     )
 
 
-def row(method: str, value: float | None, *, best: bool = False, recipe: bool = False, **more: Any) -> Row:
-    measured = value and Measured(
+def row(
+    method: str, value: float | None, *, best: bool = False, recipe: bool = False, **more: Any
+) -> MethodRow:
+    measured = value and MethodCost(
         divergence=value,
         divergence_stderr=value / 10,
         above_best=value - 0.001,
@@ -196,12 +198,12 @@ def row(method: str, value: float | None, *, best: bool = False, recipe: bool = 
         amax_over_rms=44.4,
         amax_over_rms_at="bert.encoder.layer.0.output.dense.input_quantizer",
         validation={
-            split: Judged(metrics={"f1": 0.85}, vs_fp32=comparison(-0.02 if best else -0.001))
+            split: SplitResult(metrics={"f1": 0.85}, vs_fp32=comparison(-0.02 if best else -0.001))
             for split in more.pop("splits", ("validation",))
         },
         calibration_s=12.34,
     )
-    return Row(
+    return MethodRow(
         method=method,
         smooth=more.get("smooth", "none"),
         weights_method="max",
@@ -240,7 +242,7 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
 
 
 def test_words_and_figures_of_the_table() -> None:
-    shown = view(table())
+    shown = methods_view(table())
     marks = {line.settings[0]: line.marks for line in shown.lines}
     assert marks == {"max": "the recipe", "mse": "=", "entropy": "best", "percentile/99.9": ""}
     own, _, best, failed = shown.lines
@@ -258,7 +260,7 @@ def test_words_and_figures_of_the_table() -> None:
 
 
 def test_each_validation_split_has_its_columns() -> None:
-    shown = view(table(splits=("validation_matched", "validation_mismatched")))
+    shown = methods_view(table(splits=("validation_matched", "validation_mismatched")))
     assert [name for name in shown.columns if "F1" in name] == [
         "F1 (matched)",
         "F1 (matched) against FP32",
@@ -285,11 +287,11 @@ def test_files_hold_hostile_names(tmp_path: Path) -> None:
 def test_terminal_table_reads_nothing_as_markup() -> None:
     from rich.console import Console
 
-    from qdqbench.eval.methods.report import summary
+    from qdqbench.eval.methods.report import methods_summary
 
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(summary(table(name=HOSTILE)))
+        console.print(methods_summary(table(name=HOSTILE)))
     text = captured.get()
     assert "[red]" in text
     assert "\u202e" not in text
@@ -304,7 +306,9 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
         read_methods(tmp_path)
 
 
-@pytest.mark.parametrize("model", [Methods, Row, Measured, Judged, Scores], ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model", [Methods, MethodRow, MethodCost, SplitResult, Scores], ids=lambda model: model.__name__
+)
 def test_every_field_is_documented(model: type[BaseModel]) -> None:
     name = model.__name__
     section = re.search(
@@ -312,7 +316,7 @@ def test_every_field_is_documented(model: type[BaseModel]) -> None:
     )
     assert section is not None
     assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(model.model_fields)
-    assert methods_results.FILE in DOCUMENT.read_text(encoding="utf-8")
+    assert methods_results.METHODS_FILE in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])

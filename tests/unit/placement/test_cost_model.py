@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 from transformers import BertConfig, BertForSequenceClassification
 
-from qdqbench.eval.placement.cost_fit import LEAST_ROWS, fit, read_rows
+from qdqbench.eval.placement.cost_fit import LEAST_ROWS, fit_costs, read_rows
 from qdqbench.eval.placement.cost_model import (
-    COLUMNS,
+    COST_COLUMNS,
     ENCODER_KINDS,
     TERMS,
     CostModel,
+    CostRow,
     ModelShape,
     Placement,
-    Row,
     load_cost_model,
     shape_of,
     terms,
@@ -49,7 +49,7 @@ ALL = placed(qkv=1, output=1, **{"ffn-in": 1, "ffn-out": 1}, attention=1)
 
 
 def test_exact_rows_give_the_latencies_back():
-    model = fit(made_rows(noise=0.0))
+    model = fit_costs(made_rows(noise=0.0))
     for shape, batch, length in ((SMALL, 16, 64), (TINY, 2, 128)):
         for placement in (ALL, Placement.none(shape.layers)) if shape is SMALL else (Placement.none(2),):
             expected = predicted(shape, placement, batch, length)
@@ -60,13 +60,13 @@ def test_exact_rows_give_the_latencies_back():
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**16), st.floats(0, 0.2))
 def test_coefficients_are_never_negative(seed, noise):
-    model = fit(made_rows(models=(TINY,), engines=5, noise=noise, seed=seed))
+    model = fit_costs(made_rows(models=(TINY,), engines=5, noise=noise, seed=seed))
     assert set(model.coefficients) == set(TERMS)
     assert min(model.coefficients.values()) >= 0
 
 
 def test_noise_shows_in_the_error_that_is_told():
-    quiet, loud = (fit(made_rows(noise=noise)).leave_one_out for noise in (0.001, 0.05))
+    quiet, loud = (fit_costs(made_rows(noise=noise)).leave_one_out for noise in (0.001, 0.05))
     assert quiet.ms_median < loud.ms_median
     assert quiet.speedup_median < loud.speedup_median
     assert loud.ms_median < loud.ms_p90
@@ -123,18 +123,18 @@ def test_placement_of_a_plan_and_of_a_row():
 
 
 def test_a_file_keeps_everything(tmp_path):
-    model = fit(made_rows())
+    model = fit_costs(made_rows())
     path = tmp_path / "cost.json"
     path.write_text(model.model_dump_json())
     assert load_cost_model(path) == model
     assert "modelled, not measured" in model.label
     assert model.n == len(model.rows) == len(read_rows(path))
-    again = fit(model.rows)
+    again = fit_costs(model.rows)
     assert again.coefficients == pytest.approx(model.coefficients)
 
 
 def test_sizes_outside_of_the_data_are_named():
-    model = fit(made_rows())
+    model = fit_costs(made_rows())
     assert model.outside(SMALL, 32, 128) == []
     assert "at batch 16 x 128 tokens" in " ".join(model.outside(SMALL, 16, 128))
     large = ModelShape(layers=24, hidden=1024, intermediate=4096, heads=16)
@@ -142,7 +142,7 @@ def test_sizes_outside_of_the_data_are_named():
     assert all(word in said for word in ("layers 24", "hidden 1024", "batch 256"))
     assert "length" not in said
     alike = [row for row in made_rows() if not row.mixed] + made_rows(models=(TINY,), engines=1)
-    assert "a border costs nothing" in " ".join(fit([*alike, *alike]).outside(SMALL, 32, 128))
+    assert "a border costs nothing" in " ".join(fit_costs([*alike, *alike]).outside(SMALL, 32, 128))
 
 
 def test_a_shipped_model_is_used_or_its_absence_says_how_to_make_one(monkeypatch, tmp_path):
@@ -172,11 +172,11 @@ def test_rows_are_read_up_to_a_torn_line(tmp_path):
 
 def test_rows_that_do_not_go_together_are_refused():
     with pytest.raises(UserError, match="too few"):
-        fit(made_rows(models=(TINY,), engines=1)[: LEAST_ROWS - 1])
+        fit_costs(made_rows(models=(TINY,), engines=1)[: LEAST_ROWS - 1])
     with pytest.raises(UserError, match="of one engine"):
-        fit(4 * made_rows(models=(TINY,), engines=1))
+        fit_costs(4 * made_rows(models=(TINY,), engines=1))
     with pytest.raises(UserError, match="another GPU"):
-        fit([*made_rows(), *made_rows(gpu="another GPU")])
+        fit_costs([*made_rows(), *made_rows(gpu="another GPU")])
 
 
 @pytest.mark.parametrize("change", [{"qkv": "1"}, {"attention": "111"}])
@@ -184,7 +184,7 @@ def test_a_row_needs_every_layer(change):
     row = json.loads(made_rows(models=(TINY,), engines=1)[0].model_dump_json())
     row["placement"] |= change
     with pytest.raises(ValueError, match="one character for each layer"):
-        Row.model_validate(row)
+        CostRow.model_validate(row)
 
 
 def test_terms_are_finite_and_known():
@@ -192,8 +192,8 @@ def test_terms_are_finite_and_known():
     assert counts.shape == (len(TERMS),)
     assert np.isfinite(counts).all()
     assert set(COEFFICIENTS) == set(TERMS)
-    assert set(COLUMNS) == {*ENCODER_KINDS, "attention"}
-    assert isinstance(fit(made_rows()), CostModel)
+    assert set(COST_COLUMNS) == {*ENCODER_KINDS, "attention"}
+    assert isinstance(fit_costs(made_rows()), CostModel)
 
 
 def test_the_shipped_model_ranks_engines_that_a_gpu_measured():

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from qdqbench.eval.placement import measure as cost_measure
 from qdqbench.eval.placement.cost_fit import read_rows
-from qdqbench.eval.placement.cost_model import COLUMNS, load_cost_model
+from qdqbench.eval.placement.cost_model import COST_COLUMNS, load_cost_model
 from qdqbench.eval.placement.measure import measure_costs
 from qdqbench.eval.placement.random import choose_placements, columns
 from qdqbench.eval.placement.space import make_space
@@ -55,8 +55,8 @@ def test_every_placement_gives_a_row_of_each_shape(measure):
     assert len(rows) == 12
     assert len(said) == 6
     assert [(row.batch, row.length) for row in rows[:2]] == SHAPES
-    assert rows[0].placement == dict.fromkeys(COLUMNS[:4], "11") | {"attention": "00"}
-    assert rows[2].placement == dict.fromkeys(COLUMNS, "11")
+    assert rows[0].placement == dict.fromkeys(COST_COLUMNS[:4], "11") | {"attention": "00"}
+    assert rows[2].placement == dict.fromkeys(COST_COLUMNS, "11")
     assert rows[0].ms_fp16 == pytest.approx(fake_engines.TWIN_MS)
     # 12 linears in INT8, and with attention four more products
     assert rows[0].ms_int8 == pytest.approx(fake_engines.TWIN_MS / (1 + 0.05 * 12))

@@ -14,7 +14,14 @@ from qdqbench.quantize.core import files, interrupt
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.lock import LOCK
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.pipeline import MANIFEST, Stage, ancestors, forget_others, open_run, run_stages
+from qdqbench.quantize.rundir.pipeline import (
+    STAGES_FILE,
+    Stage,
+    ancestors,
+    forget_others,
+    open_run,
+    run_stages,
+)
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session, read_config
 from qdqbench.quantize.tasks.task import GLUE
 
@@ -131,7 +138,7 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
     assert line.path("b").read_text() == before
     assert {p.name for p in line.session.folder.iterdir()} == {
         CONFIG,
-        MANIFEST,
+        STAGES_FILE,
         LOCK,
         "a.txt",
         "b.txt",
@@ -175,7 +182,7 @@ def test_another_version_of_a_library_runs_all(line: Line, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 2}', '{"stages": {"a": {}}}', "\x00"])
 def test_an_unreadable_manifest_runs_all(line: Line, content: str) -> None:
-    (line.session.folder / MANIFEST).write_text(content)
+    (line.session.folder / STAGES_FILE).write_text(content)
     assert line.run() == ["a", "b", "c"]
     assert line.run() == []
 
@@ -183,7 +190,7 @@ def test_an_unreadable_manifest_runs_all(line: Line, content: str) -> None:
 def test_the_manifest_never_deletes_outside_the_run(line: Line, tmp_path: Path) -> None:
     outside = tmp_path / "precious.txt"
     outside.write_text("x")
-    path = line.session.folder / MANIFEST
+    path = line.session.folder / STAGES_FILE
     manifest = json.loads(path.read_text())
     manifest["stages"]["c"]["outputs"] |= {"../precious.txt": "0", str(outside): "0"}
     path.write_text(json.dumps(manifest))
@@ -246,4 +253,4 @@ def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path: Path)
     run_stages(line.session, line.stages)
     forget_others(tmp_path, ["a", "b"])
     assert [line.path(name).exists() for name in "abc"] == [True, True, False]
-    assert set(json.loads((tmp_path / MANIFEST).read_text())["stages"]) == {"a", "b"}
+    assert set(json.loads((tmp_path / STAGES_FILE).read_text())["stages"]) == {"a", "b"}

@@ -203,7 +203,7 @@ def test_the_page_is_one_offline_file_that_runs_nothing(made: tuple[Finetuning, 
 
 def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
     result, folder = made
-    said = one_line(training_report.view(result).headline)
+    said = one_line(training_report.finetuning_view(result).headline)
     text = one_line(Page((folder / "finetune.html").read_text(encoding="utf-8")).text)
     markdown = (folder / "finetune.md").read_text(encoding="utf-8")
     assert said in text
@@ -227,7 +227,7 @@ def test_markdown_tables_are_whole(made: tuple[Finetuning, Path]) -> None:
 
 def test_the_headline_has_mean_spread_best_and_failures() -> None:
     runs = [run_of(0), run_of(1), failed_run(2, reason="the training loss became NaN.")]
-    assert training_report.headline(finetuning(runs)) == (
+    assert training_report.training_headline(finetuning(runs)) == (
         "MRPC F1 0.8630 on average over 2 seeds, standard deviation 0.0028 (408 validation samples); best on "
         "its held-out rows: seed 1, 0.8650 ± 0.0155 on validation; 1 of 3 seeds FAILED: seed 2 (the training "
         "loss became NaN)."
@@ -244,7 +244,7 @@ def test_the_headline_has_mean_spread_best_and_failures() -> None:
     ],
 )
 def test_the_headline_is_honest(case: str, part: str, status: str) -> None:
-    view = training_report.view(CASES[case]())
+    view = training_report.finetuning_view(CASES[case]())
     assert part in view.headline
     assert view.status == status
 
@@ -252,13 +252,13 @@ def test_the_headline_is_honest(case: str, part: str, status: str) -> None:
 def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
     result = finetuning([run_of(0), failed_run(1)])
     result.warnings.append("--limit 64: a part of the train split only")
-    assert training_report.view(result).warnings == ["--limit 64: a part of the train split only"]
+    assert training_report.finetuning_view(result).warnings == ["--limit 64: a part of the train split only"]
     assert "warning: --limit 64" in shown(result)
 
 
 def test_the_row_of_a_seed() -> None:
     run = run_of(0, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
-    view = training_report.view(finetuning([run]))
+    view = training_report.finetuning_view(finetuning([run]))
     row = dict(zip(view.columns, view.lines[0].cells, strict=True))
     score = next(row.score for row in run.log if row.step == run.best_step and row.score is not None)
     assert row == {
@@ -273,7 +273,7 @@ def test_the_row_of_a_seed() -> None:
     }
     assert view.lines[0].metrics == ["0.8610 ± 0.0155", "0.8110 ± 0.0192"]
     assert view.spread == []
-    assert training_report.view(finetuning([run, run_of(1)])).spread == [
+    assert training_report.finetuning_view(finetuning([run, run_of(1)])).spread == [
         "0.8630 sd 0.0028",
         "0.8125 sd 0.0021",
     ]

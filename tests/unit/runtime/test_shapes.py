@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.engine.profiles import Profile, choose, concrete, fit, notes_on_data
+from qdqbench.quantize.engine.profiles import Profile, choose_profile, concrete, fit, notes_on_data
 
 ONE = Profile((1, 16), (32, 128), (128, 128))
 SMALL, LARGE = Profile((1, 16), (1, 32), (8, 128)), Profile((8, 16), (64, 128), (128, 128))
@@ -23,13 +23,13 @@ def bounds(draw):
     [(1, 16, 0), (8, 128, 1), (8, 20, 0), (9, 16, 1), (128, 128, 1), (7, 128, 0)],
 )
 def test_the_nearest_opt_of_those_that_hold_the_shape(batch, length, index):
-    assert choose([SMALL, LARGE], batch, length) == index
+    assert choose_profile([SMALL, LARGE], batch, length) == index
 
 
 @pytest.mark.parametrize("size", [(129, 16), (1, 129), (1, 15)])
 def test_no_profile_holds_it(size):
     with pytest.raises(CheckFailed, match=r"no profile .* it takes .*8, 64, 128.*engine.shapes"):
-        choose([SMALL, LARGE], *size)
+        choose_profile([SMALL, LARGE], *size)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_fitted_shape_is_held_and_not_smaller(profiles, batch, length, step):
     assert max(batch, low[0]) == rows <= high[0]
     assert max(length, low[1]) <= columns <= high[1]
     assert columns in (high[1], low[1]) or columns % step == 0
-    assert choose(profiles, rows, columns) in range(len(profiles))
+    assert choose_profile(profiles, rows, columns) in range(len(profiles))
 
 
 @pytest.mark.parametrize(

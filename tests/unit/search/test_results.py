@@ -9,27 +9,27 @@ import pytest
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search import finish
 from qdqbench.eval.search import results as search_results
-from qdqbench.eval.search.confirm import agreement, failures
+from qdqbench.eval.search.confirm import agreement, gate_failures
 from qdqbench.eval.search.finish import rule
-from qdqbench.eval.search.report import front_svg, headline, summary, write_reports
+from qdqbench.eval.search.report import front_svg, search_headline, search_summary, write_search_reports
 from qdqbench.eval.search.results import (
     Accuracy,
+    Answer,
     Confirmed,
-    Outcome,
     Search,
     Source,
     Trial,
-    choose,
+    choose_trial,
     dominates,
-    holds,
     mark_front,
     read_search,
+    trial_holds,
 )
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.recipe.sections import Gate
+from qdqbench.quantize.recipe.sections import GateSettings
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "search.md"
 
@@ -47,7 +47,7 @@ def accuracy_of(drop, divergence, stderr=0.001):
     )
 
 
-def trial_of(number, drop, divergence, ms, gate=Gate(max_drop=0.003), **changes):  # noqa: B008
+def trial_of(number, drop, divergence, ms, gate=GateSettings(max_drop=0.003), **changes):  # noqa: B008
     accuracy = accuracy_of(drop, divergence, changes.pop("stderr", 0.0001))
     latency = Latency(ms=ms, twin_ms=2.0, speedup=2.0 / ms)
     return Trial(
@@ -59,7 +59,7 @@ def trial_of(number, drop, divergence, ms, gate=Gate(max_drop=0.003), **changes)
         int8_linears=4,
         accuracy=accuracy,
         latency=latency,
-        holds=holds(accuracy, latency, gate),
+        holds=trial_holds(accuracy, latency, gate),
         **changes,
     )
 
@@ -92,7 +92,7 @@ def confirmed(name, value, ms, drop=0.0, **changes):
 def test_the_fastest_that_holds_is_chosen():
     trials = [trial_of(0, 0.001, 0.1, 1.5), trial_of(1, 0.002, 0.2, 1.2), trial_of(2, 0.02, 0.5, 1.0)]
     mark_front(trials, "divergence")
-    chosen, why = choose(trials, Gate(max_drop=0.003))
+    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
     assert chosen.number == 1
     assert "fastest of 2" in why
 
@@ -101,7 +101,7 @@ def test_what_only_a_failing_trial_beats_is_chosen():
     trials = [trial_of(0, 0.0, 0.0, 2.0), trial_of(1, 0.006, 0.010, 1.0), trial_of(2, 0.001, 0.012, 1.05)]
     mark_front(trials, "divergence")
     assert [trial.on_front for trial in trials] == [True, True, False]
-    assert choose(trials, Gate(max_drop=0.003))[0].number == 2
+    assert choose_trial(trials, GateSettings(max_drop=0.003))[0].number == 2
 
 
 def test_milliseconds_of_another_hour_do_not_decide():
@@ -110,14 +110,14 @@ def test_milliseconds_of_another_hour_do_not_decide():
     trials[1].latency = fast.model_copy(update={"twin_ms": 1.85, "speedup": 1.85 / 0.97})
     assert slow.speedup > trials[1].latency.speedup
     mark_front(trials, "divergence")
-    assert choose(trials, Gate(max_drop=0.003))[0].number == 0
+    assert choose_trial(trials, GateSettings(max_drop=0.003))[0].number == 0
     assert [trial.on_front for trial in trials] == [True, False]
 
 
 def test_equal_latency_goes_to_the_most_accurate():
     trials = [trial_of(0, 0.001, 0.3, 1.000), trial_of(1, 0.001, 0.1, 1.005), trial_of(2, 0.0, 0.01, 1.2)]
     mark_front(trials, "divergence")
-    chosen, why = choose(trials, Gate(max_drop=0.003))
+    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
     assert chosen.number == 1
     assert "the 2 within 1%" in why
 
@@ -125,29 +125,29 @@ def test_equal_latency_goes_to_the_most_accurate():
 def test_a_drop_within_noise_holds_and_is_said():
     trials = [trial_of(0, 0.004, 0.1, 1.0, stderr=0.003)]
     mark_front(trials, "divergence")
-    chosen, why = choose(trials, Gate(max_drop=0.003))
+    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
     assert chosen is not None
     assert "within noise" in why
 
 
 def test_the_most_accurate_that_is_fast_enough():
-    gate = Gate(max_drop=0.0, min_speedup=1.4)
+    gate = GateSettings(max_drop=0.0, min_speedup=1.4)
     speedups = {0: 1.3, 1: 1.41, 2: 1.9}
     trials = [trial_of(n, 0.1, 0.1 * n, 2.0 / s, gate) for n, s in speedups.items()]
     mark_front(trials, "divergence")
-    chosen, why = choose(trials, gate)
+    chosen, why = choose_trial(trials, gate)
     assert chosen.number == 1
     assert "1.4x" in why
 
 
-@pytest.mark.parametrize("gate", [Gate(max_drop=0.0001), Gate(min_speedup=9.0)])
+@pytest.mark.parametrize("gate", [GateSettings(max_drop=0.0001), GateSettings(min_speedup=9.0)])
 def test_nothing_holds_and_the_best_is_said(gate):
     trials = [trial_of(0, 0.05, 0.1, 1.0, gate), trial_of(1, 0.04, 0.2, 1.1, gate)]
     mark_front(trials, "divergence")
-    chosen, why = choose(trials, gate)
+    chosen, why = choose_trial(trials, gate)
     assert chosen is None
     assert re.search(r"the best was trial \d with a drop of \d", why)
-    assert choose([], gate)[0] is None
+    assert choose_trial([], gate)[0] is None
 
 
 @pytest.mark.parametrize("objective", ["divergence", "drop"])
@@ -186,35 +186,38 @@ def test_agreement_allows_for_both_errors():
 
 
 def test_confirmation_holds_or_says_why():
-    gate = Gate(max_drop=0.003, min_speedup=1.5)
-    assert failures(confirmed("x", 0.9, 1.0, drop=0.002), gate, "accuracy") == ([], [])
-    bad, noted = failures(confirmed("x", 0.9, 1.9, drop=0.01), gate, "accuracy")
+    gate = GateSettings(max_drop=0.003, min_speedup=1.5)
+    assert gate_failures(confirmed("x", 0.9, 1.0, drop=0.002), gate, "accuracy") == ([], [])
+    bad, noted = gate_failures(confirmed("x", 0.9, 1.9, drop=0.01), gate, "accuracy")
     assert not noted
     assert "1.00 points" in bad[0]
     assert "1.05x" in bad[1]
     row = confirmed("x", 0.9, 1.0)
     row.fake_quant["validation"] = comparison(0.004, stderr=0.002)
-    bad, noted = failures(row, gate, "accuracy")
+    bad, noted = gate_failures(row, gate, "accuracy")
     assert not bad
     assert "within noise" in noted[0]
     row.engine["validation"] = comparison(0.02)
-    assert "the engine" in failures(row, gate, "accuracy")[0][0]
+    assert "the engine" in gate_failures(row, gate, "accuracy")[0][0]
 
 
 def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
     row = Confirmed(name="found", shipped=False, status="failed", reason="2 layers are not in INT8")
-    assert failures(row, Gate(), "accuracy") == (["the chosen recipe failed: 2 layers are not in INT8"], [])
-    outcome = Outcome(passed=False, rule="r", chosen=1, why="w", failures=["the chosen recipe failed: x"])
+    assert gate_failures(row, GateSettings(), "accuracy") == (
+        ["the chosen recipe failed: 2 layers are not in INT8"],
+        [],
+    )
+    outcome = Answer(passed=False, rule="r", chosen=1, why="w", failures=["the chosen recipe failed: x"])
     found = sample_search(confirmed=[row], agreement=None, outcome=outcome)
-    for path in write_reports(found, tmp_path):
+    for path in write_search_reports(found, tmp_path):
         assert "2 layers are not in INT8" in path.read_text()
-    summary(found)
+    search_summary(found)
 
 
 def test_rules_in_words():
-    assert rule(Gate(max_drop=0.003)) == "at most 0.3 points lost, fastest"
-    assert rule(Gate(max_drop=0.01)) == "at most 1 point lost, fastest"
-    assert "1.4x" in rule(Gate(min_speedup=1.4))
+    assert rule(GateSettings(max_drop=0.003)) == "at most 0.3 points lost, fastest"
+    assert rule(GateSettings(max_drop=0.01)) == "at most 1 point lost, fastest"
+    assert "1.4x" in rule(GateSettings(min_speedup=1.4))
 
 
 def sample_search(**changes):
@@ -225,7 +228,7 @@ def sample_search(**changes):
         Trial(number=3, state="failed", origin="TPE", reason="out of <memory> | bar", params={"keep": 1}),
     ]
     mark_front(trials, "divergence")
-    chosen, why = choose(trials, Gate(max_drop=0.003))
+    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
     values = {
         "created": "2026-01-01T00:00:00+00:00",
         "command": "qdqbench search",
@@ -250,7 +253,7 @@ def sample_search(**changes):
         ),
         "fp32": {"accuracy": 0.9},
         "trials": trials,
-        "outcome": Outcome(passed=True, rule="r", chosen=chosen.number, why=why, failures=[]),
+        "outcome": Answer(passed=True, rule="r", chosen=chosen.number, why=why, failures=[]),
         "confirmed": [
             confirmed("found", 0.9, 1.2, shipped=False),
             confirmed("bert-int8-ffn", 0.91, 1.1, dominates=True),
@@ -267,27 +270,27 @@ def sample_search(**changes):
     [
         {},
         {
-            "outcome": Outcome(passed=False, rule="r", chosen=None, why="none", failures=["none"]),
+            "outcome": Answer(passed=False, rule="r", chosen=None, why="none", failures=["none"]),
             "confirmed": [],
             "agreement": None,
         },
-        {"outcome": Outcome(passed=False, rule="r", chosen=1, why="w", failures=["too slow"])},
+        {"outcome": Answer(passed=False, rule="r", chosen=1, why="w", failures=["too slow"])},
         {
             "trials": [],
-            "outcome": Outcome(passed=False, rule="r", chosen=None, why="none", failures=["none"]),
+            "outcome": Answer(passed=False, rule="r", chosen=None, why="none", failures=["none"]),
         },
     ],
 )
 def test_reports_say_what_is_modelled_and_stay_offline(tmp_path, changes):
     found = sample_search(**changes)
-    paths = write_reports(found, tmp_path)
+    paths = write_search_reports(found, tmp_path)
     for path in paths:
         text = path.read_text()
         assert "modelled, not measured" in text
         assert not re.search(r"(src|href)=[\"']?https?:", text)
         assert "<memory>" not in text.replace("\\<memory>", "") or path.suffix == ".md"
-    assert headline(found)
-    summary(found)
+    assert search_headline(found)
+    search_summary(found)
     if found.trials:
         svg = front_svg(found)
         assert "modelled" in svg
@@ -323,7 +326,7 @@ def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(mo
     monkeypatch.setattr(finish, "_whole", broken)
     task = SimpleNamespace(metrics=["accuracy"])
     session = SimpleNamespace(config=SimpleNamespace(task=task))
-    worker = SimpleNamespace(work=SimpleNamespace(session=session), gate=Gate(max_drop=0.01))
+    worker = SimpleNamespace(work=SimpleNamespace(session=session), gate=GateSettings(max_drop=0.01))
     trial = trial_of(3, 0.0, 0.1, 1.0)
     judged = finish._judge(worker, [trial], trial, lambda text: None)
     assert judged.rows == rows
@@ -352,6 +355,6 @@ def test_both_splits_of_mnli_are_shown(tmp_path):
     row = confirmed("found", 0.9, 1.0)
     row.fake_quant = {"validation_matched": comparison(0.01), "validation_mismatched": comparison(0.05)}
     found = sample_search(confirmed=[row])
-    for path in write_reports(found, tmp_path):
+    for path in write_search_reports(found, tmp_path):
         assert "mismatched: drop" in path.read_text()
         assert "5.00" in path.read_text()

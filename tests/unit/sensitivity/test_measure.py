@@ -15,10 +15,10 @@ from scipy import special
 
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.sensitivity.candidates import Choices, choices
-from qdqbench.eval.sensitivity.choice import attention_of, choose, kept_counts, measure_curve, write_up
+from qdqbench.eval.sensitivity.choice import attention_of, choose_point, kept_counts, measure_curve, write_up
 from qdqbench.eval.sensitivity.judge import judge
 from qdqbench.eval.sensitivity.ledger import Ledger
-from qdqbench.eval.sensitivity.results import CurvePoint, Judged
+from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.family import KINDS
 from qdqbench.quantize.encoders.modules import ModuleInfo
@@ -49,8 +49,8 @@ def found_for(recipe: Recipe, head_size: int = 16) -> Choices:
     return choices(recipe, modules(head_size), "bert")
 
 
-def judged(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Judged:
-    return Judged(
+def judged(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Effect:
+    return Effect(
         metric=0.9 - drop,
         drop=drop,
         drop_stderr=error,
@@ -175,7 +175,7 @@ def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
         return point(kept, 0.1 if good and kept else 1.0, 0.0 if good else 0.5)
 
     curve = measure_curve(linears, measure, 0.01)
-    chosen, reached, reason = choose(curve, 0.01)
+    chosen, reached, reason = choose_point(curve, 0.01)
     assert len(measured) == len(set(measured)) <= 2 * linears.bit_length() + 1
     assert [p.kept for p in curve] == sorted(measured)
     assert set(kept_counts(linears)) <= set(measured)
@@ -196,12 +196,12 @@ def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
 )
 def test_nothing_is_kept_where_the_drop_is_noise(at_zero: float, expected: int) -> None:
     curve = [point(0, 1.0, at_zero), point(1, 0.6, 0.0), point(2, 0.5, 0.0)]
-    assert choose(curve, 0.01)[0].kept == expected
+    assert choose_point(curve, 0.01)[0].kept == expected
 
 
 def test_a_drop_over_the_gate_is_not_accepted() -> None:
     curve = [point(0, 1.0, 0.1), point(1, 0.1, 0.1), point(2, 0.3, 0.1)]
-    chosen, reached, reason = choose(curve, 0.01)
+    chosen, reached, reason = choose_point(curve, 0.01)
     assert (chosen.kept, reached) == (1, False)
     assert "0.01" in reason
 

@@ -9,8 +9,13 @@ import pytest
 from pydantic import BaseModel
 
 from qdqbench.eval.sensitivity import results as schema
-from qdqbench.eval.sensitivity.report import headline, summary, view, write_sensitivity
-from qdqbench.eval.sensitivity.results import Judged, Row, Sensitivity, ranking, read_sensitivity
+from qdqbench.eval.sensitivity.report import (
+    sensitivity_headline,
+    sensitivity_summary,
+    sensitivity_view,
+    write_sensitivity,
+)
+from qdqbench.eval.sensitivity.results import CandidateRow, Effect, Sensitivity, ranking, read_sensitivity
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 
@@ -19,8 +24,8 @@ KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "out
 EVIL = "<script>alert(1)</script>[bold]|\x1b[31m"
 
 
-def judged(amount: float, drop: float = 0.001) -> Judged:
-    return Judged(
+def judged(amount: float, drop: float = 0.001) -> Effect:
+    return Effect(
         metric=0.9 - drop,
         drop=drop,
         drop_stderr=0.002,
@@ -32,9 +37,11 @@ def judged(amount: float, drop: float = 0.001) -> Judged:
     )
 
 
-def row(name: str, group: Any, kind: str, layer: int | None, amounts: tuple[float, float | None]) -> Row:
+def row(
+    name: str, group: Any, kind: str, layer: int | None, amounts: tuple[float, float | None]
+) -> CandidateRow:
     only, rest = amounts
-    return Row(
+    return CandidateRow(
         name=name,
         group=group,
         kind=kind,
@@ -155,7 +162,7 @@ def test_tables_of_markdown_are_whole(tmp_path: Path) -> None:
 
 
 def test_headline_names_the_worst() -> None:
-    text = headline(sample())
+    text = sensitivity_headline(sample())
     assert "encoder.layer.2.output.dense, alone makes 8% of it" in text  # 0.004 of 0.05
     assert "+0.0300 ± 0.0020." in text.replace(", divergence", ".")  # no noise
 
@@ -170,7 +177,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert "<script" not in page
     assert "\x1b" not in page + (tmp_path / "sensitivity.md").read_text()
     HTMLParser().feed(page)
-    Console(width=80).print(summary(found))
+    Console(width=80).print(sensitivity_summary(found))
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert "[bold]" in shown
@@ -179,7 +186,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
 def test_terminal_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    Console(width=80).print(summary(sample()))
+    Console(width=80).print(sensitivity_summary(sample()))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("layer.2.output.dense") and "noise" in line for line in lines)
     assert max(map(len, lines)) <= 80
@@ -194,6 +201,6 @@ def test_nothing_to_divide_by() -> None:
         each.all_but = each.all_but and judged(0, 0)
     for point in found.curve:
         point.judged = judged(0, 0)
-    shown = view(found)
+    shown = sensitivity_view(found)
     assert "alone makes nothing" in shown.headline
     assert all("nan" not in svg for svg in shown.charts)

@@ -7,7 +7,7 @@ import pytest
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks import embedded
 from qdqbench.quantize.tasks import rows as data
-from qdqbench.quantize.tasks.sentences import ASIDES, MAX_WORDS, NEGATIONS, NOISE, POLAR, sentences
+from qdqbench.quantize.tasks.sentences import ASIDES, LABEL_NOISE, MAX_WORDS, NEGATIONS, POLAR, sentences
 from qdqbench.quantize.tasks.task import check_model_fits, get_task
 
 TINY = embedded.Size(
@@ -49,7 +49,7 @@ def test_sentences_differ_and_vary_in_length(rows):
 
 def test_labels_follow_the_grammar_but_for_the_noise(rows):
     wrong = np.mean([read(text) != label for text, label in rows])
-    assert NOISE / 2 < wrong < NOISE * 1.5
+    assert LABEL_NOISE / 2 < wrong < LABEL_NOISE * 1.5
 
 
 def test_sentences_are_seeded(rows):

@@ -287,7 +287,7 @@ def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
     sst2(tmp_path / "validation.csv", sentence=["good " * count for count in range(1, 7)])
     split = load(tmp_path)
     whole = data.encode(split, SST2, tokenizer, 5)
-    monkeypatch.setattr(data, "CHUNK", 4)
+    monkeypatch.setattr(data, "TOKENIZER_ROWS", 4)
     samples = list(data.iter_encoded(split, SST2, tokenizer, 5))
     assert [sample.row for sample in samples] == list(range(6))
     assert [sample.input_ids.tolist() for sample in samples] == [ids.tolist() for ids in whole.input_ids]

@@ -137,14 +137,14 @@ def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, accelerator, gon
         (best / checkpoints.WEIGHTS).write_bytes(b"")
     resumed = tiny.job(tmp_path)
     assert train(resumed, accelerator).steps == 18
-    lost = checkpoints.MANIFEST if gone else checkpoints.WEIGHTS
+    lost = checkpoints.CHECKPOINT_FILE if gone else checkpoints.WEIGHTS
     assert any(f"{last.name} is damaged ({best.name}/{lost})" in note for note in resumed.notes)
     assert resumed.notes[-1] == "no whole checkpoint was left; the training began again"
 
 
 def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, accelerator):
     killed_after(tiny.job(tmp_path), 3, accelerator)
-    for path in tmp_path.glob(f"step-*/{checkpoints.MANIFEST}"):
+    for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
         path.write_text("{")
     killed_after(tiny.job(tmp_path), 1, accelerator)
     assert [path.name for path in tmp_path.glob("step-*")] == [checkpoints.at(tmp_path, 4).name]
@@ -153,7 +153,7 @@ def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, acc
 def test_a_checkpoint_without_its_manifest_is_passed_over(tmp_path, accelerator):
     killed_after(tiny.job(tmp_path), 2, accelerator)
     last = sorted(tmp_path.glob("step-*"))[-1]
-    (last / checkpoints.MANIFEST).write_text("{")
+    (last / checkpoints.CHECKPOINT_FILE).write_text("{")
     resumed = tiny.job(tmp_path)
     train(resumed, accelerator)
     assert any(last.name in note for note in resumed.notes)
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, valu
 )
 def test_a_checkpoint_of_other_hardware_is_refused(tmp_path, accelerator, key, there, here):
     killed_after(tiny.job(tmp_path, precision="fp32"), 2, accelerator)
-    for path in tmp_path.glob(f"step-*/{checkpoints.MANIFEST}"):
+    for path in tmp_path.glob(f"step-*/{checkpoints.CHECKPOINT_FILE}"):
         stored = json.loads(path.read_text())
         stored["identity"][key] = there
         path.write_text(json.dumps(stored))

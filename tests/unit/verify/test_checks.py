@@ -20,11 +20,11 @@ from qdqbench.eval.verify.bisect import run_onnxruntime
 from qdqbench.eval.verify.checks import (
     MIN_LIMIT,
     BlockSums,
-    Cost,
+    QuantizationCost,
     check_answers,
     check_padding,
     check_shape,
-    failures,
+    verification_failures,
 )
 from qdqbench.eval.verify.engine import (
     Case,
@@ -170,7 +170,7 @@ def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float =
     reference = logits(len(got), labels_of, 0.2, 1) if reference is None else reference
     truth = logits(len(got), labels_of, 1.0, 5)
     labels = truth[:, 0] if task.kind is REGRESSION else truth.argmax(1)
-    cost = Cost.of(reference, fp32)
+    cost = QuantizationCost.of(reference, fp32)
     return check_answers(task, got, reference, fp32, labels, cost=cost, max_drop=max_drop, seed=0)
 
 
@@ -220,7 +220,7 @@ def test_a_drop_over_the_gate_fails() -> None:
 @settings(deadline=None, max_examples=30)
 @given(size=st.floats(0, 0.1), seed=st.integers(0, 99))
 def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: int) -> None:
-    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
     base = logits(16)
     settings_of = np.stack(
         [base + size * np.random.default_rng(seed + i).normal(size=base.shape) for i in range(3)]
@@ -234,7 +234,7 @@ def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: i
 
 
 def test_one_sample_that_padding_changes_fails() -> None:
-    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
     settings_of = np.stack([logits(16)] * 3)
     settings_of[1, 3] += 10
     assert not check_padding(settings_of, cost).holds
@@ -242,7 +242,7 @@ def test_one_sample_that_padding_changes_fails() -> None:
 
 def test_the_cost_has_a_floor_where_nothing_is_quantized() -> None:
     same = logits()
-    cost = Cost.of(same, same)
+    cost = QuantizationCost.of(same, same)
     assert cost.mean == pytest.approx(0.01 * np.sqrt((same**2).mean()), rel=1e-4)
     assert cost.worst == pytest.approx(5 * cost.mean)
 
@@ -328,7 +328,7 @@ def test_the_same_samples_in_three_settings() -> None:
 
 def verification(**changes: Any) -> Verification:
     reference, plain, mask = hidden()
-    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
     fields = {
         "reference": "fake_quant",
         "seed": 0,
@@ -345,7 +345,7 @@ def verification(**changes: Any) -> Verification:
 
 
 def test_a_right_engine_has_no_failures() -> None:
-    assert failures(verification(), RUN) == []
+    assert verification_failures(verification(), RUN) == []
 
 
 def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> None:
@@ -353,14 +353,14 @@ def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> N
     bad = reference.copy()
     bad[0, 0, 0] = np.nan
     shape = check_shape(np.full((4, 2), np.nan), logits(4), (4, 16), "padded")
-    cost = Cost.of(logits(noise=0.2, seed=1), logits())
+    cost = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
     wrong = verification(
         blocks=[check(reference * 2, reference, plain, mask), check(bad, reference, plain, mask)],
         shapes=[shape],
         padding=check_padding(np.stack([logits(8), logits(8)[::-1]]), cost),
         answers=answers(np.roll(logits(), 1, axis=0)),
     )
-    lines = failures(wrong, RUN)
+    lines = verification_failures(wrong, RUN)
     assert len(lines) == 5
     assert all("qdqbench inspect runs/x --bisect" in line for line in lines)
     for line, part in zip(
@@ -504,7 +504,7 @@ def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, sp
 def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
         monkeypatch.setattr("qdqbench.eval.stages.engine.find_gpu", lambda gpu=gpu: gpu)
-        (record,) = engine.verify(session)
+        (record,) = engine.verify_stage(session)
         assert why in json.loads(record.read_text())["skipped"]
 
 
@@ -513,9 +513,9 @@ def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
 ) -> None:
     monkeypatch.setattr("qdqbench.eval.stages.engine.find_gpu", lambda: Gpu("L4", "8.9", None))
     monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda batch, got: got * np.nan))
-    (record,) = engine.verify(session)
+    (record,) = engine.verify_stage(session)
     assert not Verification.model_validate_json(record.read_text()).passed
-    (skipped,) = engine.engine(session)
+    (skipped,) = engine.engine_stage(session)
     assert "NaN" in json.loads(skipped.read_text())["skipped"]
 
 
