@@ -27,10 +27,10 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.train.processes import matrix_products

@@ -8,7 +8,6 @@ from qdqbench.eval.runs.collect import stage_results
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.frames import Tabular, stage_rows
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import (
     EngineResult,
     LayerRow,
@@ -16,6 +15,7 @@ from qdqbench.quantize.core.results import (
     StageResult,
     Verification,
 )
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.config import run_config

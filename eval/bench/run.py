@@ -32,13 +32,13 @@ from qdqbench.eval.bench.results import (
     cell_label,
 )
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import MissingDevice
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import slow_reasons
+from qdqbench.quantize.machine.environment import environment, now
+from qdqbench.quantize.machine.gpu import find_gpu
 
 CPU_LEAST = 2  # launches per round; one may take seconds
 

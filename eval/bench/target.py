@@ -14,9 +14,9 @@ from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.family import BERT, Family, family_of
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages

@@ -25,11 +25,11 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Calibration

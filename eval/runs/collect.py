@@ -11,7 +11,6 @@ from qdqbench.eval.accuracy.gate import Judgement, judge
 from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import (
     Comparison,
@@ -26,6 +25,7 @@ from qdqbench.quantize.core.results import (
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.load import describe_model
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
 from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.tasks.task import SECOND

@@ -17,8 +17,8 @@ from qdqbench.eval.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.core.usage import measured
 from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built

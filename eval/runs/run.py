@@ -9,9 +9,9 @@ from qdqbench.eval.runs.report import write_reports
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.lock import held
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.engine.profiles import require_room
+from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.pipeline import Stage, ancestors, forget_others, run_stages

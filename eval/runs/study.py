@@ -9,10 +9,10 @@ from qdqbench.eval.accuracy.logits import score
 from qdqbench.eval.runs.study_results import STUDY_FILE, Study, StudyRow, StudySummary
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.environment import now
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.core.training_results import Finetuning, Spread, TrainingRun, training_line
+from qdqbench.quantize.machine.environment import now
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.pipeline import ancestors, open_run, run_stages

@@ -10,9 +10,9 @@ from qdqbench.eval.placement.cost_model import Placement, load_cost_model, shape
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles

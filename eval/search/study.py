@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.placement.space import Params, Space
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.secrets import hide_credentials
+from qdqbench.quantize.machine.secrets import hide_credentials
 
 if TYPE_CHECKING:
     import optuna

@@ -33,9 +33,9 @@ from qdqbench.eval.sensitivity.results import sensitivity_file
 from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
-from qdqbench.quantize.core.identity import made_with
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import parse_recipe, short_yaml
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.sources import source_fingerprint

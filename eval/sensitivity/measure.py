@@ -27,8 +27,8 @@ from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
-from qdqbench.quantize.core.identity import made_with
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import Encoded, sorted_batches

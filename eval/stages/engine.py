@@ -6,11 +6,11 @@ from pathlib import Path
 from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.core.errors import MissingDevice
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import EngineResult, Verification
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import notes_on_data
 from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.artifacts import engine_profiles, expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import (
     BUILD,

@@ -15,9 +15,9 @@ from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import available_backends
 from qdqbench.quantize.graph.export import Compute, ExportSettings, trace, write_graph
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.qat.files import remove_checkpoints
 from qdqbench.quantize.qat.stage import train_qat as train
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form

@@ -13,8 +13,8 @@ from qdqbench.eval.verify.engine import batch_of, block_cases, widest
 from qdqbench.eval.verify.tensors import compared
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.session import Session, read_config

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from qdqbench.quantize.cli import bench, inspect, run, search, sensitivity, train
-from qdqbench.quantize.core import interrupt
+from qdqbench.quantize.machine import interrupt
 
 app = typer.Typer(
     no_args_is_help=True,

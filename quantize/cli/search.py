@@ -135,7 +135,7 @@ def _work_folder(out: Path) -> Path:
 def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet: bool) -> "Search | None":
     from qdqbench.eval.search.finish import finish
     from qdqbench.eval.search.trials import open_worker, run_trials
-    from qdqbench.quantize.core.lock import held
+    from qdqbench.quantize.machine.lock import held
 
     with ExitStack() as stack:
         stack.enter_context(held(session.folder))

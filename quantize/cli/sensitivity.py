@@ -42,7 +42,7 @@ def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) ->
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.report import write_sensitivity
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.core.lock import held
+    from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.rundir.session import Session
 
     with held(folder), time_left(quiet=quiet) as show:
@@ -125,7 +125,7 @@ def _compare(  # noqa: PLR0913
     from qdqbench.eval.methods.report import write_methods
     from qdqbench.eval.methods.sections import sections
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.core.lock import held
+    from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.rundir.session import Session
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdqbench.quantize.core.secrets import hide_credentials
+from qdqbench.quantize.machine.secrets import hide_credentials
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]

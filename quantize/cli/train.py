@@ -69,7 +69,7 @@ def finetune(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
     from qdqbench.eval.runs.training_report import write_finetuning
-    from qdqbench.quantize.core.lock import held
+    from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 
@@ -115,7 +115,7 @@ def study(  # noqa: PLR0913  (a command's options)
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
     from qdqbench.eval.runs.study import StudyPlan, study
     from qdqbench.eval.runs.study_results import STUDY_FILE
-    from qdqbench.quantize.core.lock import held
+    from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all

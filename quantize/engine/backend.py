@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.gpu import Gpu, find_gpu
 from qdqbench.quantize.engine.caches import TimingCache, origin
 from qdqbench.quantize.engine.log import (
     BuildLog,
@@ -26,6 +25,7 @@ from qdqbench.quantize.engine.log import (
     progress_monitor,
 )
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
+from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 
 __all__ = [
     "Backend",

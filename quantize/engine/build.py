@@ -9,7 +9,6 @@ import onnx
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import EngineResult, LayerRow
 from qdqbench.quantize.engine.backend import (
@@ -31,6 +30,7 @@ from qdqbench.quantize.engine.log import BuildProgress
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.machine.gpu import Gpu
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords

@@ -12,7 +12,7 @@ from typing import Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.gpu import Gpu
+from qdqbench.quantize.machine.gpu import Gpu
 
 _FORMAT = "qdqbench cache 1"
 _MAX_HEADER = 4096

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.gpu import Gpu, find_gpu
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.engine.backend import Profile, available_backends
 from qdqbench.quantize.engine.hazards import is_older
+from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 
 
 class Sidecar(Strict):

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
+from qdqbench.quantize.machine.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.identity import made_with
+from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.qat.files import write_trained
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.rundir.session import Session

@@ -7,7 +7,6 @@ from typing import Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.engine import backend as trt
@@ -22,6 +21,7 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.artifacts import graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqbench.quantize.core import files, interrupt
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.identity import made_with
-from qdqbench.quantize.core.lock import held
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.core.usage import measured
+from qdqbench.quantize.machine import interrupt
+from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.lock import held
+from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
 STAGES_FILE = "stages.json"

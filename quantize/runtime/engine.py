@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
-from qdqbench.quantize.core.gpu import find_gpu
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.caches import origin
 from qdqbench.quantize.engine.log import capture
 from qdqbench.quantize.engine.profiles import choose_profile, distance
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.rtx import RuntimeCache, Specialize
 from qdqbench.quantize.runtime.tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype

@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks.sentences import SENTIMENTS, sentences, vocabulary
 from qdqbench.quantize.tasks.task import EMBEDDED

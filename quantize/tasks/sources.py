@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.hub import HubError, commit_of
-from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.machine.hub import HubError, commit_of
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks.task import GLUE, Task
 
 if TYPE_CHECKING:

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.environment import environment, now
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.identity import made_with
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.inputs import inputs_of
@@ -22,6 +19,9 @@ from qdqbench.quantize.encoders.load import (
     model_commit,
     model_fingerprint,
 )
+from qdqbench.quantize.machine.environment import environment, now
+from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.losses import label_loss

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..integration.tiny import Given, write_data, write_model

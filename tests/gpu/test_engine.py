@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.machine.gpu import find_gpu
 
 from ..integration.tiny import EVAL_ROWS, call, results
 

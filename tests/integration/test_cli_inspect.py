@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.verify import bisect, bisect_run
-from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine.layers import read_table
+from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.rundir import inspected
 
 from ..support.layer_tables import bert, inspector_json

@@ -238,7 +238,7 @@ def finished(storage):
     import optuna
 
     from qdqbench.eval.search.study import decided
-    from qdqbench.quantize.core.quiet import quiet
+    from qdqbench.quantize.machine.quiet import quiet
 
     with quiet("optuna"):
         try:
@@ -294,7 +294,7 @@ def test_two_workers_share_a_study(given, files, tmp_path):
     assert TRIALS <= sum(trial.duplicate_of is None for trial in trials) <= TRIALS + 1
     import optuna
 
-    from qdqbench.quantize.core.quiet import quiet
+    from qdqbench.quantize.machine.quiet import quiet
 
     with quiet("optuna"):
         study = optuna.load_study(study_name="mine-sst2", storage=storage)

@@ -12,10 +12,10 @@ from onnx import numpy_helper
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate import record as calibration
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.graph import export
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 

@@ -12,8 +12,8 @@ from qdqbench.eval.search.trial import Workspace
 from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task

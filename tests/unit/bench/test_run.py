@@ -16,8 +16,8 @@ from qdqbench.eval.bench.results import BenchContestant, BenchRow, BenchTarget
 from qdqbench.eval.bench.run import run_bench, speedups
 from qdqbench.eval.bench.target import RealSplit
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
-from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
 
 OPTIONS = BenchOptions(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.load import (
     describe_model,
     load_model,
@@ -20,6 +19,7 @@ from qdqbench.quantize.encoders.load import (
 )
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.machine.quiet import quiet
 
 from ...support.tiny_bert import (
     ATTENTIONS,

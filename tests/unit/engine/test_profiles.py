@@ -13,12 +13,12 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.eval.stages import engine
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.profiles import Profile, fit, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
 from qdqbench.quantize.rundir import artifacts, session

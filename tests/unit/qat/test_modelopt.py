@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.quiet import quiet
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import native, quantizers
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.qat.modelopt import STATE, WEIGHTS, load_modelopt, save_modelopt
 
 from ...support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from qdqbench.quantize.core import files, interrupt
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.lock import LOCK
+from qdqbench.quantize.machine import interrupt
+from qdqbench.quantize.machine.lock import LOCK
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import (
     STAGES_FILE,
@@ -176,7 +177,7 @@ def test_finished_stages_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
 
 
 def test_another_version_of_a_library_runs_all(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqbench.quantize.core.identity.versions", lambda: {"torch": "0"})
+    monkeypatch.setattr("qdqbench.quantize.machine.identity.versions", lambda: {"torch": "0"})
     assert line.run() == ["a", "b", "c"]
 
 

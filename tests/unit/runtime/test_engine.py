@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.core.gpu import Gpu
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import Backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
+from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.runtime import bound as engine_bound
 from qdqbench.quantize.runtime import engine as engine_core
 from qdqbench.quantize.runtime import tensors

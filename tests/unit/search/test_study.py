@@ -23,7 +23,7 @@ from qdqbench.eval.search.study import (
     use_sampler,
 )
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.machine.quiet import quiet
 
 SETTINGS = {"model": "a", "batch and length": [32, 128]}
 

@@ -8,7 +8,7 @@ import pytest
 
 from qdqbench.eval.search import trials
 from qdqbench.eval.search.study import open_study
-from qdqbench.quantize.core.quiet import quiet
+from qdqbench.quantize.machine.quiet import quiet
 
 FAIL = optuna.trial.TrialState.FAIL
 

@@ -257,7 +257,7 @@ def test_error_of_a_tensor(seed: int, factor: float) -> None:
 def test_without_a_run_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="is no run directory"):
         bisect_run(tmp_path)
-    from qdqbench.quantize.core import gpu
+    from qdqbench.quantize.machine import gpu
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.pipeline import open_run
     from qdqbench.quantize.rundir.session import RunConfig

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.cli.terminal import command_line
-from qdqbench.quantize.core.secrets import hide_credentials
+from qdqbench.quantize.machine.secrets import hide_credentials
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core import environment
+from qdqbench.quantize.machine import environment
 
 PROJECT = '[project]\nname = "qdqbench"\n'
 

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.core.gpu import find_gpu
+from qdqbench.quantize.machine.gpu import find_gpu
 
 PACKAGES = (
     "qdqbench",

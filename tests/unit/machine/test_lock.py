@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.lock import HOLDER, held
+from qdqbench.quantize.machine.lock import HOLDER, held
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
@@ -20,7 +20,7 @@ from qdqbench.quantize.tasks.task import GLUE
 CODE = """
 import sys
 from pathlib import Path
-from qdqbench.quantize.core.lock import held
+from qdqbench.quantize.machine.lock import held
 with held(Path(sys.argv[1])):
     print("in", flush=True)
     sys.stdin.read()

@@ -12,7 +12,7 @@ from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.eval.sensitivity import measure
 from qdqbench.quantize.calibrate.record import CalibrationRecord
-from qdqbench.quantize.core import identity
+from qdqbench.quantize.machine import identity
 from qdqbench.quantize.qat import stage as qat
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.training import Training

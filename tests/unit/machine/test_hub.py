@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from qdqbench.quantize.core.hub import HubError, commit_of
 from qdqbench.quantize.encoders import load as models
+from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.task import get_task
 

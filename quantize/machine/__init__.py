@@ -1,0 +1,1 @@
+"""The machine and the process: GPU, versions, hub, locks, signals, memory."""
