@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqbench.eval.accuracy.gate import NOISE
-from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -12,8 +12,8 @@ from qdqbench.quantize.tasks.task import Task
 
 def compare(
     task: Task,
-    reference_logits: metrics.Floats,
-    logits: metrics.Floats,
+    reference_logits: Floats,
+    logits: Floats,
     labels: metrics.Labels,
     *,
     seed: int,

@@ -8,6 +8,7 @@ import numpy as np
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Floats
 from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
@@ -43,7 +44,7 @@ def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | 
     return path
 
 
-Logits = dict[str, metrics.Floats]
+Logits = dict[str, Floats]
 
 
 def read_logits(path: Path) -> tuple[Logits, dict[str, metrics.Labels]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from qdqbench.eval.api.runs import DEFAULT_RECIPE, silent
+from qdqbench.eval.api.runs import silent
 from qdqbench.eval.bench.cell import BenchOptions
 from qdqbench.eval.bench.peers import COMPILE_MODES
 from qdqbench.eval.bench.report import write_bench_reports
@@ -13,6 +13,7 @@ from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, real_split, run_target
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.session import read_config
 

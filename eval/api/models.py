@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.eval.api.runs import DEFAULT_RECIPE, load_recipe, silent
+from qdqbench.eval.api.runs import load_recipe, silent
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.check.check import CheckReport, check_file
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.load import prepare_model, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph

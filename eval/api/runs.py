@@ -8,6 +8,7 @@ from qdqbench.eval.runs.collect import stage_results
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.frames import Tabular, stage_rows
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.core.results import (
     EngineResult,
     LayerRow,
@@ -23,7 +24,6 @@ from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 
-DEFAULT_RECIPE = "bert-int8-linears"
 StageCallback = Callable[[StageProgress], None]
 
 

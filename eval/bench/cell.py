@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.lanes import (
-    Batch,
     CudaTimer,
     DeviceLane,
     HostLane,
@@ -21,6 +20,7 @@ from qdqbench.eval.bench.lanes import (
 from qdqbench.eval.bench.loop import Contestant, Lane
 from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import RealSplit, Target
+from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.profiles import Profile

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from qdqbench.eval.bench.loop import Lane
-from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.encoders.inputs import MASK, TOKENS, widened
 from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
     import torch
 
-Batch = dict[str, Int64]
 (OUTPUT,) = LOGITS
 PADDING_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qdqbench.eval.bench.lanes import OUTPUT, Batch
-from qdqbench.quantize.core.arrays import Float32
+from qdqbench.eval.bench.lanes import OUTPUT
+from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import MASK
 from qdqbench.quantize.fakequant.quantizers import forward

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.lanes import Batch, random_sets, rounded_up
+from qdqbench.eval.bench.lanes import random_sets, rounded_up
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.family import BERT, Family, family_of

@@ -1,7 +1,7 @@
 """Calibration methods side by side: each on train rows that calibration did not see, then on validation."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.draw import described, draw_samples
+from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
 from qdqbench.eval.accuracy.switches import Switches
 from qdqbench.eval.methods.results import METHODS_RECIPE, MethodCost, MethodRow, Methods, Scores, SplitResult
@@ -20,6 +21,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
@@ -29,9 +31,6 @@ from qdqbench.quantize.tasks.rows import Encoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-NOISE = 2  # standard errors
-Progress = Callable[[float, float, str], None]  # samples done, samples in all, what is next
 
 
 @dataclass(frozen=True)

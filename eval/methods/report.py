@@ -170,8 +170,9 @@ def _screen(cells: list[str]) -> list[str]:
 
 def _explanation(found: Methods) -> list[str]:
     return [
-        f"Divergence is {METHOD_MEANING[found.divergence]}; ± is one standard error over the samples. = marks "
-        "rows that are not worse than the best one by more than two standard errors, paired by sample.",
+        f"Divergence is {METHOD_MEANING[found.divergence]}; ± is one standard error over the samples. "
+        "= marks rows that are not worse than the best one by more than two standard errors, paired by "
+        "sample.",
         "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; (noise) marks "
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
         "passes over the calibration data, also where rows share them, and of what the row adds.",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import QuantizerState, require_plausible
+from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.fakequant import quantizers
-from qdqbench.quantize.fakequant.quantizers import Batch, quantizer_kind
+from qdqbench.quantize.fakequant.quantizers import quantizer_kind
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 

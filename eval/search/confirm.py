@@ -9,6 +9,7 @@ import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE, judge
+from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.eval.bench.engines import Latency, build_and_prove, export
 from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
@@ -19,14 +20,12 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.runtime.runner import EngineRunner
-from qdqbench.quantize.tasks.metrics import Floats, compute
+from qdqbench.quantize.tasks.metrics import compute
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.tasks.task import by_split
 
 if TYPE_CHECKING:
     from qdqbench.eval.search.worker import Measure, Worker
-
-Logits = dict[str, Floats]
 
 
 def confirm(

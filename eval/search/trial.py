@@ -15,12 +15,13 @@ from qdqbench.eval.search.results import Accuracy
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.core.arrays import Floats
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks.metrics import Floats, compute
+from qdqbench.quantize.tasks.metrics import compute
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:

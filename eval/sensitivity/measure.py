@@ -29,6 +29,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
 
 EVERYTHING = "everything"
-
-Progress = Callable[[float, float, str], None]  # cost done, cost in all, what is next
 
 
 @dataclass

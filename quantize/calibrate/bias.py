@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.fakequant.quantizers import Batch
+    from qdqbench.quantize.core.arrays import Batch
 
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one layer for one batch

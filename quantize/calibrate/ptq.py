@@ -17,11 +17,11 @@ from qdqbench.quantize.calibrate.record import (
     Smoothing,
     require_plausible,
 )
+from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import (
-    Batch,
     _silent,
     enabled_quantizers,
     forward,

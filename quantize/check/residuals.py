@@ -26,14 +26,15 @@ def check_residuals(
             yield finding("recipe-surplus", finding_label(residual.add), why)
         elif other := other_rounding(graph.index, residual):
             why = (
-                f"its residual and {finding_label(other)!r} round one tensor with scales of two values or types, so "
-                "the engine keeps it in floating point and in INT8"
+                f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
+                "types, so the engine keeps it in floating point and in INT8"
             )
             yield finding(
                 "split-residual", finding_label(residual.add), why, None if expected is None else "error"
             )
         elif expected is None:
-            why = f"what {finding_label(residual.norm)!r} adds comes from {finding_label(residual.dq)!r}; that costs accuracy"
+            norm, dq = finding_label(residual.norm), finding_label(residual.dq)
+            why = f"what {norm!r} adds comes from {dq!r}; that costs accuracy"
             yield finding("quantized-residual", finding_label(residual.add), why)
 
 

@@ -8,11 +8,10 @@ import typer
 
 from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import command_line, console
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.eval.bench.results import Bench
-
-DEFAULT_RECIPE = "bert-int8-linears"
 
 
 def bench(  # noqa: PLR0913, PLR0917  (a command's options)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import RunConfig
     from qdqbench.quantize.tasks.task import Task
 
-DEFAULT_RECIPE = "bert-int8-linears"
 
 RecipeName = Annotated[str, typer.Argument(help="Shipped name or YAML file.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Evaluation batch size.")]

@@ -10,6 +10,7 @@ import typer
 from qdqbench.quantize.cli import options, progress, terminal
 from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.eval.api.runs import Proof
@@ -78,7 +79,7 @@ def recipes_schema(
 
 @grouped
 def run(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    recipe: options.RecipeName = DEFAULT_RECIPE,
     *,
     subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="RunFolder directory; none: runs/RECIPE-TASK.")] = None,

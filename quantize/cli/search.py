@@ -11,6 +11,7 @@ from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.terminal import Json, console
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.eval.search.results import Search
@@ -22,7 +23,7 @@ WORK = "work"
 
 @grouped
 def search(  # noqa: PLR0913  (a command's options)
-    recipe: given.RecipeName = given.DEFAULT_RECIPE,
+    recipe: given.RecipeName = DEFAULT_RECIPE,
     *,
     subject: given.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,

@@ -10,6 +10,7 @@ from qdqbench.quantize.cli import options
 from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.progress import time_left
 from qdqbench.quantize.cli.terminal import Json, console
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.eval.methods.results import Methods
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @grouped
 def sensitivity(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    recipe: options.RecipeName = DEFAULT_RECIPE,
     *,
     subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
@@ -85,7 +86,7 @@ SmoothOption = Annotated[
 
 @grouped
 def methods(  # noqa: PLR0913  (a command's options)
-    recipe: options.RecipeName = options.DEFAULT_RECIPE,
+    recipe: options.RecipeName = DEFAULT_RECIPE,
     *,
     subject: options.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-RECIPE-TASK.")] = None,

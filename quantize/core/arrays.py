@@ -12,3 +12,4 @@ Float64 = npt.NDArray[np.float64]
 Int8 = npt.NDArray[np.int8]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Batch = dict[str, Int64]  # inputs of a model by name

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+DEFAULT_RECIPE = "bert-int8-linears"  # of commands that are not given one
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 

@@ -1,14 +1,15 @@
 """The base of every schema that is read or written, and the way to read a file of one."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 
 Schema = TypeVar("Schema", bound=BaseModel)
+Positive = Annotated[int, Field(gt=0)]
 
 
 class Strict(BaseModel):

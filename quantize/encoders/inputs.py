@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.encoders.family import family_of
 
 TOKENS, MASK = "input_ids", "attention_mask"
-Array = npt.NDArray[Any]
 
 
 def inputs_of(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import inputs_of
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-
-Batch = dict[str, npt.NDArray[np.int64]]
 
 INT8_MAX = 127
 

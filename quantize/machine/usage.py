@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 MEMORY_INTERVAL_S = 0.01
+Progress = Callable[[float, float, str], None]  # what is done, what there is in all, what is next
 
 
 @dataclass

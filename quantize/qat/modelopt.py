@@ -26,12 +26,12 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
 from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.train.checkpoints import WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STATE = "modelopt_state.pth"
-WEIGHTS = "model.safetensors"
 
 
 def save_modelopt(model: "PreTrainedModel", folder: Path) -> None:

@@ -11,9 +11,8 @@ from pydantic import (
     model_validator,
 )
 
-from qdqbench.quantize.core.strict import Frozen
+from qdqbench.quantize.core.strict import Frozen, Positive
 
-Positive = Annotated[int, Field(gt=0)]
 Range = tuple[Positive, Positive, Positive]
 WeightMethod = Literal["max", "mse"]
 METHOD_PATTERN = r"^(max|mse|entropy|percentile/[0-9.]+)$"  # for editors; _method judges

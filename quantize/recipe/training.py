@@ -4,9 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from qdqbench.quantize.core.strict import Frozen
+from qdqbench.quantize.core.strict import Frozen, Positive
 
-Positive = Annotated[int, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]

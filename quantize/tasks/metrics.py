@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Floats
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.tasks.task import Task
 
-Floats = npt.NDArray[np.floating[Any]]
 Labels = npt.NDArray[Any]
 RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)

@@ -13,7 +13,8 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import native, quantizers
 from qdqbench.quantize.machine.quiet import quiet
-from qdqbench.quantize.qat.modelopt import STATE, WEIGHTS, load_modelopt, save_modelopt
+from qdqbench.quantize.qat.modelopt import STATE, load_modelopt, save_modelopt
+from qdqbench.quantize.train.checkpoints import WEIGHTS
 
 from ...support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
 
