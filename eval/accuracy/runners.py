@@ -103,8 +103,8 @@ def onnxruntime_runner(path: Path) -> Predict:
     return lambda batch: np.asarray(session.run(None, batch)[0], dtype=np.float32)
 
 
-def session_of(model: bytes, name: str) -> Any:
-    """ONNX Runtime CPU session of a serialized model, without graph optimizations.
+def session_of(model: bytes, name: str, *, optimized: bool = False) -> Any:
+    """ONNX Runtime CPU session of a serialized model, with all graph optimizations or without any.
 
     Raises:
         UserError: ONNX Runtime refuses the model.
@@ -112,7 +112,8 @@ def session_of(model: bytes, name: str) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
     options.log_severity_level = 3
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

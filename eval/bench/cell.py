@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.engines import ReadyGraph, build_graph
 from qdqbench.eval.bench.lanes import (
     CudaTimer,
     DeviceLane,
@@ -31,7 +32,6 @@ from qdqbench.quantize.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from qdqbench.quantize.core.results import EngineResult, LayerRow
-    from qdqbench.quantize.engine.profiles import Profile
 
 INPUT_SETS = 8
 TORCH_FP32, TORCH_FP16, COMPILED = "torch-fp32", "torch-fp16", "compile-fp16"
@@ -95,14 +95,15 @@ class Entry:
 def contestants(target: Target, options: BenchOptions, backend: str) -> list[BenchContestant]:
     """Who takes part, in the order of tables and charts; `backend` is the engine builder and its version."""
     torch = f"torch {importlib.metadata.version('torch')}"
-    host = f"onnxruntime {importlib.metadata.version('onnxruntime')}"
-    made = "ONNX Runtime CPU" if options.cpu else "engine"
+    made = "engine"
+    if options.cpu:
+        made, backend = "ONNX Runtime CPU", f"onnxruntime {importlib.metadata.version('onnxruntime')}"
     listed = [
         BenchContestant(
             name=name,
             label=f"{name.upper()} {made}",
             precision=name,  # type: ignore[arg-type]
-            backend=host if options.cpu else backend,
+            backend=backend,
         )
         for name in target.twins
         if name != "fp32" or options.fp32
@@ -152,7 +153,7 @@ def prepare(
     return entries
 
 
-def profiles_of(target: Target, options: BenchOptions, shape: CellShape) -> "list[Profile]":
+def profiles_of(target: Target, options: BenchOptions, shape: CellShape) -> list[Profile]:
     """The optimization profiles of a cell's engines: exactly its shape, or the recipe's.
 
     Real lengths need a range: from the smallest to the largest of the split, best at its median length.
@@ -171,12 +172,14 @@ def profiles_of(target: Target, options: BenchOptions, shape: CellShape) -> "lis
 def _device_maker(
     target: Target, options: BenchOptions, shape: CellShape, stack: ExitStack
 ) -> Callable[[BenchContestant], Entry]:
+    import torch
+
     batches = [to_device(batch) for batch in _batches(target, options, shape)]
     timer = CudaTimer()
     streams = 1 if shape.real else max(options.streams)
-    stack.callback(peers.free_memory)
+    stack.callback(torch.cuda.empty_cache)  # engines allocate beside what torch keeps for later
     stack.enter_context(peers.tf32_allowed())
-    stack.callback(peers.reset_compiler)
+    stack.callback(torch.compiler.reset)  # past a limit of shapes dynamo falls back to eager without a word
 
     def lanes(bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str | None]:
         """One lane per stream from a function (batch, length, stream) -> Bound."""
@@ -185,9 +188,9 @@ def _device_maker(
         for _ in range(streams):
             stream, bounds = None, {}
             for pair in shape.bound:
-                bounds[pair] = bind(*pair, stream)
-                stream = bounds[pair].stream  # all shapes of a lane share one stream
-                detail = _how(bounds[pair])
+                bounds[pair] = bound = bind(*pair, stream)
+                stream = bound.stream  # all shapes of a lane share one stream
+                detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
             made.append(
                 SplitLane(bounds, batches) if shape.real else DeviceLane(bounds[shape.bound[0]], batches)
             )
@@ -202,8 +205,8 @@ def _device_maker(
             forward = peers.compiled_forward(model, options.compile_mode, dynamic=dynamic)
             how = f"torch.compile mode {options.compile_mode}{', dynamic shapes' if dynamic else ''}"
         else:
-            forward, how = peers.eager_forward(model), "eager, SDPA"
-            how += ", TF32 allowed" if about.precision == "fp32" else ""
+            tf32 = ", TF32 allowed" if about.precision == "fp32" else ""
+            forward, how = peers.eager_forward(model), f"eager, SDPA{tf32}"
         made, detail = lanes(
             lambda batch, length, stream: peers.TorchRun(
                 forward, batch, length, inputs=names, how=how, stream=stream
@@ -213,7 +216,6 @@ def _device_maker(
         return Entry(row, Contestant(about.name, about.precision, made, timer))
 
     def engine(about: BenchContestant) -> Entry:
-
         onnx = target.twins[about.precision]
         path, built = _build(target, options, shape, about.precision, stack)
         loaded = stack.enter_context(Engine(path, onnx))
@@ -254,12 +256,6 @@ def _host_maker(
     return make
 
 
-def _how(bound: Any) -> str:
-    """How a bound inference runs."""
-    detail: str | None = getattr(bound, "detail", None)
-    return detail or ("CUDA graph" if bound.captured else "no CUDA graph")
-
-
 def _batches(target: Target, options: BenchOptions, shape: CellShape) -> list[Batch]:
     """Random input sets of a fixed shape, or the split's batches."""
     if shape.real:
@@ -290,15 +286,9 @@ def _build(
     if not options.keep_engines:
         owner.callback(sidecar_path(path).unlink, missing_ok=True)
         owner.callback(path.unlink, missing_ok=True)
-    result = build(
-        target.twins[precision],
-        path,
-        backend=session.recipe.engine.backend,
-        profiles=profiles_of(target, options, shape),
-        expected_gemms=artifacts.expected_gemms(session) if int8 else [],
-        expected_attention=len(session.plan.attention) if int8 else 0,
-        layers_path=path.with_suffix(".layers.json"),
-    )
+    gemms, attention = (artifacts.expected_gemms(session), len(session.plan.attention)) if int8 else ([], 0)
+    graph = ReadyGraph(target.twins[precision], gemms, attention)
+    result = build_graph(build, session, graph, path, profiles_of(target, options, shape))
     if shared:
         target.built[precision] = result
     return path, result

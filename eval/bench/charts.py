@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from qdqbench.eval.bench.results import Bench, BenchCell, row_of, speedup_of
+from qdqbench.eval.bench.results import Bench, BenchCell, rate_of, row_of, speedup_of
 from qdqbench.eval.report import svg
 
 CONTESTANT_STYLES = {  # colour is never the only difference
@@ -15,7 +15,6 @@ CONTESTANT_STYLES = {  # colour is never the only difference
     "compile-fp16": (svg.PURPLE, "D"),
 }
 STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
-Points = list[tuple[int, float]]  # place of the batch on the axis, value
 
 
 def latency_svg(bench: Bench) -> str:
@@ -24,8 +23,7 @@ def latency_svg(bench: Bench) -> str:
     def draw(axes: Any, cells: list[BenchCell]) -> None:
         for about in bench.contestants:
             rows = [row_of(cell, about.name) for cell in cells]
-            points = _points(row.median_ms if row else None for row in rows)
-            _line(axes, about.name, about.label, points)
+            _line(axes, about.name, about.label, (row.median_ms if row else None for row in rows))
         svg.log_scale(axes)
 
     return _panels(bench, "latency", "latency, ms (median, log scale)", draw)
@@ -37,10 +35,9 @@ def speedup_svg(bench: Bench) -> str:
     def draw(axes: Any, cells: list[BenchCell]) -> None:
         axes.axhline(1, **svg.LIMIT_LINE, label="as fast as FP16")
         for about in bench.contestants:
-            found = [(place, speedup_of(cell, about.name, "fp16")) for place, cell in enumerate(cells)]
-            points = [(place, ratio.value) for place, ratio in found if ratio is not None]
-            _line(axes, about.name, about.label, points)
-            for place, ratio in found:
+            found = [speedup_of(cell, about.name, "fp16") for cell in cells]
+            _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
+            for place, ratio in enumerate(found):
                 if ratio is not None and ratio.low is not None and ratio.high is not None:
                     colour = CONTESTANT_STYLES[about.name][0]
                     axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
@@ -54,17 +51,12 @@ def speedup_svg(bench: Bench) -> str:
 def throughput_svg(bench: Bench) -> str:
     """Sequences per second by batch and number of streams; one panel per length; may be empty."""
 
-    def rate(cell: BenchCell, name: str, streams: int) -> float | None:
-        row = row_of(cell, name)
-        found = [t.sequences_per_s for t in row.throughput if t.streams == streams] if row else []
-        return found[0] if found else None
-
     def draw(axes: Any, cells: list[BenchCell]) -> None:
         for about in bench.contestants:
             for number, streams in enumerate(bench.settings.streams):
-                points = _points(rate(cell, about.name, streams) for cell in cells)
+                rates = (rate_of(cell, about.name, streams) for cell in cells)
                 label = "_" if number else about.label  # matplotlib leaves it out of the legend
-                _line(axes, about.name, label, points, STREAM_DASHES[number % len(STREAM_DASHES)])
+                _line(axes, about.name, label, rates, STREAM_DASHES[number % len(STREAM_DASHES)])
         for number, streams in enumerate(bench.settings.streams):
             text = f"{streams} stream{'s' if streams > 1 else ''}"
             axes.plot(
@@ -96,11 +88,10 @@ def _panels(bench: Bench, name: str, title: str, draw: Callable[[Any, list[Bench
     return svg.svg_of(figure, f"bench-{name}", f"{title}, by batch{random}")
 
 
-def _points(values: Iterable[float | None]) -> Points:
-    return [(place, value) for place, value in enumerate(values) if value is not None]
-
-
-def _line(axes: Any, name: str, label: str, points: Points, style: Any = STREAM_DASHES[0]) -> None:
+def _line(
+    axes: Any, name: str, label: str, values: Iterable[float | None], style: Any = STREAM_DASHES[0]
+) -> None:
+    points = [(place, value) for place, value in enumerate(values) if value is not None]
     if not points:
         return
     places, heights = zip(*points, strict=True)

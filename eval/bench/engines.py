@@ -80,18 +80,19 @@ def build_and_prove(session: Session, exported: ReadyGraph, path: Path) -> Path:
     Raises:
         CheckFailed: something that the recipe asks for does not run in INT8.
     """
-    result = _build(build, session, exported, path, engine_profiles(session))
+    result = build_graph(build, session, exported, path, engine_profiles(session))
     require_int8(result)
     return path
 
 
-def _build(
+def build_graph(
     builder: "Callable[..., EngineResult]",
     session: Session,
     exported: ReadyGraph,
     path: Path,
     profiles: "Sequence[Profile]",
 ) -> "EngineResult":
+    """Build an engine with the recipe's backend; its layer table goes beside it."""
     return builder(
         exported.path,
         path,
@@ -138,7 +139,7 @@ def alone_on_gpu() -> Iterator[None]:
 
 
 class EngineTimer:
-    """Times engines against one FP16 twin; close it, or use it in a `with` statement.
+    """Times engines against one FP16 twin, in a `with` statement.
 
     Args:
         session: its recipe names the backend and the profiles, its model the vocabulary.
@@ -212,7 +213,8 @@ class EngineTimer:
                 ours = Contestant("the engine", "int8", [lanes(shape)], self.devices.timer)
                 twin = Contestant("its FP16 twin", "fp16", [self._twin(shape)], self.devices.timer)
                 for contestant in (twin, ours):
-                    if error := loop.read_outputs(contestant).error:
+                    _, error = loop.read_outputs(contestant)
+                    if error:
                         raise CheckFailed(
                             f"{contestant.name} gives {error} at batch {shape[0]}, length {shape[1]}"
                         )
@@ -238,7 +240,7 @@ class EngineTimer:
         path = self.folder / f"{name}.engine"
         stack.callback(sidecar_path(path).unlink, missing_ok=True)
         stack.callback(path.unlink, missing_ok=True)
-        result = _build(self.devices.build, self.session, exported, path, self.profiles)
+        result = build_graph(self.devices.build, self.session, exported, path, self.profiles)
         # most kernels of an engine are those of the one before: compiled once, they serve all
         cache = self.folder / f"{name}.cache"
         engine = stack.enter_context(self.devices.load(path, exported.path, runtime_cache=cache))
@@ -252,12 +254,8 @@ class EngineTimer:
 
         return result, lane
 
-    def close(self) -> None:
-        """Give the memory back."""
-        self._stack.close()
-
     def __enter__(self) -> "EngineTimer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()

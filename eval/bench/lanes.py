@@ -34,13 +34,7 @@ def random_sets(  # noqa: PLR0913
 ) -> list[Batch]:
     """Input sets of random token ids in [0, vocabulary), int64 [batch, length], without padding.
 
-    Args:
-        inputs: what the model takes: of these the mask is 1, and all but it and the tokens are 0.
-        batch: sequences.
-        length: tokens of each.
-        vocabulary: number of token ids.
-        sets: how many.
-        seed: of the draw; sets of other shapes are drawn anew.
+    Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn anew.
     """
     shape = (batch, length)
     rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
@@ -85,8 +79,7 @@ class DeviceLane:
 
     def fetch(self) -> Float32:
         """See `Lane`."""
-        self.stream.synchronize()
-        return np.array(self.bound.outputs[OUTPUT].float().cpu().numpy())
+        return _logits(self.bound)
 
 
 class SplitLane:
@@ -114,8 +107,7 @@ class SplitLane:
         parts = []
         for bound, batch in self.steps:
             self._step(bound, batch)
-            self.stream.synchronize()
-            parts.append(np.array(bound.outputs[OUTPUT].float().cpu().numpy()))
+            parts.append(_logits(bound))
         return np.concatenate(parts)
 
     def _step(self, bound: Bound, batch: "Mapping[str, torch.Tensor]") -> None:
@@ -123,6 +115,11 @@ class SplitLane:
             for name, buffer in bound.inputs.items():
                 buffer.copy_(batch[name], non_blocking=True)
         bound.launch()
+
+
+def _logits(bound: Bound) -> Float32:
+    bound.stream.synchronize()
+    return np.array(bound.outputs[OUTPUT].float().cpu().numpy())
 
 
 class HostLane:

@@ -182,16 +182,8 @@ def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -
     return Ratio(value, min(float(low), value), max(float(high), value))
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Logits of two input sets of one contestant, and what is wrong with them."""
-
-    logits: Float32
-    error: str | None
-
-
-def read_outputs(contestant: Contestant) -> Outputs:
-    """Run two different input sets on every lane: outputs must be finite, and must not all be the same."""
+def read_outputs(contestant: Contestant) -> tuple[Float32, str | None]:
+    """Logits of two input sets, and what is wrong with them on any lane: not finite, or all the same."""
     per_lane = []
     for lane in contestant.lanes:
         parts = []
@@ -200,16 +192,12 @@ def read_outputs(contestant: Contestant) -> Outputs:
             lane.launch()
             parts.append(np.array(lane.fetch(), dtype=np.float32))
         per_lane.append(np.concatenate(parts))
-    logits, error = per_lane[0], None
     for values in per_lane:
-        bad = int((~np.isfinite(values)).any(axis=1).sum())
-        if bad:
-            error = f"NaN or infinite logits for {bad} of {len(values)} inputs"
-            break
+        if bad := int((~np.isfinite(values)).any(axis=1).sum()):
+            return per_lane[0], f"NaN or infinite logits for {bad} of {len(values)} inputs"
         if not np.ptp(values, axis=0).any():
-            error = f"the same logits for all of {len(values)} different inputs"
-            break
-    return Outputs(logits, error)
+            return per_lane[0], f"the same logits for all of {len(values)} different inputs"
+    return per_lane[0], None
 
 
 def relative_error(made: Float32, reference: Float32) -> float:
@@ -229,7 +217,7 @@ def judge_outputs(
         references: names, best first, of contestants that may serve as the reference.
     """
     outputs = {c.name: _guarded(c, partial(read_outputs, c)) for c in contestants}
-    errors = {name: found.error for name, found in outputs.items() if found.error}
+    errors = {name: error for name, (_, error) in outputs.items() if error}
     sound = [name for name in references if name in outputs and name not in errors]
     if not sound:
         return errors, {}, None
@@ -238,7 +226,7 @@ def judge_outputs(
         name = contestant.name
         if name in errors or name == reference:
             continue
-        found = relative_error(outputs[name].logits, outputs[reference].logits)
+        found = relative_error(outputs[name][0], outputs[reference][0])
         differences[name] = found
         limit = MAX_REL_ERROR[contestant.precision]
         if not found <= limit:
@@ -248,33 +236,25 @@ def judge_outputs(
     return errors, differences, reference
 
 
-@dataclass(frozen=True)
-class _Pace:
-    """Launches of a burst, the same in every round."""
-
-    warm: int
-    timed: int
-
-
-def _pace(contestant: Contestant, effort: Effort) -> _Pace:
-    """From the time that a warm launch takes."""
+def _pace(contestant: Contestant, effort: Effort) -> tuple[int, int]:
+    """Launches of every burst, warm ones and timed ones, from the time that a warm launch takes."""
     lane, timer = contestant.lanes[0], contestant.timer
     each = timer.latencies(lane, 1)[0]
     warm = WARM_LAUNCHES if each < SLOW_MS else 0
     if warm:
         timer.latencies(lane, warm)
     if effort.repeats is not None:
-        return _Pace(warm, effort.repeats)
+        return warm, effort.repeats
     if warm:
         each = max(float(np.median(timer.latencies(lane, warm))), 1e-6)
     wanted = math.ceil(1000 * effort.seconds / effort.rounds / each)
-    return _Pace(warm, max(effort.least, min(wanted, MOST_LAUNCHES)))
+    return warm, max(effort.least, min(wanted, MOST_LAUNCHES))
 
 
-def _burst(contestant: Contestant, pace: _Pace, effort: Effort, now: Callable[[], float]) -> Burst:
-    lanes, timer, count = contestant.lanes, contestant.timer, pace.timed
-    if pace.warm:
-        timer.latencies(lanes[0], pace.warm)
+def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
+    lanes, timer, (warm, count) = contestant.lanes, contestant.timer, pace
+    if warm:
+        timer.latencies(lanes[0], warm)
     start = now()
     latencies = timer.latencies(lanes[0], count)
     rates = {}

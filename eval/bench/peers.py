@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.eval.bench.lanes import OUTPUT
 from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.core.errors import UserError
@@ -47,7 +48,7 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
 class TorchRun:
     """A PyTorch model bound to one shape: own buffers and stream, a CUDA graph where it captures.
 
-    Implements `bench_lanes.Bound`. `detail` says how it runs.
+    A `lanes.Bound`; `detail` says how it runs.
     """
 
     def __init__(  # noqa: PLR0913
@@ -108,10 +109,7 @@ class TorchRun:
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
     """Keyword inputs to logits."""
 
-    def forward(**inputs: Any) -> "torch.Tensor":
-        return model(**inputs).logits  # type: ignore[no-any-return]
-
-    return forward
+    return lambda **inputs: model(**inputs).logits
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
@@ -143,21 +141,6 @@ def tf32_allowed() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def reset_compiler() -> None:
-    """Forget compiled shapes: past a limit dynamo would fall back to eager without a word."""
-    import torch
-
-    torch.compiler.reset()
-
-
-def free_memory() -> None:
-    """Give back what torch keeps for later: engines allocate beside it."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Float32]:
     """PyTorch FP32 on the CPU with the mask, as `HostLane` takes it."""
     return lambda batch: forward(model, batch).float().cpu().numpy()
@@ -169,13 +152,5 @@ def onnxruntime_cpu(path: Path) -> Callable[[Batch], Float32]:
     Raises:
         UserError: ONNX Runtime refuses the file.
     """
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.log_severity_level = 3
-    try:
-        session = ort.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise UserError(f"ONNX Runtime refuses {path}: {' '.join(str(error).split())[:300]}") from error
+    session = session_of(path.read_bytes(), str(path), optimized=True)
     return lambda batch: np.asarray(session.run([OUTPUT], batch)[0], dtype=np.float32)

@@ -18,7 +18,7 @@ from qdqbench.eval.bench.results import (
     speedup_of,
     without_unmasked,
 )
-from qdqbench.eval.report.formats import clean, label, size
+from qdqbench.eval.report.formats import cleaned, label, size
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
@@ -41,11 +41,8 @@ class BenchView:
 
     title: str
     errors: list[str]
+    measured: Bench | None = None  # None: unreadable
     subtitle: str = ""
-    complete: bool = False
-    random_weights: bool = False
-    notes: Sequence[str] = ()
-    warnings: Sequence[str] = ()
     slow: Sequence[str] = ()  # where INT8 does not pay, and why
     clocks: str = ""
     columns: Sequence[str] = ()  # of the first table, after the shape
@@ -54,7 +51,6 @@ class BenchView:
     details: Sequence[list[Mark]] = ()
     method: str = ""
     charts: Sequence[str] = ()  # SVG
-    command: str = ""
 
 
 def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
@@ -90,26 +86,23 @@ def bench_of(folder: Path) -> BenchView | None:
 
 def bench_view(bench: Bench) -> BenchView:
     """Words and figures for people; every one of them is in `bench.json`."""
-    bench = Bench.model_validate(clean(bench.model_dump(mode="json")))
-    labels = [about.label for about in bench.contestants]
-    versus = _versus(bench)
+    bench = cleaned(bench)
+    labels = {about.name: about.label for about in bench.contestants}
+    versus = compared(bench)
     return BenchView(
         title=f"{bench.target.name}{' (random weights)' if bench.target.random_weights else ''}, "
         f"{bench.recipe.get('name', 'recipe')}",
+        errors=bench.errors,
+        measured=bench,
         subtitle=hardware(bench),
-        complete=bench.complete,
-        random_weights=bench.target.random_weights,
-        notes=bench.notes,
-        warnings=bench.warnings,
         slow=slow_lines(bench),
         clocks=clocks(bench),
-        errors=bench.errors,
-        columns=[*labels, *(f"INT8 over {name}" for _, name in versus)],
+        columns=[*labels.values(), *(f"INT8 over {labels[name]}" for name in versus)],
         rows=[
             (
                 cell_text(bench, cell),
-                [_latency(cell, about.name) for about in bench.contestants]
-                + [ratio_mark(speedup_of(cell, "int8", over)) for over, _ in versus],
+                [latency_mark(cell, name) for name in labels]
+                + [ratio_mark(speedup_of(cell, "int8", over)) for over in versus],
             )
             for cell in bench.cells
         ],
@@ -117,16 +110,16 @@ def bench_view(bench: Bench) -> BenchView:
         details=[_detail(bench, cell, row) for cell in bench.cells for row in cell.rows],
         method=method(bench),
         charts=[svg for svg in (latency_svg(bench), speedup_svg(bench), throughput_svg(bench)) if svg],
-        command=bench.command,
     )
 
 
 def bench_summary(bench: Bench) -> "Group":
-    """One screen for the terminal, as a rich renderable."""
+    """One screen for the terminal."""
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text
 
+    bench = cleaned(bench)
     shown = bench_view(bench)
     # shapes across: a terminal is too narrow for the contestants' names side by side
     table = Table("median, ms", box=None, pad_edge=False)
@@ -141,9 +134,9 @@ def bench_summary(bench: Bench) -> "Group":
         table,
         Text(shown.clocks),
     ]
-    lines += [Text(f"note: {line}", style="yellow") for line in shown.notes]
+    lines += [Text(f"note: {line}", style="yellow") for line in bench.notes]
     lines += [Text(f"✗ {line}", style="red") for line in shown.slow]
-    lines += [Text(f"warning: {line}", style="yellow") for line in shown.warnings]
+    lines += [Text(f"warning: {line}", style="yellow") for line in bench.warnings]
     lines += [Text(f"✗ {line}", style="bold red") for line in shown.errors]
     return Group(*lines)
 
@@ -158,21 +151,15 @@ def hardware(bench: Bench) -> str:
             f"{found.get('gpu', 'GPU')} (compute capability {bench.compute_capability}), "
             f"driver {found.get('driver') or 'unknown'}"
         )
-    used = list(dict.fromkeys(label_backend(about.backend) for about in bench.contestants))
-    return ", ".join([where, *used])
-
-
-def label_backend(backend: str) -> str:
-    """`tensorrt_rtx 1.4` as the field writes it."""
-    name, _, version = backend.partition(" ")
-    return f"{label(name)} {version}".strip()
+    used = dict.fromkeys(about.backend.partition(" ") for about in bench.contestants)
+    return ", ".join([where, *(f"{label(name)} {version}".strip() for name, _, version in used)])
 
 
 def clocks(bench: Bench) -> str:
     """What the GPU's clock, power and temperature were, or that nothing read them."""
-    rows = [row for cell in bench.cells for row in cell.rows if row.status == "done"]
     if bench.device == "cpu":
         return "clock and power: not read on a CPU"
+    rows = [row for cell in bench.cells for row in cell.rows if row.status == "done"]
     parts = []
     for name, unit in (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "°C")):
         values = [value for row in rows if (value := getattr(row, name)) is not None]
@@ -238,7 +225,8 @@ def milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _latency(cell: BenchCell, name: str) -> Mark:
+def latency_mark(cell: BenchCell, name: str) -> Mark:
+    """The median of a contestant, or why there is none."""
     row = row_of(cell, name)
     if row is not None:
         return Mark(milliseconds(row.median_ms))
@@ -246,12 +234,10 @@ def _latency(cell: BenchCell, name: str) -> Mark:
     return Mark("✗ error" if status == "error" else "not measured", status == "error")
 
 
-def _versus(bench: Bench) -> list[tuple[str, str]]:
-    """Contestants that INT8 is held against in the first table, and their labels."""
+def compared(bench: Bench) -> list[str]:
+    """Contestants that INT8 is held against in the first table."""
     shown = {s.over for cell in bench.cells for s in cell.speedups if s.contestant == "int8"}
-    return [
-        (a.name, a.label) for a in bench.contestants if a.name in shown and a.name in ("fp16", "compile-fp16")
-    ]
+    return [name for name in ("fp16", "compile-fp16") if name in shown]
 
 
 def _detail_columns(bench: Bench) -> list[str]:
@@ -271,6 +257,7 @@ def _detail(bench: Bench, cell: BenchCell, row: BenchRow) -> list[Mark]:
         return [*first, *blank, Mark(f"{row.status}: {row.reason}", row.status == "error")]
     rates = {rate.streams: f"{rate.sequences_per_s:,.0f}" for rate in row.throughput}
     device = [row.clock_mhz, row.power_w, row.temperature_c] if bench.device == "gpu" else []
+    error = "" if row.rel_error is None else f"{row.rel_error:.2g}"
     proof = "" if row.int8_gemms is None else f"{row.int8_gemms}/{row.expected_int8_gemms}"
     return [
         *first,
@@ -279,12 +266,8 @@ def _detail(bench: Bench, cell: BenchCell, row: BenchRow) -> list[Mark]:
         Mark(f"{row.sequences_per_s:,.0f}"),
         *(Mark(rates.get(count, "")) for count in bench.settings.streams),
         *(Mark("not read" if value is None else f"{value:.0f}") for value in device),
-        Mark("reference" if row.contestant == cell.reference else _number(row.rel_error)),
+        Mark("reference" if row.contestant == cell.reference else error),
         Mark(proof, bool(row.not_int8)),
         Mark("" if row.engine_bytes is None else size(row.engine_bytes)),
         Mark(row.detail or ""),
     ]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"

@@ -158,6 +158,13 @@ def row_of(cell: BenchCell, contestant: str) -> BenchRow | None:
     return found[0] if found else None
 
 
+def rate_of(cell: BenchCell, contestant: str, streams: int) -> float | None:
+    """Sequences per second of a contestant at that many streams; None where it was not measured."""
+    row = row_of(cell, contestant)
+    rates = {each.streams: each.sequences_per_s for each in row.throughput} if row else {}
+    return rates.get(streams)
+
+
 def without_unmasked(bench: Bench) -> Bench:
     """A bench without the figures of PyTorch peers that had no attention mask, and a warning in their place.
 

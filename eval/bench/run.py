@@ -5,7 +5,6 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from qdqbench.eval.bench.results import (
 )
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.core.errors import MissingDevice
-from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import slow_reasons
@@ -108,8 +106,7 @@ def run_bench(
     monitor = None if options.cpu else GpuMonitor(gpu_uuid())
     with monitor or nullcontext(), target.stack:
         for shape in shapes(options):
-            label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
-            _measure_cell(result, target, options, shape, monitor, partial(_announce, announce, label))
+            _measure_cell(result, target, options, shape, monitor, announce)
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
@@ -140,15 +137,16 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
         streams=() if shape.real or options.cpu else options.streams,
         least=(1 if shape.real else CPU_LEAST) if options.cpu else Effort.least,
     )
+    label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
     with ExitStack() as stack:
         stack.callback(gc.collect)
-        announce("building")
+        announce(f"{label}: building")
         entries = prepare(target, options, shape, result.contestants, stack)
-        announce("verifying outputs")
+        announce(f"{label}: verifying outputs")
         reference = _judge(entries)
         ready = [entry.contestant for entry in entries if entry.contestant is not None]
         measured = loop.measure(
-            ready, effort, progress=lambda done, total: announce(f"round {done} of {total}")
+            ready, effort, progress=lambda done, total: announce(f"{label}: round {done} of {total}")
         )
         _judge(entries)  # several streams or a graph may have spoilt what was right before
         for entry in entries:
@@ -186,14 +184,11 @@ def fill(row: BenchRow, found: Measured, sequences: int, streams: Sequence[int],
     row.p50_ms, row.p90_ms = found.percentile(50), found.percentile(90)
     row.p99_ms = found.percentile(99) if row.launches >= loop.LEAST_FOR_P99 else None
     row.sequences_per_s = 1000 * sequences / found.median_ms
-    row.throughput = []
-    for count in streams:
-        rates = [sequences * rate for rate in found.throughput(count)]
-        row.throughput.append(
-            BenchThroughput(
-                streams=count, sequences_per_s=float(np.median(rates)), low=min(rates), high=max(rates)
-            )
-        )
+    rates = {count: [sequences * rate for rate in found.throughput(count)] for count in streams}
+    row.throughput = [
+        BenchThroughput(streams=count, sequences_per_s=float(np.median(each)), low=min(each), high=max(each))
+        for count, each in rates.items()
+    ]
     row.clock_mhz, row.power_w, row.temperature_c = clocks.clock_mhz, clocks.power_w, clocks.temperature_c
 
 
@@ -207,9 +202,7 @@ def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str
     pairs = [("int8", name) for name in done if name != "int8"]
     pairs += [(name, "fp16") for name in done if name not in ("int8", "fp16")]
     found = []
-    for name, over in pairs:
-        if name not in done or over not in done:
-            continue
+    for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
         ratio = loop.speedup(done[over].round_ms, done[name].round_ms, seed)
         slower = ratio.value < 1
         why = reasons() if slower and (name, over) == ("int8", "fp16") else []
@@ -236,7 +229,7 @@ def _judge(entries: Sequence[Entry]) -> str | None:
 
 
 def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
-    layers: dict[str, list[LayerRow]] = {entry.row.contestant: entry.layers for entry in entries}
+    layers = {entry.row.contestant: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
     return lambda: list(slow_reasons(int8, fp16)) if int8 and fp16 else []  # ONNX Runtime shows no layers
 
@@ -258,23 +251,16 @@ def _record_problems(result: Bench, cell: BenchCell) -> None:
             )
 
 
-def _announce(announce: Callable[[str], None], label: str, text: str) -> None:
-    announce(f"{label}: {text}")
-
-
 def _settings(options: BenchOptions) -> BenchSettings:
-    return BenchSettings(
-        batches=list(options.batches),
-        lengths=list(options.lengths),
-        real_lengths=options.real.task if options.real else None,
-        streams=[] if options.cpu else list(options.streams),
-        rounds=options.rounds,
-        seconds=options.seconds,
-        repeats=options.repeats,
-        input_sets=INPUT_SETS,
-        profile=options.profile,
-        seed=options.seed,
-        peers_masked=True,
+    same = {name: value for name, value in vars(options).items() if name in BenchSettings.model_fields}
+    return BenchSettings.model_validate(
+        same
+        | {
+            "streams": () if options.cpu else options.streams,
+            "real_lengths": options.real.task if options.real else None,
+            "input_sets": INPUT_SETS,
+            "peers_masked": True,
+        }
     )
 
 
@@ -285,7 +271,5 @@ def _notes(
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.cpu:
-        notes.append(f"measured on a CPU ({platform.machine()}): says nothing about a GPU")
-        return notes
-
+        return [*notes, f"measured on a CPU ({platform.machine()}): says nothing about a GPU"]
     return notes + hazards(*backend, capability)

@@ -10,7 +10,7 @@ from qdqbench.eval.bench.lanes import random_sets, rounded_up
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.calibrate.record import read_record, write_record
+from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
@@ -95,13 +95,7 @@ def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
     """
     shape = MODEL_SHAPES.get(model)
     source = str(folder / "model") if shape else model
-    labels = 2 if shape else label_count(model)
-    task = Task(
-        name="random-token-ids",
-        text_columns=("sentence",),
-        num_labels=labels,
-        metrics=("pearson",) if labels == 1 else ("accuracy",),
-    )
+    task = random_ids_task(None if shape else model)
     config = RunConfig(
         recipe=recipe, model=source, task=task, data="none", seed=seed, command="qdqbench bench"
     )
@@ -203,23 +197,31 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
         raise UserError(f"--length {', '.join(wrong)} is too long: {reason}")
 
 
-def _calibrate(session: Session) -> list[Path]:
-    """`quantize` on random token ids: any finite scales make the same kernels."""
+def random_ids_task(model: str | None) -> Task:
+    """A task without data for a model folder; None: for a model of `write_random_model`."""
+    labels = int(load_model(model).config.num_labels or 0) if model else 2
+    metrics = ("pearson",) if labels == 1 else ("accuracy",)
+    return Task(name="random-token-ids", text_columns=("sentence",), num_labels=labels, metrics=metrics)
+
+
+def calibrate_random_ids(session: Session) -> CalibrationRecord:
+    """A record from random token ids; for latency alone, any finite scales make the same kernels."""
     model = session.new_int8_model()
     family = session.plan.family
-    length = min(session.recipe.export.max_length, family.positions(model.config))
-    count = RANDOM_SAMPLES // RANDOM_BATCH
-    batches = list(
-        random_sets(
-            inputs=family.inputs,
-            batch=RANDOM_BATCH,
-            length=length,
-            vocabulary=int(model.config.vocab_size),
-            sets=count,
-            seed=session.config.seed,
-        )
+    batches = random_sets(
+        inputs=family.inputs,
+        batch=RANDOM_BATCH,
+        length=min(session.recipe.export.max_length, family.positions(model.config)),
+        vocabulary=int(model.config.vocab_size),
+        sets=RANDOM_SAMPLES // RANDOM_BATCH,
+        seed=session.config.seed,
     )
-    record = ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
+    return ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
+
+
+def _calibrate(session: Session) -> list[Path]:
+    """The stage `quantize` on random token ids."""
+    record = calibrate_random_ids(session)
     record.data |= {"source": "random token ids", "split": "none"}
     path = session.folder / "calibration.json"
     write_record(path, record)
@@ -242,11 +244,6 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
         torch.manual_seed(seed)
         BertForSequenceClassification(config).save_pretrained(folder)
     files.write_json(stamp, wanted)
-
-
-def label_count(model: str) -> int:
-    """Outputs of the model's head, from its config."""
-    return int(load_model(model).config.num_labels or 0)
 
 
 def _target(session: Session, kind: Any, name: str, *, random_weights: bool, calibration: str) -> Target:

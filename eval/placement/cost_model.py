@@ -131,13 +131,10 @@ class CostModel(Strict):
 
     def outside(self, model: ModelShape, batch: int, length: int) -> list[str]:
         """Sizes and placements that lie outside of what was measured."""
-        asked = {**model.model_dump(), "batch": batch, "length": length}
+        rows = [_sizes(row.model, row.batch, row.length) for row in self.rows]
         found = []
-        for name, value in asked.items():
-            known = [
-                {**row.model.model_dump(), "batch": row.batch, "length": row.length}[name]
-                for row in self.rows
-            ]
+        for name, value in _sizes(model, batch, length).items():
+            known = [sizes[name] for sizes in rows]
             if not min(known) <= value <= max(known):
                 found.append(f"{name} {value} (measured: {min(known)} to {max(known)})")
         mixed = sorted({(row.batch, row.length) for row in self.rows if row.mixed})
@@ -152,6 +149,10 @@ class CostModel(Strict):
                 f"(measured at {shapes})"
             )
         return found
+
+
+def _sizes(model: ModelShape, batch: int, length: int) -> dict[str, int]:
+    return {**model.model_dump(), "batch": batch, "length": length}
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from qdqbench.eval.bench import target
 from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
 from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, export
-from qdqbench.eval.bench.lanes import random_sets
 from qdqbench.eval.placement.cost_fit import read_rows
 from qdqbench.eval.placement.cost_model import CostRow, shape_of
 from qdqbench.eval.placement.random import Chosen, choose_placements, columns
@@ -35,7 +33,6 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import RunConfig, Session
-from qdqbench.quantize.tasks.task import Task, task_kind
 
 BASE_RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
 MEASURED_MODELS = target.MODEL_SHAPES | {
@@ -90,11 +87,11 @@ def measure_costs(  # noqa: PLR0913
         space = make_space(
             session.recipe, module_table(session.fp32_model), session.fp32_model.base_model_prefix
         )
-        record = _calibrate(session)
+        record = target.calibrate_random_ids(session)  # one for all placements
         twin = export(session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx").path
         with (
             alone_on_gpu() if devices is None else contextlib.nullcontext(),
-            GpuMonitor(_uuid(devices)) as monitor,
+            GpuMonitor(gpu_uuid() if devices is None else None) as monitor,
             EngineTimer(session, twin, folder, shapes, devices) as timer,
         ):
             job = _Job(session, space, record, timer, monitor, out, machine, name_of(model))
@@ -142,7 +139,7 @@ class _Job:
         found = self.timer.measure(exported, done, shapes)
         return {shape: (latency, clocks.get(shape)) for shape, latency in found.items()}
 
-    def append(self, chosen: Chosen, found: dict[Shape, tuple[Latency, float | None]]) -> int:
+    def append(self, placed: dict[str, str], found: dict[Shape, tuple[Latency, float | None]]) -> None:
         """Write the rows of one engine, at once."""
         gpu, backend, version = self.machine
         text = ""
@@ -152,7 +149,7 @@ class _Job:
                 model=shape_of(self.session.fp32_model.config),
                 batch=batch,
                 length=length,
-                placement=columns(chosen, int(self.session.fp32_model.config.num_hidden_layers)),
+                placement=placed,
                 ms_int8=latency.ms,
                 ms_fp16=latency.twin_ms,
                 gpu=gpu,
@@ -163,7 +160,6 @@ class _Job:
             text += row.model_dump_json() + "\n"
         with self.out.open("a", encoding="utf-8") as stream:
             stream.write(text)
-        return len(found)
 
 
 def _run(  # noqa: PLR0913, PLR0917
@@ -203,7 +199,8 @@ def _run(  # noqa: PLR0913, PLR0917
             continue
         finally:
             longest = max(longest, clock() - begin)
-        rows += job.append(chosen, found)
+        job.append(placed, found)
+        rows += len(found)
         engines += 1
         said = ", ".join(
             f"b{b} s{n} {each.ms:.3f} ms {each.speedup:.2f}x" for (b, n), (each, _) in found.items()
@@ -219,18 +216,14 @@ def name_of(model: str) -> str:
 
 def _session(model: str, folder: Path, seed: int) -> Session:
     """A session without data: the recipe's export and engine, and the model."""
-    source = model
-    if model in MEASURED_MODELS:
+    source, own = model, model in MEASURED_MODELS
+    if own:
         source = str(folder / "model")
         target.write_random_model(folder / "model", MEASURED_MODELS[model], seed)
-    task = Task(name="random-token-ids", text_columns=("sentence",), num_labels=2, metrics=("accuracy",))
-    if model not in MEASURED_MODELS:
-        labels = target.label_count(model)
-        task = task.model_copy(update={"num_labels": labels, "metrics": task_kind(labels).default_metrics})
     config = RunConfig(
         recipe=_plain(BASE_RECIPE),
         model=source,
-        task=task,
+        task=target.random_ids_task(None if own else model),
         data="none",
         seed=seed,
         command="qdqbench cost measure",
@@ -250,26 +243,11 @@ def _plain(name: str) -> Recipe:
 
 
 def _check_shapes(session: Session, shapes: Sequence[Shape]) -> None:
-
     for batch, length in shapes:
         try:
             choose_profile(engine_profiles(session), batch, length)
         except CheckFailed as error:
             raise UserError(f"--batch {batch} --length {length}: {error}") from error
-
-
-def _calibrate(session: Session) -> CalibrationRecord:
-    """One record for all placements, from random token ids: any finite scales make the same kernels."""
-    model = session.new_int8_model()
-    batches: list[Any] = random_sets(
-        inputs=session.plan.family.inputs,
-        batch=target.RANDOM_BATCH,
-        length=session.recipe.export.max_length,
-        vocabulary=int(model.config.vocab_size),
-        sets=2,
-        seed=session.config.seed,
-    )
-    return ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
 
 
 def _machine() -> tuple[str, str, str]:
@@ -286,10 +264,3 @@ def _machine() -> tuple[str, str, str]:
         raise MissingDevice(f"`qdqbench cost measure` times engines on a GPU: {missing}")
     chosen = choose_backend("auto")
     return gpu.name, chosen.name, chosen.version
-
-
-def _uuid(devices: Devices | None) -> str | None:
-    if devices is not None:
-        return None
-
-    return gpu_uuid()

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from qdqbench.eval.placement.cost_model import COST_COLUMNS
 from qdqbench.eval.placement.space import Space, Unit
 from qdqbench.quantize.encoders.family import ENCODER_KINDS
 
@@ -34,5 +33,4 @@ def columns(chosen: Chosen, layers: int) -> dict[str, str]:
     """A placement as rows hold it."""
     units, attention = chosen
     marks = {kind: "".join("01"[(n, kind) in units] for n in range(layers)) for kind in ENCODER_KINDS}
-    marks["attention"] = "".join("01"[n in attention] for n in range(layers))
-    return {name: marks[name] for name in COST_COLUMNS}
+    return marks | {"attention": "".join("01"[n in attention] for n in range(layers))}

@@ -7,7 +7,7 @@ many of the worst stay in FP16, and one or two exceptions.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
@@ -58,10 +58,11 @@ class Space:
             *(n for n in layers if n in self.attention),
             *(n for n in self.attention if n not in layers),
         ]
-        changed = dict(self.__dict__)
-        changed["units"] = {unit: self.units[unit] for unit in order}
-        changed["attention"] = {layer: self.attention[layer] for layer in inside}
-        return Space(**changed)
+        return replace(
+            self,
+            units={unit: self.units[unit] for unit in order},
+            attention={layer: self.attention[layer] for layer in inside},
+        )
 
     def suggest(self, trial: Any) -> Params:
         """Parameters of a new trial."""
@@ -108,11 +109,7 @@ class Space:
         smooth = how["smooth"] if how["smooth"] in ("none", "gain") else float(how["smooth"])
         rules = [*self._linear_rules(units), *self._attention_rules(attention), *self.fixed]
         keep = [name for name in ("layernorm", "softmax") if name == "layernorm" or not attention]
-        calibration = {
-            "method": how["method"],
-            "weights_method": how["weights_method"],
-            "smooth": smooth,
-        }
+        calibration = {"method": how["method"], "weights_method": how["weights_method"], "smooth": smooth}
         if not any(kind == "ffn-out" for _, kind in units):
             calibration["split_outliers"] = 0  # nothing is left to split
         data = self.base.model_dump(mode="json") | {
@@ -133,42 +130,22 @@ class Space:
         return recipe
 
     def _all_layers(self) -> set[int]:
-        return {
-            n
-            for name, i in self.modules.items()
-            if i.kind == "Attention"
-            for n in [self.family.layer_of(name)]
-            if n is not None
-        }
+        layers = {self.family.layer_of(name) for name, i in self.modules.items() if i.kind == "Attention"}
+        return {layer for layer in layers if layer is not None}
 
     def _linear_rules(self, units: set[Unit]) -> list[Rule]:
         """One INT8 rule for all and FP16 rules for the exceptions, or INT8 rules where these are fewer."""
-        int8: dict[str, Any] = {
-            "type": "Linear",
-            "weights": f"int8/{self.granularity}",
-            "input": "int8/tensor",
-        }
+        int8: dict[str, Any] = {"type": "Linear"} | _int8_formats(self.granularity)
         if not units:
             return []
         chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
-        whole = set(self.units) == {
-            (n, self.family.kind(name))
-            for name, i in self.modules.items()
-            if i.kind == "Linear"
-            for n in [self.family.layer_of(name)]
-            if n is not None
-        }
-        if whole and 1 + len(kept) <= len(chosen):
-            everything = self._everything()
+        if set(self.units) == set(_linear_units(self.family, self.modules)) and 1 + len(kept) <= len(chosen):
+            encoder = self._place(next(iter(self.units.values()))[0]).layers
             return [
-                Rule(match=everything, **int8),
+                Rule(match=f"{encoder}.*", **int8),
                 *(Rule(match=m, type="Linear", precision="fp16") for m in kept),
             ]
         return [Rule(match=match, **int8) for match in chosen]
-
-    def _everything(self) -> str:
-        """Pattern of all linears of the encoder."""
-        return f"{self._place(next(iter(self.units.values()))[0]).layers}.*"
 
     def _patterns(self, units: set[Unit]) -> list[str]:
         """Patterns that match exactly the linears of these units: kinds of all layers, then single ones."""
@@ -247,11 +224,7 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
             f"search moves linears between FP16 and INT8, and the INT8 residuals of recipe {base.name} need "
             "INT8 linears around them; set residual: fp16 in a copy of the recipe and search that"
         )
-    units: dict[Unit, list[str]] = {}
-    for name, info in modules.items():
-        layer = plan.family.layer_of(name)
-        if info.kind == "Linear" and layer is not None:
-            units.setdefault((layer, plan.family.kind(name)), []).append(name)
+    units = _linear_units(plan.family, modules)
     free = {u: tuple(names) for u, names in units.items() if not any(n in plan.fp32 for n in names)}
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
@@ -266,7 +239,7 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
             attention[layer] = name
     searched = {name for names in units.values() for name in names}
     outside = [
-        Rule(match=name, type="Linear", weights=f"int8/{scales}", input="int8/tensor")  # type: ignore[arg-type]
+        Rule(match=name, type="Linear", **_int8_formats(scales))
         for name, scales in plan.int8.items()
         if name not in searched
     ]
@@ -274,6 +247,20 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
     granularity = formats.most_common(1)[0][0] if formats else "channel"
     return Space(base, modules, prefix, free, attention, granularity, (*outside, *islands))
+
+
+def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
+    """Linears of the encoder by unit, in model order."""
+    units: dict[Unit, list[str]] = {}
+    for name, info in modules.items():
+        layer = family.layer_of(name)
+        if info.kind == "Linear" and layer is not None:
+            units.setdefault((layer, family.kind(name)), []).append(name)
+    return units
+
+
+def _int8_formats(granularity: str) -> dict[str, Any]:
+    return {"weights": f"int8/{granularity}", "input": "int8/tensor"}
 
 
 def ranked_by(space: Space, cost_of: Mapping[str, float], attention_cost: Mapping[int, float]) -> Space:

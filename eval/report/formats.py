@@ -1,5 +1,6 @@
 """How numbers, names and text are written in reports."""
 
+import html
 import re
 from collections import Counter
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from qdqbench.quantize.core.strict import Schema
 from qdqbench.quantize.tasks.task import SECOND
 
 LABELS = {
@@ -48,6 +50,12 @@ def points(fraction: float) -> str:
     return f"{100 * fraction:g} point{'' if round(100 * fraction, 9) == 1 else 's'}"
 
 
+def in_points(value: float, error: float | None, sign: str = "") -> str:
+    """A fraction and its error, if there is one, in points: 92.55 ± 1.03."""
+    spread = "" if error is None else f" ± {100 * error:.2f}"
+    return f"{100 * value:{sign}.2f}{spread}"
+
+
 def drop_points(drop: float, error: float) -> str:
     """A drop with its standard error, both fractions, in points: +0.34 ± 0.52."""
     return f"{100 * drop + 0.0:+.2f} ± {100 * error:.2f}"
@@ -84,12 +92,7 @@ def types(names: list[str]) -> str:
 def text(value: Any) -> str:
     """Any text as one line of Markdown that stays text, in a table too."""
     line = " ".join(str(value).split())
-    line = (
-        re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-    )
+    line = html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", line), quote=False)
     return re.sub(r"^([#+=-])", r"\\\1", line)
 
 
@@ -108,11 +111,8 @@ def fenced(block: str, language: str = "") -> str:
 def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     """Nested mappings as dotted names and printable values."""
     if isinstance(value, dict):
-        return [
-            row
-            for key, item in value.items()
-            for row in flat(item, f"{prefix}.{key}" if prefix else str(key))
-        ]
+        start = f"{prefix}." if prefix else ""
+        return [row for key, item in value.items() for row in flat(item, f"{start}{key}")]
     if isinstance(value, list):
         return [(prefix, ", ".join(str(item) for item in value))]
     if isinstance(value, int) and value >= 100_000:
@@ -150,6 +150,11 @@ def clean(value: Any) -> Any:
     if isinstance(value, dict):
         return {clean(key): clean(item) for key, item in value.items()}
     return value
+
+
+def cleaned(record: Schema) -> Schema:
+    """A record whose strings hold nothing that garbles a page or a terminal."""
+    return type(record).model_validate(clean(record.model_dump(mode="json")))
 
 
 DATATYPES = {

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.report.formats import code, label, text
+from qdqbench.eval.report.formats import code, in_points, label, text
 from qdqbench.eval.tables.changed import Changed
-from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Comparison, Results, StageResult
+from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Comparison, Results
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.tasks.task import GLUE
 
@@ -55,8 +55,8 @@ def accuracy_tables(runs: Sequence[Results], places: Places, changed: Changed) -
         if trained:
             parts.append(QAT_NOTE)
         header = [
-            "recipe", "model", *_stage_titles(trained), "difference", *(["QAT minus PTQ"] if trained else []),
-            "INT8 proven", "n", "seed", "gate", "where",
+            "recipe", "model", *map(label, _stages(trained)), "difference",
+            *(["QAT minus PTQ"] if trained else []), "INT8 proven", "n", "seed", "gate", "where",
         ]  # fmt: skip
         rows = [_accuracy_row(run, places, changed, trained=trained) for run in by_task[task]]
         parts.append(table(header, rows))
@@ -64,22 +64,14 @@ def accuracy_tables(runs: Sequence[Results], places: Places, changed: Changed) -
     return parts
 
 
-def _stage_titles(trained: bool) -> list[str]:
-    """Columns of the stages; PTQ has one of its own where a run of the table was trained."""
-    return [label(stage) for stage in (QAT_STAGES if trained else STAGES)]
-
-
-def _stage_cells(run: Results, metric: str, trained: bool) -> list[str]:
-    known = run.expected_stages
-    return [
-        _percent(run.stages.get(name, StageResult(status="skipped")), metric) if name in known else "no QAT"
-        for name in (QAT_STAGES if trained else STAGES)
-    ]
+def _stages(trained: bool) -> tuple[str, ...]:
+    """Columns; PTQ has one of its own where a run of the table was trained."""
+    return QAT_STAGES if trained else STAGES
 
 
 def _accuracy_row(run: Results, places: Places, changed: Changed, *, trained: bool) -> list[str]:
     metric = str(run.task["metrics"][0])
-    stages = [run.stages.get(name, StageResult(status="skipped")) for name in STAGES]
+    stages = [run.stages[name] for name in STAGES if name in run.stages]
     last = next((row for row in reversed(stages) if row.vs_fp32 is not None), None)
     proven = "no engine"
     if run.engine is not None:
@@ -94,7 +86,7 @@ def _accuracy_row(run: Results, places: Places, changed: Changed, *, trained: bo
     return [
         changed.label(run.recipe),
         text(_model_name(run)),
-        *_stage_cells(run, metric, trained),
+        *(_percent(run, name, metric) for name in _stages(trained)),
         _difference(last.vs_fp32 if last else None, metric),
         *([_difference(run.qat_vs_ptq, metric)] if trained else []),
         proven,
@@ -109,8 +101,7 @@ def _difference(versus: Comparison | None, metric: str) -> str:
     """In points, with its paired error; nothing where it was not measured."""
     if versus is None:
         return ""
-    error = versus.delta_stderr.get(metric)
-    return f"{100 * versus.delta[metric]:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+    return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
 
 
 def mean_tables(runs: Sequence[Results], places: Places, changed: Changed) -> list[str]:
@@ -126,7 +117,7 @@ def mean_tables(runs: Sequence[Results], places: Places, changed: Changed) -> li
             continue  # a task is missing, or has several models
         cells = [
             "no QAT" if stage == "ptq" and not any(run.trained for run in found) else _mean(found, stage)
-            for stage in (QAT_STAGES if trained else STAGES)
+            for stage in _stages(trained)
         ]
         rows.append([recipe, *cells, _mean_difference(found), str(seed), str(place)])
     if len(tasks) < 2 or not rows:
@@ -135,7 +126,7 @@ def mean_tables(runs: Sequence[Results], places: Places, changed: Changed) -> li
         f"### Mean over {', '.join(text(label(task)) for task in tasks)}\n\nOf the primary metrics, in "
         "points; the difference is engine minus FP32, its standard error from the paired errors of the tasks."
     )
-    header = ["recipe", *_stage_titles(trained), "difference", "seed", "where"]
+    header = ["recipe", *map(label, _stages(trained)), "difference", "seed", "where"]
     return [title, table(header, rows)]
 
 
@@ -154,8 +145,7 @@ def _mean_difference(runs: Iterable[Results]) -> str:
         deltas.append(row.vs_fp32.delta[metric])
         squares += row.vs_fp32.delta_stderr.get(metric, math.nan) ** 2
     error = math.sqrt(squares) / len(deltas)  # of different samples, so errors add up as squares
-    spread = f" ± {100 * error:.2f}" if math.isfinite(error) else ""
-    return f"{100 * sum(deltas) / len(deltas):+.2f}{spread}"
+    return in_points(sum(deltas) / len(deltas), error if math.isfinite(error) else None, "+")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -178,12 +168,14 @@ def run_key(run: Results) -> tuple[Any, ...]:
     )
 
 
-def _percent(row: StageResult, metric: str) -> str:
-    """A metric in points, with its standard error."""
-    if metric not in row.metrics:
+def _percent(run: Results, stage: str, metric: str) -> str:
+    """A metric of a stage in points, with its standard error."""
+    if stage not in run.expected_stages:
+        return "no QAT"
+    row = run.stages.get(stage)
+    if row is None or metric not in row.metrics:
         return "not measured"
-    error = f" ± {100 * row.stderr[metric]:.2f}" if metric in row.stderr else ""
-    return f"{100 * row.metrics[metric]:.2f}{error}"
+    return in_points(row.metrics[metric], row.stderr.get(metric))
 
 
 def _environment(run: Results) -> str:
@@ -205,7 +197,6 @@ def _hazards(run: Results) -> list[str]:
     """What is known of the engine's version on its GPU."""
     if run.engine is None:
         return []
-
     made = run.engine
     return [
         line for target in made.compute_capability for line in hazards(made.backend, made.version, target)

@@ -8,19 +8,6 @@ from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed
 from qdqbench.quantize.core.results import Comparison
 
-HEADER = [
-    "task",
-    "metric",
-    "recipe",
-    "fake-quant",
-    "drop",
-    "engine drop",
-    "ms",
-    "over FP16",
-    "trials",
-    "where",
-]
-
 
 def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     """One table: for each search the chosen recipe, then the shipped ones; drops in points."""
@@ -37,9 +24,10 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
         "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
         "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error."
     )
-    notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]
+    header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", "over FP16", "trials"]
+    notes = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
     notes += [f"- {text(label(found.task))}: {text(line)}" for found in searches for line in _said(found)]
-    return [title, table(HEADER, rows), "\n".join(notes)]
+    return [title, table([*header, "where"], rows), "\n".join(notes)]
 
 
 def _row(found: Search, confirmed: Confirmed, changed: Changed, place: int) -> list[str]:
@@ -74,9 +62,8 @@ def _said(found: Search) -> list[str]:
     """Whether it holds, what could not be judged, and whether search and confirmation agree."""
     lines = list(found.outcome.failures)
     lines += [f"✗ {row.name} failed: {row.reason}" for row in found.confirmed if row.status == "failed"]
-    if found.agreement is not None:
-        said = "they agree within noise" if found.agreement.within_noise else "✗ they do not agree"
-        drops = found.agreement
+    if (drops := found.agreement) is not None:
+        said = "they agree within noise" if drops.within_noise else "✗ they do not agree"
         lines.append(
             f"drop {drop_points(drops.searched, drops.searched_stderr)} where it was searched, "
             f"{drop_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {said}"

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from qdqbench.eval.report.formats import text, versions_text
+from qdqbench.eval.report.formats import in_points, text, versions_text
 from qdqbench.eval.runs.study_results import Study, StudySummary
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed
@@ -27,14 +27,13 @@ def study_tables(studies: Sequence[Study], changed: Changed) -> list[str]:
             "Every seed is a fine-tuning of its own, then PTQ and QAT of it."
         )
         header = ["task", "metric", "recipe", "seeds", "n", "FP32", "PTQ", "QAT", "PTQ - FP32", "QAT - FP32"]
-        header.append("where")
         places = list(dict.fromkeys(_where(study) for study in same))
         notes = [f"- {number + 1}: {text(line)}" for number, line in enumerate(places)]
         notes += [f"- {text(study.task['name'])}: {text(line)}" for study in same for line in study.warnings]
         numbered = [[*row, str(places.index(_where(study)) + 1)] for study, row in rows] + _means(
             same, changed
         )
-        parts += [title, table(header, numbered), "\n".join(notes)]
+        parts += [title, table([*header, "where"], numbered), "\n".join(notes)]
     return parts
 
 
@@ -49,8 +48,8 @@ def _row(study: Study, recipe: str, summary: StudySummary, changed: Changed) -> 
         _percent(summary.fp32),
         _percent(summary.ptq),
         _percent(summary.qat),
-        _percent(summary.ptq_minus_fp32, sign="+"),
-        _percent(summary.qat_minus_fp32, sign="+"),
+        _percent(summary.ptq_minus_fp32, "+"),
+        _percent(summary.qat_minus_fp32, "+"),
     ]
 
 
@@ -91,5 +90,4 @@ def _settings(training: dict[str, Any]) -> str:
 
 
 def _percent(found: Spread, sign: str = "") -> str:
-    spread = "" if found.sd is None else f" ± {100 * found.sd:.2f}"
-    return f"{100 * found.mean:{sign}.2f}{spread}"
+    return in_points(found.mean, found.sd, sign)

@@ -3,22 +3,23 @@
 The same files give the same bytes, in whatever order they are named; no table exists without its files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.bench.report import (
     cell_text,
     clocks,
+    compared,
     hardware,
+    latency_mark,
     method,
-    milliseconds,
     ratio_mark,
     slow_lines,
 )
 from qdqbench.eval.bench.results import BENCH_FILE as BENCH
-from qdqbench.eval.bench.results import Bench, BenchCell, read_bench, row_of, speedup_of, without_unmasked
-from qdqbench.eval.report.formats import clean, text
+from qdqbench.eval.bench.results import Bench, rate_of, read_bench, speedup_of, without_unmasked
+from qdqbench.eval.report.formats import cleaned, text
 from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
 from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
@@ -30,7 +31,7 @@ from qdqbench.eval.tables.study import study_tables
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.strict import Schema, read
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 RESULTS = "results.json"
@@ -45,8 +46,7 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
     """
     found: dict[Path, None] = {}
     for path in paths:
-        names = (RESULTS, BENCH, STUDY, SEARCH)
-        below = [file for name in names for file in path.rglob(name)] if path.is_dir() else [path]
+        below = _below(path, RESULTS, BENCH, STUDY, SEARCH)
         if not below:
             raise UserError(f"{path} holds no {RESULTS} and no {BENCH}; name the folders of finished runs")
         found.update(dict.fromkeys(file for file in below if file.name not in (STUDY, SEARCH)))
@@ -56,11 +56,10 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
         value = files.read_json(path)
         if isinstance(value, dict) and "cells" in value:
             bench = read_bench(path)
-            shown = without_unmasked(bench).model_dump(mode="json")
-            _add(benches, _bench_key(bench), path, Bench.model_validate(clean(shown)))
+            _add(benches, _bench_key(bench), path, cleaned(without_unmasked(bench)))
         else:
-            run = _read_run(path)
-            _add(runs, run_key(run), path, Results.model_validate(clean(run.model_dump(mode="json"))))
+            run = read(path, Results, "results.json or bench.json", "make it again")
+            _add(runs, run_key(run), path, cleaned(run))
     return [runs[key][1] for key in sorted(runs)], [benches[key][1] for key in sorted(benches)]
 
 
@@ -70,8 +69,7 @@ def find_studies(paths: Sequence[Path]) -> list[Study]:
     Raises:
         UserError: unreadable, or of another version.
     """
-    read = [read_study(file).model_dump(mode="json") for file in _named(STUDY, paths)]
-    studies = [Study.model_validate(clean(value)) for value in read]
+    studies = _read_all(STUDY, read_study, paths)
     return sorted(studies, key=lambda study: (str(study.task["name"]), sorted(study.recipes), study.created))
 
 
@@ -81,15 +79,19 @@ def find_searches(paths: Sequence[Path]) -> list[Search]:
     Raises:
         UserError: unreadable, or of another version.
     """
-    read = [read_search(file).model_dump(mode="json") for file in _named(SEARCH, paths)]
-    searches = [Search.model_validate(clean(value)) for value in read]
+    searches = _read_all(SEARCH, read_search, paths)
     return sorted(searches, key=lambda found: (found.task, found.source.mode, found.created))
 
 
-def _named(name: str, paths: Sequence[Path]) -> list[Path]:
-    """Files of this name, each once."""
-    below = [file for path in paths for file in (path.rglob(name) if path.is_dir() else [path])]
-    return list(dict.fromkeys(file for file in below if file.name == name))
+def _below(path: Path, *names: str) -> list[Path]:
+    """The files of these names in a folder, or the file itself."""
+    return [file for name in names for file in path.rglob(name)] if path.is_dir() else [path]
+
+
+def _read_all(name: str, reader: Callable[[Path], Schema], paths: Sequence[Path]) -> list[Schema]:
+    """Every file of this name, each once."""
+    below = dict.fromkeys(file for path in paths for file in _below(path, name))
+    return [cleaned(reader(file)) for file in below if file.name == name]
 
 
 def insert(before: str, tables: str, name: str) -> str:
@@ -134,29 +136,17 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"
     )
-    names = [about.name for about in bench.contestants]
-    over = [name for name in ("fp16", "compile-fp16") if _compared(bench, name)]
     labels = {about.name: about.label for about in bench.contestants}
-    header = [
-        "shape",
-        *(text(labels[name]) for name in names),
-        *(f"INT8 over {text(labels[n])}" for n in over),
-    ]
+    over = compared(bench)
+    header = ["shape", *map(text, labels.values()), *(f"INT8 over {text(labels[name])}" for name in over)]
     rows = []
     for cell in bench.cells:
         ratios = [ratio_mark(speedup_of(cell, "int8", name)) for name in over]
         shown = [f"**{mark.text}**" if mark.bad else mark.text for mark in ratios]
-        rows.append([text(cell_text(bench, cell)), *(_median(cell, name) for name in names), *shown])
-    said = [
-        *bench.notes,
-        *_built_as(bench),
-        *_proofs(bench),
-        clocks(bench),
-        *slow_lines(bench),
-        *bench.errors,
-        *bench.warnings,
-    ]
-    notes = [f"- {text(line)}" for line in said]
+        medians = [latency_mark(cell, name).text for name in labels]
+        rows.append([text(cell_text(bench, cell)), *medians, *shown])
+    said = [*bench.notes, *_built_as(bench), *_proofs(bench), clocks(bench), *slow_lines(bench)]
+    notes = [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
     if not bench.complete:
         notes.insert(0, "- interrupted: not every shape was measured")
     return [title, table(header, rows), *_throughput(bench, labels), "\n".join(notes)]
@@ -184,28 +174,13 @@ def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:
     rows = []
     for cell in bench.cells:
         for streams in bench.settings.streams:
-            rates = []
-            for name in labels:
-                row = row_of(cell, name)
-                found = [rate for rate in row.throughput if rate.streams == streams] if row else []
-                rates.append(f"{found[0].sequences_per_s:,.0f}" if found else "")
+            rates = [rate_of(cell, name, streams) for name in labels]
             if any(rates):
-                rows.append([text(cell_text(bench, cell)), str(streams), *rates])
+                shown = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
+                rows.append([text(cell_text(bench, cell)), str(streams), *shown])
     if not rows:
         return []
     return ["Sequences per second:", table(["shape", "streams", *map(text, labels.values())], rows)]
-
-
-def _median(cell: BenchCell, name: str) -> str:
-    row = row_of(cell, name)
-    if row is not None:
-        return milliseconds(row.median_ms)
-    failed = any(row.contestant == name and row.status == "error" for row in cell.rows)
-    return "✗ error" if failed else "not measured"
-
-
-def _compared(bench: Bench, name: str) -> bool:
-    return any(speedup_of(cell, "int8", name) for cell in bench.cells)
 
 
 def _bench_key(bench: Bench) -> tuple[Any, ...]:
@@ -224,7 +199,3 @@ def _add(
     if key in known:
         raise UserError(f"{known[key][0]} and {path} measured the same thing; name only one of them")
     known[key] = (path, value)
-
-
-def _read_run(path: Path) -> Results:
-    return read(path, Results, "results.json or bench.json", "make it again")

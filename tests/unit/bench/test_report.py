@@ -208,7 +208,7 @@ def test_a_run_does_not_show_peers_that_had_no_mask(tmp_path):
     write_bench(tmp_path / "bench.json", bench.model_copy(update={"settings": settings}))
     found = bench_of(tmp_path)
     assert "PyTorch FP16 SDPA" not in found.columns
-    assert "without an attention mask" in found.warnings[-1]
+    assert "without an attention mask" in found.measured.warnings[-1]
 
 
 def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):
