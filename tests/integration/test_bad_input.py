@@ -563,12 +563,12 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_unexpected_failure_is_one_sentence_too(finished_run, qdqbench, monkeypatch):
-    from qdqbench.quantize.check import check
+    from qdqbench.eval.api import models
 
     def fail(*_, **__):
         raise ZeroDivisionError("several\nlines")
 
-    monkeypatch.setattr(check, "check_file", fail)
+    monkeypatch.setattr(models, "check_file", fail)
     done = qdqbench("check", finished_run / "model.int8.onnx")
     assert done.code == 1
     assert re.fullmatch(
