@@ -156,7 +156,7 @@ def _unreadable(model: onnx.ModelProto, opset: int) -> Iterator[FindingRow]:
         per_channel = [n for n in model.graph.node if opset < 13 and _has_axis(n)]
         if per_channel:
             why = f"{len(per_channel)} nodes have per-channel Q/DQ, which opset {opset} does not have"
-            yield finding("opset-too-low", finding_label(per_channel[0]), why)
+            yield finding("opset-too-low", per_channel[0], why)
         else:
             yield invalid
 
@@ -170,7 +170,7 @@ def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
     halves = [node for node in qdq if graph.types.get(node.input[1]) in HALVES]
     if opset < 19 and halves:
         why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
-        yield finding("opset-too-low", finding_label(halves[0]), why)
+        yield finding("opset-too-low", halves[0], why)
 
 
 def _invalid(model: onnx.ModelProto) -> FindingRow | None:

@@ -59,10 +59,11 @@ CODES: dict[str, tuple[Severity, str]] = {
 }
 
 
-def finding(code: str, node: str, why: str, severity: Severity | None = None) -> FindingRow:
-    """One finding with the severity and fix of its code; `severity` overrides."""
+def finding(code: str, place: onnx.NodeProto | str, why: str, severity: Severity | None = None) -> FindingRow:
+    """One finding at a node or a name, with the severity and fix of its code; `severity` overrides."""
     default, fix = CODES[code]
-    return FindingRow(severity=severity or default, code=code, node=node, why=why, fix=fix)
+    name = place if isinstance(place, str) else finding_label(place)
+    return FindingRow(severity=severity or default, code=code, node=name, why=why, fix=fix)
 
 
 def finding_label(node: onnx.NodeProto) -> str:

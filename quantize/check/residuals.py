@@ -23,19 +23,17 @@ def check_residuals(
             continue
         if expected is not None and residual.module not in expected:
             why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
-            yield finding("recipe-surplus", finding_label(residual.add), why)
+            yield finding("recipe-surplus", residual.add, why)
         elif other := other_rounding(graph.index, residual):
             why = (
                 f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
                 "types, so the engine keeps it in floating point and in INT8"
             )
-            yield finding(
-                "split-residual", finding_label(residual.add), why, None if expected is None else "error"
-            )
+            yield finding("split-residual", residual.add, why, None if expected is None else "error")
         elif expected is None:
             norm, dq = finding_label(residual.norm), finding_label(residual.dq)
             why = f"what {norm!r} adds comes from {dq!r}; that costs accuracy"
-            yield finding("quantized-residual", finding_label(residual.add), why)
+            yield finding("quantized-residual", residual.add, why)
 
 
 def missing_residuals(found: Collection[ResidualAdd], expected: Collection[str]) -> Iterator[FindingRow]:
@@ -43,4 +41,4 @@ def missing_residuals(found: Collection[ResidualAdd], expected: Collection[str])
     for residual in found:
         if residual.module in expected and residual.dq is None:
             why = f"the recipe asks for the residual of {residual.module} in INT8, and neither input has Q/DQ"
-            yield finding("recipe-missing", finding_label(residual.add), why)
+            yield finding("recipe-missing", residual.add, why)

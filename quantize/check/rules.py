@@ -32,17 +32,15 @@ def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
     for node in graph.nodes:
         if _is_integer(node):
             why = f"TensorRT does not parse {node.op_type}; it takes INT8 from explicit Q/DQ only"
-            yield finding("unsupported-op", finding_label(node), why)
+            yield finding("unsupported-op", node, why)
         elif any(item.HasField("g") or item.graphs for item in node.attribute):
-            yield finding(
-                "not-checked", finding_label(node), f"the subgraphs of {node.op_type} were not looked into"
-            )
+            yield finding("not-checked", node, f"the subgraphs of {node.op_type} were not looked into")
         elif (node.domain, node.op_type) in functions:
             why = f"the local function {node.op_type} was not looked into"
-            yield finding("not-checked", finding_label(node), why)
+            yield finding("not-checked", node, why)
         elif node.domain not in ("", "ai.onnx") and not is_quantize(node) and not is_dequantize(node):
             why = f"{node.op_type} of domain {node.domain!r} needs a plugin, and was not looked into"
-            yield finding("not-checked", finding_label(node), why)
+            yield finding("not-checked", node, why)
 
 
 def _is_integer(node: onnx.NodeProto) -> bool:
@@ -55,27 +53,23 @@ def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
         if is_quantize(node):
-            readers = list(graph.reach(node.output[0], MOVES))
-            if node.output[0] not in outputs and not any(
-                is_dequantize(reader) or _is_integer(reader) for reader in readers
-            ):
-                yield finding("q-without-dq", finding_label(node), "no DequantizeLinear reads its output")
+            readers = graph.reach(node.output[0], MOVES)
+            if node.output[0] not in outputs and not any(is_dequantize(n) or _is_integer(n) for n in readers):
+                yield finding("q-without-dq", node, "no DequantizeLinear reads its output")
             yield from _check_scale(graph, node)
         elif is_dequantize(node):
             source, name = graph.origin(node.input[0])
             if source is not None and is_quantize(source):
                 if not _same_parameters(graph, source, node):
                     why = f"its scale, zero point or axis differs from that of {finding_label(source)!r}"
-                    yield finding("scale-mismatch", finding_label(node), why)
+                    yield finding("scale-mismatch", node, why)
                     yield from _check_scale(graph, node)
                 continue
             if source is None or graph.index.stored(name) is not None:  # a weight, or INT8 given as input
                 yield from _check_scale(graph, node)
             elif not _is_integer(source):
                 made = f"{source.op_type} {finding_label(source)!r}"
-                yield finding(
-                    "dq-without-q", finding_label(node), f"it reads {made} instead of a QuantizeLinear"
-                )
+                yield finding("dq-without-q", node, f"it reads {made} instead of a QuantizeLinear")
 
 
 def _same_parameters(graph: CheckGraph, q: onnx.NodeProto, dq: onnx.NodeProto) -> bool:
@@ -96,10 +90,9 @@ def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
 
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
     """Scale, zero point and type of one Q, or of a DQ that reads a constant."""
-    name = finding_label(node)
     scale = graph.value(node.input[1])
     if scale is None:
-        yield finding("dynamic-scale", name, "its scale is computed at run time and cannot be checked")
+        yield finding("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
         return
     number = scale.astype(np.float64).reshape(-1)
     bad = np.flatnonzero(~(np.isfinite(number) & (number > 0)))
@@ -107,49 +100,47 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
         why = f"its scale is {number[bad[0]]:g}"
         if number.size > 1:
             why = f"{bad.size} of its {number.size} scales are bad: {number[bad[0]]:g} at channel {bad[0]}"
-        yield finding("bad-scale", name, f"{why}; the engine would not build, or give NaN")
+        yield finding("bad-scale", node, f"{why}; the engine would not build, or give NaN")
     if scale.ndim > 1 or attribute(node, "block_size"):
-        yield finding("blocked-scale", name, f"its scale has shape {list(scale.shape)}: not for INT8")
+        yield finding("blocked-scale", node, f"its scale has shape {list(scale.shape)}: not for INT8")
     yield from _check_type(graph, node, number.size)
     if is_quantize(node) and number.size > 1 and not graph.is_constant(node.input[0]):
         why = f"an activation with {number.size} scales is accepted, but its matmul does not run in INT8"
-        yield finding("per-channel-activation", name, why)
+        yield finding("per-channel-activation", node, why)
 
 
 def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterator[FindingRow]:
-    name = finding_label(node)
     quantized = graph.types.get(node.output[0] if is_quantize(node) else node.input[0], 0)
     point = _zero_point(graph, node)
     if quantized == TensorProto.UINT8:
         missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
-        yield finding("uint8", name, f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}")
+        yield finding("uint8", node, f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}")
         return
     if quantized not in (0, TensorProto.INT8):
-        yield finding("not-int8", name, f"its quantized type is {type_name(quantized)}")
+        yield finding("not-int8", node, f"its quantized type is {type_name(quantized)}")
         return
     if point is None:
         return
     if np.any(point):
         value = point.reshape(-1)[np.flatnonzero(point.reshape(-1))[0]]
-        yield finding("non-zero-zero-point", name, f"its zero point is {value}; TensorRT refuses all but 0")
+        yield finding("non-zero-zero-point", node, f"its zero point is {value}; TensorRT refuses all but 0")
     if point.size != scales:
         why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
-        yield finding("zero-point-shape", name, why)
+        yield finding("zero-point-shape", node, why)
 
 
 def check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
     """Q/DQ on both inputs or on neither."""
     attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
     for node in graph.matmuls:
-        pair = graph.operands[node.output[0]]
-        first, second = pair
+        first, second = graph.operands[node.output[0]]
         if node.output[0] not in attention and (first.dq is None) != (second.dq is None):
             with_dq, without = ("first", second) if first.dq is not None else ("second", first)
             why = (
                 f"only its {with_dq} input has Q/DQ, the other comes from {without.stop}; "
                 "the engine runs it in floating point without a word"
             )
-            yield finding("half-quantized", finding_label(node), why)
+            yield finding("half-quantized", node, why)
 
 
 def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -162,7 +153,7 @@ def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
             size = graph.head_size(attention)
             if size is not None and size not in limits_of().int8_head_sizes:
                 why = f"its head size is {size}, and there is no fused INT8 attention for it"
-                yield finding("attention-head-size", finding_label(attention.scores), why)
+                yield finding("attention-head-size", attention.scores, why)
             continue
         missing = [part for part in attention.operands if part not in with_dq]
         missing += [] if attention.output_quantized else ["the output"]
@@ -171,9 +162,7 @@ def check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
             f"Q/DQ is on {', '.join(with_dq)} but not on {', '.join(missing)}: the fused attention is lost, "
             "the engine is slower than FP16 and its logits can be wrong"
         )
-        yield finding(
-            "partial-attention", finding_label(attention.scores if early else attention.context), why
-        )
+        yield finding("partial-attention", attention.scores if early else attention.context, why)
 
 
 def is_whole(attention: Attention) -> bool:
@@ -190,17 +179,12 @@ def check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
         elif operator(node) == "ReduceMean" and _activation_dq(graph, node.input[0]):
             readers = graph.index.consumers.get(node.output[0], [])
             if any(operator(n) == "Sub" and node.input[0] in n.input for n in readers):
-                yield finding(
-                    "quantized-layernorm", finding_label(node), "its LayerNorm reads a dequantized tensor"
-                )
+                yield finding("quantized-layernorm", node, "its LayerNorm reads a dequantized tensor")
         elif operator(node) in ("Softmax", "LogSoftmax"):
             if graph.behind_softmax(node)[1]:
-                yield finding("quantized-softmax", finding_label(node), "its input was quantized to INT8")
-            readers = [] if node.output[0] in attentions else list(graph.reach(node.output[0], MOVES))
-            if any(is_quantize(reader) for reader in readers):
-                yield finding(
-                    "quantized-softmax", finding_label(node), "its output is quantized outside of attention"
-                )
+                yield finding("quantized-softmax", node, "its input was quantized to INT8")
+            if node.output[0] not in attentions and any(map(is_quantize, graph.reach(node.output[0], MOVES))):
+                yield finding("quantized-softmax", node, "its output is quantized outside of attention")
 
 
 def _check_norm(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
@@ -208,7 +192,7 @@ def _check_norm(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]
         operand = graph.operand(name) if name else None
         if operand is not None and operand.dq is not None:
             why = f"its input {name!r} comes from {finding_label(operand.dq)!r}"
-            yield finding("quantized-layernorm", finding_label(node), why)
+            yield finding("quantized-layernorm", node, why)
             return
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from qdqbench.quantize.check.codes import finding, finding_label, type_name
+from qdqbench.quantize.check.codes import finding, type_name
 from qdqbench.quantize.check.view import MOVES, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.results import FindingRow
@@ -38,7 +38,7 @@ def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list
     for node in graph.node:
         why = _type_node(node, opset, types) or _declared_otherwise(node, types, declared)
         if why:
-            findings.append(finding("mixed-types", finding_label(node), why))
+            findings.append(finding("mixed-types", node, why))
     return types, findings
 
 
@@ -144,7 +144,7 @@ def check_constants(graph: CheckGraph) -> list[FindingRow]:
             low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
         largest = low if -low > high else high
         if np.isnan(low) or np.isnan(high):
-            findings.append(finding("nan-constant", finding_label(node), f"its constant {name!r} holds NaN"))
+            findings.append(finding("nan-constant", node, f"its constant {name!r} holds NaN"))
         elif abs(largest) > FP16_MAX:
             findings += _too_large(graph, name, node, largest)
     return findings
@@ -177,5 +177,5 @@ def _too_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: floa
         return []  # stays in FP32, or is clipped by the Q
     else:
         message = f"{why}, so a conversion to FP16 makes it infinite"
-        return [finding("constant-overflows-fp16", finding_label(node), message, "warning")]
-    return [finding("constant-overflows-fp16", finding_label(node), why)]
+        return [finding("constant-overflows-fp16", node, message, "warning")]
+    return [finding("constant-overflows-fp16", node, why)]

@@ -192,17 +192,14 @@ class CheckGraph:
         return None
 
     def _attention(self, softmax: onnx.NodeProto) -> Attention | None:
-        context = None
-        for node in self.reach(softmax.output[0], (*MOVES, *_QDQ, "Where", "Mul", "Div")):
-            if operator(node) == "MatMul":
-                context = node
-                break
+        readers = self.reach(softmax.output[0], (*MOVES, *_QDQ, "Where", "Mul", "Div"))
+        context = next((node for node in readers if operator(node) == "MatMul"), None)
         scores, _ = self.behind_softmax(softmax)
         if context is None or scores is None or scores.output[0] == context.output[0]:
             return None
         if any(self.is_constant(name) for node in (scores, context) for name in node.input[:2]):
             return None  # a linear layer before the softmax or behind it
-        side = 0 if self._leads_to(context.input[0], softmax) else 1
+        side = 0 if self._behind(context.input[0], softmax.output[0])[0] is not None else 1
         q, k = self.operands[scores.output[0]]
         pair = self.operands[context.output[0]]
         operands = {"q": q, "k": k, "softmax output": pair[side], "v": pair[1 - side]}
@@ -212,9 +209,6 @@ class CheckGraph:
     def behind_softmax(self, softmax: onnx.NodeProto) -> tuple[onnx.NodeProto | None, bool]:
         """The matmul whose scores a softmax normalizes, and whether Q/DQ lie between the two."""
         return self._behind(softmax.input[0], "")
-
-    def _leads_to(self, name: str, target: onnx.NodeProto) -> bool:
-        return self._behind(name, target.output[0])[0] is not None
 
     def _behind(self, start: str, target: str) -> tuple[onnx.NodeProto | None, bool]:
         """The nearest matmul (or maker of `target`) behind a tensor, and whether Q/DQ came before it."""

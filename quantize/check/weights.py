@@ -32,7 +32,7 @@ def _check_weight(
     source = graph.index.producers.get(dq.input[0])
     if source is not None and is_quantize(source):
         why = "its weight is stored in floating point with Q/DQ, so the file is 2 to 4 times larger"
-        yield finding("float-weight", finding_label(source), why)
+        yield finding("float-weight", source, why)
     scale, shape = graph.value(dq.input[1]), graph.shape(dq.input[0])
     if scale is None or scale.size < 2 or scale.ndim > 1 or not shape:
         return
@@ -41,19 +41,17 @@ def _check_weight(
     axis += rank if axis < 0 else 0
     sizes = f"weight {shape}, {scale.size} scales along axis {axis}"
     if not 0 <= axis < rank or shape[axis] != scale.size:
-        yield finding("wrong-weight-axis", finding_label(dq), f"{sizes}: they do not fit")
+        yield finding("wrong-weight-axis", dq, f"{sizes}: they do not fit")
         return
     if weight.reshaped or rank < 2:
         return
     wanted = _channel_axis(node, position, weight, rank)
     if wanted is None:
         why = f"{sizes}: a Transpose between it and {finding_label(node)!r} does not fit these axes"
-        yield finding("wrong-weight-axis", finding_label(dq), why)
+        yield finding("wrong-weight-axis", dq, why)
     elif wanted != axis:
         why = f"{sizes}, but the output channels of {finding_label(node)!r} are axis {wanted}"
-        yield finding(
-            "wrong-weight-axis", finding_label(dq), f"{why}; it is accepted and does not run in INT8"
-        )
+        yield finding("wrong-weight-axis", dq, f"{why}; it is accepted and does not run in INT8")
 
 
 def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int | None:
@@ -85,7 +83,7 @@ def _check_overflow(
             f"its {which} scale is FP16 and the weight has {scale.size} scales: TensorRT-RTX stores the "
             f"INT32 sums as FP16 before scaling, and sums over {FP16_MAX:.0f} become infinite"
         )
-        yield finding("fp16-overflow", finding_label(node), why)
+        yield finding("fp16-overflow", node, why)
 
 
 def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:

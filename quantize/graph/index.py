@@ -1,7 +1,7 @@
 """Small, shared readings of an ONNX graph: producers, consumers and constants."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 import numpy as np
@@ -97,23 +97,15 @@ def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
     """What the attribute of a Constant node holds, where it is a tensor or numbers."""
     if item.name == "value":
         return item.t
-    kind = {
-        "value_float": np.float32,
-        "value_floats": np.float32,
-        "value_int": np.int64,
-        "value_ints": np.int64,
-    }
-    if item.name not in kind:
+    kind = {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s"))
+    if kind is None:
         return None
-    return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(item), kind[item.name]))
+    return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(item), kind))
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
     """Integer attribute of a node, or `default`."""
-    for item in node.attribute:
-        if item.name == name:
-            return int(item.i)
-    return default
+    return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
 def module_of(node_name: str) -> str:
@@ -122,6 +114,13 @@ def module_of(node_name: str) -> str:
     `/bert/encoder/layer.0/output/dense/MatMul` is made by `bert.encoder.layer.0.output.dense`.
     """
     return node_name.strip("/").rpartition("/")[0].replace("/", ".")
+
+
+def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give a graph these nodes, some or all of which may be its own, in place of those that it has."""
+    nodes = list(nodes)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def prune(model: onnx.ModelProto) -> None:
@@ -133,8 +132,7 @@ def prune(model: onnx.ModelProto) -> None:
         if any(name in needed for name in node.output):
             kept.append(node)
             needed.update(node.input)
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
+    replace_nodes(model, reversed(kept))
     initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
     del graph.initializer[:]
     graph.initializer.extend(initializers)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.limits import FP16_MAX
-from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of
+from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 _SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
@@ -29,8 +29,7 @@ def constants_to_initializers(model: onnx.ModelProto) -> None:
             kept.append(node)
         else:
             model.graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    replace_nodes(model, kept)
 
 
 def drop_noop_casts(model: onnx.ModelProto) -> None:
@@ -54,8 +53,7 @@ def drop_noop_casts(model: onnx.ModelProto) -> None:
             source[node.output[0]] = node.input[0]
         else:
             kept.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
+    replace_nodes(model, kept)
 
 
 def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
@@ -73,7 +71,7 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
         CheckFailed: constants that do not fit FP16, all of them named.
     """
     typer = _Typer(model, fp32_modules)
-    for node in list(model.graph.node):
+    for node in model.graph.node:
         typer.place(node)
     typer.finish()
 
@@ -90,7 +88,7 @@ class _Typer:
         self.constants = {i.name: i for i in model.graph.initializer if i.data_type == TensorProto.FLOAT}
         self.types = dict.fromkeys(self.floats | set(self.constants), TensorProto.FLOAT)
         self.nodes: list[onnx.NodeProto] = []
-        self.converted: dict[str, str] = {}
+        self.converted: set[str] = set()
         self.new_constants: list[onnx.TensorProto] = []
         self.too_large: list[str] = []
 
@@ -123,15 +121,13 @@ class _Typer:
         self.graph.initializer.extend(self.new_constants)
 
     def _is_fp32(self, node: onnx.NodeProto) -> bool:
-        if node.op_type in QDQ:
-            return True
         suffix = ".softmax" if node.op_type == "Softmax" else ""
-        return f"{module_of(node.name)}{suffix}" in self.fp32_modules
+        return node.op_type in QDQ or f"{module_of(node.name)}{suffix}" in self.fp32_modules
 
     def _converted(self, name: str, wanted: int) -> str:
         target = f"{name}_{_SUFFIX[wanted]}"
         if target not in self.converted:
-            self.converted[target] = name
+            self.converted.add(target)
             if name in self.constants:
                 self.new_constants.append(self._fp16_constant(name, target))
             else:

@@ -5,12 +5,13 @@ What each one buys was measured kernel by kernel: docs/performance.md.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -82,7 +83,7 @@ def join_heads(model: onnx.ModelProto) -> int:
         nodes += before.get(id(node), [])
         if id(node) not in dropped:
             nodes.append(node)
-    _replace_nodes(model, nodes)
+    replace_nodes(model, nodes)
     return len(joined)
 
 
@@ -119,7 +120,7 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
             continue
         nodes += _sigmoid_form(model, node)
         count += 1
-    _replace_nodes(model, nodes)
+    replace_nodes(model, nodes)
     return count
 
 
@@ -154,34 +155,22 @@ def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodePro
         ]
     )
     parts = [f"{path}/joined_{number}" for number in range(len(members))]
-    nodes = [
-        helper.make_node(
-            "Concat", [m.product for m in members], [f"{path}/joined"], name=f"{path}/joined_Concat", axis=2
-        ),
-        helper.make_node(
-            "Reshape", [f"{path}/joined", shape], [f"{path}/joined_split"], name=f"{path}/joined_Reshape"
-        ),
-        helper.make_node(
-            "Transpose",
-            [f"{path}/joined_split"],
-            [f"{path}/joined_heads"],
-            name=f"{path}/joined_Transpose",
-            perm=[2, 0, 3, 1, 4],
-        ),
-        helper.make_node(
-            "Split", [f"{path}/joined_heads"], parts, name=f"{path}/joined_Split", axis=0, num_outputs=3
-        ),
+    joined, split, heads = f"{path}/joined", f"{path}/joined_split", f"{path}/joined_heads"
+    steps: list[tuple[str, str, list[str], list[str], dict[str, Any]]] = [
+        (joined, "Concat", [member.product for member in members], [joined], {"axis": 2}),
+        (joined, "Reshape", [joined, shape], [split], {}),
+        (joined, "Transpose", [split], [heads], {"perm": [2, 0, 3, 1, 4]}),
+        (joined, "Split", [heads], parts, {"axis": 0, "num_outputs": 3}),
     ]
     for part, member in zip(parts, members, strict=True):
         squeezed = f"{part}_squeezed" if member.transposed else member.heads
-        nodes.append(helper.make_node("Squeeze", [part, axes], [squeezed], name=f"{part}_Squeeze"))
+        steps.append((part, "Squeeze", [part, axes], [squeezed], {}))
         if member.transposed:
-            nodes.append(
-                helper.make_node(
-                    "Transpose", [squeezed], [member.heads], name=f"{part}_Transpose", perm=[0, 1, 3, 2]
-                )
-            )
-    return nodes
+            steps.append((part, "Transpose", [squeezed], [member.heads], {"perm": [0, 1, 3, 2]}))
+    return [
+        helper.make_node(kind, inputs, outputs, name=f"{place}_{kind}", **attributes)
+        for place, kind, inputs, outputs, attributes in steps
+    ]
 
 
 def _sigmoid_form(model: onnx.ModelProto, gelu: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -236,8 +225,3 @@ def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
 
 def _position(model: onnx.ModelProto, node: onnx.NodeProto) -> int:
     return next(number for number, other in enumerate(model.graph.node) if other is node)
-
-
-def _replace_nodes(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> None:
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)

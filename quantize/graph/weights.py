@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int8
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of
+from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes
 
 
 def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
@@ -68,9 +68,7 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
             replaced[id(step)] = []
         replaced[id(gemm)] = _as_matmul(gemm, transpose.output[0])
         folded.append(module_of(gemm.name))
-    nodes = [new for node in model.graph.node for new in replaced.get(id(node), [node])]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model, (new for node in model.graph.node for new in replaced.get(id(node), [node])))
     return folded
 
 
@@ -160,9 +158,8 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
                 scalar *= np.float32(2)
             taken.add(scalar)
             behind[id(node)] = _factor(model, node, dq, scale, scalar)
-    nodes = [n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    nodes = (n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None)
+    replace_nodes(model, nodes)
 
 
 def _middle(scales: Float32) -> np.float32:
@@ -202,5 +199,4 @@ def input_key(index: GraphIndex, node: onnx.NodeProto) -> str:
     q = index.producers.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
     if q is None or q.op_type != "QuantizeLinear":
         return node.name
-    scale = index.constant(q.input[1])
-    return f"{q.input[0]} {scale}"
+    return f"{q.input[0]} {index.constant(q.input[1])}"
