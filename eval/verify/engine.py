@@ -34,7 +34,7 @@ from qdqbench.quantize.tasks import metrics
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
-    from qdqbench.quantize.engine.backend import Profile
+    from qdqbench.quantize.engine.profiles import Profile
     from qdqbench.quantize.engine.sidecar import Sidecar
     from qdqbench.quantize.rundir.session import Session
     from qdqbench.quantize.tasks.rows import Encoded

@@ -27,18 +27,6 @@ from qdqbench.quantize.engine.log import (
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 
-__all__ = [
-    "Backend",
-    "BackendChoice",
-    "BackendName",
-    "BuiltEngine",
-    "Profile",
-    "available_backends",
-    "build_engine",
-    "choose_backend",
-    "preferred_backend",
-]
-
 BackendName = Literal["tensorrt", "tensorrt_rtx"]
 BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 

@@ -10,14 +10,8 @@ import onnx
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.results import EngineResult, LayerRow
-from qdqbench.quantize.engine.backend import (
-    BackendChoice,
-    BuiltEngine,
-    Profile,
-    build_engine,
-    choose_backend,
-)
+from qdqbench.quantize.core.results import EngineResult
+from qdqbench.quantize.engine.backend import BackendChoice, build_engine, choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.layers import (
     coverage,
@@ -27,10 +21,10 @@ from qdqbench.quantize.engine.layers import (
     why_not,
 )
 from qdqbench.quantize.engine.log import BuildProgress
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
-from qdqbench.quantize.machine.gpu import Gpu
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords
@@ -114,15 +108,27 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         not_int8_residuals=lost,
         layers=rows,
     )
-    _write(
-        onnx_path,
-        engine_path,
-        layers_path or engine_path.with_name("layers.json"),
-        built,
-        rows,
-        profiles,
-        chosen.gpu,
+    # the sidecar comes last, because it vouches for the engine
+    files.write_bytes(engine_path, built.data)
+    layers = {"layers": [row.model_dump() for row in rows]}
+    files.write_json(layers_path or engine_path.with_name("layers.json"), layers)
+    gpu = chosen.gpu
+    sidecar = Sidecar(
+        qdqbench=metadata.version("qdqbench"),
+        backend=built.backend,
+        version=built.version,
+        compute_capability=built.compute_capability,
+        ahead_of_time=built.ahead_of_time,
+        gpu=gpu.name if gpu else None,
+        driver=gpu.driver if gpu else None,
+        profiles=list(profiles),
+        onnx=onnx_path.name,
+        onnx_sha256=files.sha256(onnx_path),
+        engine_bytes=len(built.data),
+        engine_sha256=files.sha256(engine_path),
+        build_seconds=round(built.seconds, 3),
     )
+    files.write_json(sidecar_path(engine_path), sidecar.model_dump())
     return result
 
 
@@ -181,33 +187,3 @@ def _check_names(path: Path, gemms: list[str], expected: Collection[str]) -> Non
     if repeated := sorted(name for name in set(expected) if counts[name] > 1 or not name):
         names = ", ".join(map(repr, repeated))
         raise UserError(f"{path} has several MatMul or Gemm nodes named {names}; give each node its own name")
-
-
-def _write(  # noqa: PLR0913, PLR0917
-    onnx_path: Path,
-    engine_path: Path,
-    layers_path: Path,
-    built: BuiltEngine,
-    rows: Sequence[LayerRow],
-    profiles: Sequence[Profile],
-    gpu: Gpu | None,
-) -> None:
-    """Write the engine, its layers and last its sidecar, which vouches for the engine."""
-    files.write_bytes(engine_path, built.data)
-    files.write_json(layers_path, {"layers": [row.model_dump() for row in rows]})
-    sidecar = Sidecar(
-        qdqbench=metadata.version("qdqbench"),
-        backend=built.backend,
-        version=built.version,
-        compute_capability=built.compute_capability,
-        ahead_of_time=built.ahead_of_time,
-        gpu=gpu.name if gpu else None,
-        driver=gpu.driver if gpu else None,
-        profiles=list(profiles),
-        onnx=onnx_path.name,
-        onnx_sha256=files.sha256(onnx_path),
-        engine_bytes=len(built.data),
-        engine_sha256=files.sha256(engine_path),
-        build_seconds=round(built.seconds, 3),
-    )
-    files.write_json(sidecar_path(engine_path), sidecar.model_dump())

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onnx import TensorProto
+
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.encoders.any_family import ANY_MERGED_QKV, ANY_QKV
@@ -30,6 +32,12 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms
+
+_FLOATS: dict[int, str] = {
+    TensorProto.FLOAT: "FP32",
+    TensorProto.FLOAT16: "FP16",
+    TensorProto.BFLOAT16: "BF16",
+}
 
 
 @dataclass(frozen=True)
@@ -77,17 +85,10 @@ def graph_of(path: Path) -> Graph:
     Raises:
         UserError: not a readable ONNX file.
     """
-    from onnx import TensorProto
-
     model = read_model(path)
     validate_names(model)
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     types, _ = walk_types(model, opset)
-    texts: dict[int, str] = {
-        TensorProto.FLOAT: "FP32",
-        TensorProto.FLOAT16: "FP16",
-        TensorProto.BFLOAT16: "BF16",
-    }
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     found = Graph([], [], [])
     for node in model.graph.node:
@@ -98,7 +99,7 @@ def graph_of(path: Path) -> Graph:
             (found.linears if weighted else found.products).append(node.name)
         elif node.op_type == "Softmax":
             found.softmaxes.append(node.name)
-            found.softmax_types[node.name] = texts.get(types.get(node.input[0], 0), "unknown")
+            found.softmax_types[node.name] = _FLOATS.get(types.get(node.input[0], 0), "unknown")
     found.residuals.extend(int8_norms(model))
     return found
 
@@ -152,14 +153,15 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
         if "Mean" in operations(row) or row.kind.lower() == "normalization":
             norms[norm_precision(row)].append(kernel_label(row))
     fused = [row for row in rows if is_attention(row)]
-    layout = [row for row in rows if kernel_kind(row) == "layout"]
     return Facts(
         rows=rows,
         kernels=Counter(kernel_kind(row) for row in rows),
         computed=dict(computed),
         linears=linears,
         int8=int8,
-        dequantized=[node for node in rest if "Int8" in _operand_types(deciding[node])],
+        dequantized=[
+            node for node in rest if any("Int8" in (*row.inputs, *row.constants) for row in deciding[node])
+        ],
         fp32_outputs=[node for node in int8 if "Float" in made[node].outputs],
         raw_outputs=[
             node
@@ -177,7 +179,9 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
         residuals=graph.residuals,
         float_residuals=float_residuals(rows, graph.residuals),
         softmax=dict(Counter(norm_precision(row) for row in rows if kernel_kind(row) == "softmax")),
-        layout_quantized=sum(_touches_int8(row) for row in layout),
+        layout_quantized=sum(
+            kernel_kind(row) == "layout" and "Int8" in (*row.inputs, *row.outputs) for row in rows
+        ),
         int8_writers=Counter(kernel_kind(row) for row in rows if "Int8" in row.outputs),
     )
 
@@ -199,12 +203,3 @@ def _is_separate(node: str, row: LayerRow, listing: Mapping[str, list[LayerRow]]
     module = node.rpartition("/")[0]
     after = [found for name in (node, f"{module}/Add") for found in listing.get(name, ())]
     return any(found is not row for found in after)
-
-
-def _operand_types(rows: Iterable[LayerRow]) -> set[str]:
-    return {name for row in rows for name in (*row.inputs, *row.constants)}
-
-
-def _touches_int8(row: LayerRow) -> bool:
-    """Whether a kernel reads or writes INT8 codes."""
-    return "Int8" in row.inputs or "Int8" in row.outputs

@@ -1,6 +1,6 @@
 """What an engine builder says while it works: its log, its progress and why it refuses a file.
 
-The classes below derive from those of the backend, which is passed in; see quantize/trt.py.
+The classes below derive from those of the backend, which is passed in; see engine/backend.py.
 """
 
 from collections import deque

@@ -6,8 +6,9 @@ from pathlib import Path
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.engine.backend import Profile, available_backends
+from qdqbench.quantize.engine.backend import available_backends
 from qdqbench.quantize.engine.hazards import is_older
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 
 

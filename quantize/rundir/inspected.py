@@ -26,7 +26,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.artifacts import graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.runtime.runner import Engine
+from qdqbench.quantize.runtime.engine import Engine
 
 GPU = "gpu"
 MAX_MS = 1e9  # of a kernel
@@ -41,7 +41,7 @@ class InspectTarget:
     onnx: Path | None = None
     recipe: str | None = None  # shipped name or file
     engine: Path | None = None
-    sidecar: Any = None  # sidecar.Sidecar
+    sidecar: Sidecar | None = None
     folder: Path | None = None  # run directory
 
 
@@ -185,7 +185,7 @@ def _engine(path: Path) -> InspectTarget:
     return found
 
 
-def _engine_layers(path: Path, sidecar: Any) -> list[LayerRow]:
+def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
     """The saved table that is certainly this engine's; else the inspector's, which needs the GPU."""
     own, folder = path.with_suffix(".layers.json"), path.resolve().parent
     if own.is_file():
@@ -200,13 +200,8 @@ def _engine_layers(path: Path, sidecar: Any) -> list[LayerRow]:
             f"{path} has no saved layer table ({own.name}), and reading it from the engine takes the GPU "
             "that it is for; build it again, or inspect it there"
         )
-    return _inspector_layers(path, sidecar)
-
-
-def _inspector_layers(path: Path, sidecar: Any) -> list[LayerRow]:
-    """Load the engine and ask its inspector."""
     check_sidecar(path)
-    backend = trt.choose_backend(sidecar.backend)
+    backend = trt.choose_backend(sidecar.backend)  # type: ignore[arg-type]
     with log.capture(backend.module) as (logger, _):
         text = trt.inspect_engine(backend.module, logger, path.read_bytes())
     if text is None:
@@ -216,7 +211,7 @@ def _inspector_layers(path: Path, sidecar: Any) -> list[LayerRow]:
     return parse_inspector_json(text)
 
 
-def _sidecar(engine: Path) -> Any:
+def _sidecar(engine: Path) -> Sidecar:
     path = sidecar_path(engine)
     if not path.is_file():
         raise UserError(
@@ -236,6 +231,7 @@ def _built_file(folder: Path) -> str | None:
 def _check_graph(target: InspectTarget) -> None:
     """Names of another graph would prove nothing about this engine."""
     assert target.onnx is not None
+    assert target.sidecar is not None
     if not target.onnx.is_file():
         raise UserError(f"{target.onnx}, which the engine was built from, does not exist; give --onnx FILE")
     if files.sha256(target.onnx) != target.sidecar.onnx_sha256:

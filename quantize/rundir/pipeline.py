@@ -78,41 +78,37 @@ def run_stages(
     Raises:
         UserError: another process is at this run.
     """
-    with held(session.folder):
-        return _run_stages(session, stages, announce)
-
-
-def _run_stages(
-    session: Session, stages: Iterable[Stage], announce: Callable[[str, bool], None]
-) -> dict[str, Timing]:
-    manifest = _read(session.folder / STAGES_FILE)
     timings = {}
-    for stage in stages:
-        interrupt.raise_if_interrupted()
-        key = _key(session, stage, manifest)
-        done = manifest.stages.get(stage.name)
-        reused = done is not None and done.key == key and _intact(session.folder, done)
-        announce(stage.name, reused)
-        if done is None or not reused:
-            manifest.stages.pop(stage.name, None)
-            before, known = done, len(session.notes)
-            with measured() as cost:
-                outputs = stage.run(session)
-            hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
-            _remove_stale(session.folder, before, hashes)
-            done = _Done(
-                key=key,
-                outputs=hashes,
-                notes=session.notes[known:],
-                wall_s=cost.wall_s,
-                peak_rss_bytes=cost.peak_rss_bytes,
+    with held(session.folder):
+        manifest = _read(session.folder / STAGES_FILE)
+        for stage in stages:
+            interrupt.raise_if_interrupted()
+            key = _key(session, stage, manifest)
+            done = manifest.stages.get(stage.name)
+            reused = done is not None and done.key == key and _intact(session.folder, done)
+            announce(stage.name, reused)
+            if done is None or not reused:
+                manifest.stages.pop(stage.name, None)
+                before, known = done, len(session.notes)
+                with measured() as cost:
+                    outputs = stage.run(session)
+                hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
+                _remove_stale(session.folder, before, hashes)
+                done = _Done(
+                    key=key,
+                    outputs=hashes,
+                    notes=session.notes[known:],
+                    wall_s=cost.wall_s,
+                    peak_rss_bytes=cost.peak_rss_bytes,
+                )
+                manifest.stages[stage.name] = done
+                files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
+            stage.recorded(session)
+            session.notes += [note for note in done.notes if note not in session.notes]
+            interrupt.raise_if_interrupted()
+            timings[stage.name] = Timing(
+                wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused
             )
-            manifest.stages[stage.name] = done
-            files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
-        stage.recorded(session)
-        session.notes += [note for note in done.notes if note not in session.notes]
-        interrupt.raise_if_interrupted()
-        timings[stage.name] = Timing(wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
     return timings
 
 

@@ -10,22 +10,20 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.encoders.family import require_family
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer, model_fingerprint, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split
+from qdqbench.quantize.tasks.rows import CalibrationBatches, Encoded, encode, load_split
+from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qdqbench.quantize.core.training_results import LogRow
-    from qdqbench.quantize.recipe.plan import Plan
-    from qdqbench.quantize.tasks.rows import CalibrationBatches, Encoded
-    from qdqbench.quantize.tasks.sources import Split
 
 CONFIG = "run.json"
 QAT = "qat"  # folder of the trained model
@@ -82,7 +80,7 @@ class Session:
     folder: Path
     progress: Callable[[int, int], None] = lambda done, total: None  # of the current stage
     notes: list[str] = field(default_factory=list)
-    report: "Callable[[LogRow, int], None]" = lambda row, steps: None  # a line of the training log
+    report: Callable[[LogRow, int], None] = lambda row, steps: None  # a line of the training log
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 
@@ -139,7 +137,7 @@ class Session:
         return self.new_model()
 
     @functools.cached_property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """The recipe resolved for this model."""
         model = self.fp32_model
         return resolve(self.recipe, module_table(model), model.base_model_prefix)
@@ -169,13 +167,13 @@ class Session:
         """The fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
-    def split(self, name: str, *, limit: int | None, seed: int | None = None) -> "Split":
+    def split(self, name: str, *, limit: int | None, seed: int | None = None) -> Split:
         """A split of the run's data, and its notes."""
         split = load_split(self.config.task, self.data_source, name, limit=limit, seed=seed)
         self.notes += [note for note in split.notes if note not in self.notes]
         return split
 
-    def calibration_batches(self) -> "CalibrationBatches":
+    def calibration_batches(self) -> CalibrationBatches:
         """The draw of the recipe's calibration section."""
         settings = self.recipe.calibration
         split = self.split(settings.split, limit=settings.samples, seed=settings.seed)
@@ -189,7 +187,7 @@ class Session:
         )
 
     @functools.cached_property
-    def eval_splits(self) -> "dict[str, tuple[Split, Encoded]]":
+    def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
         """Evaluation splits with their tokens (MNLI has two)."""
         task, found = self.config.task, {}
         for name in task.eval_splits:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Array
@@ -25,8 +24,6 @@ from qdqbench.quantize.runtime.tensors import DEVICE, Arrays, poison, to_numpy, 
 
 if TYPE_CHECKING:
     import torch
-
-TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class Engine:
             CheckFailed: no profile takes the shapes, or the engine fails.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
-        profile = self._profile_of({name: tuple(buffer.shape) for name, buffer in tensors.items()})
+        profile = self._profile_of(tensors)
         if profile not in self._contexts:
             self._contexts[profile] = self.new_context(profile, self.stream)
         context = self._contexts[profile]
@@ -166,7 +163,7 @@ class Engine:
             CheckFailed: as `run`, or the backend reports no times.
         """
         tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
-        profile = self._profile_of({name: tuple(buffer.shape) for name, buffer in tensors.items()})
+        profile = self._profile_of(tensors)
         profiler = _profiler(self._trt)
         context = self.new_context(profile, self.stream)
         with self.torch.cuda.stream(self.stream):
@@ -227,8 +224,9 @@ class Engine:
             if not context.execute_async_v3(stream.cuda_stream):
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
-    def _profile_of(self, shapes: TensorShapes) -> int:
+    def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
         """The profile that takes the shapes of all inputs, the one whose opt is nearest."""
+        shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
             if all(_within(shapes[name], *ranges[name]) for name in self.inputs):
@@ -257,9 +255,7 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

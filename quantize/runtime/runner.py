@@ -3,20 +3,17 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import widened
-from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit
+from qdqbench.quantize.engine.profiles import LENGTH_STEP, fit
 from qdqbench.quantize.runtime.bound import BoundRun
-from qdqbench.quantize.runtime.engine import Engine, EngineMemory
+from qdqbench.quantize.runtime.engine import Engine
 from qdqbench.quantize.runtime.tensors import Arrays
 from qdqbench.quantize.tasks.kind import LOGITS
-
-__all__ = ["BoundRun", "Engine", "EngineMemory", "EngineRunner"]
 
 MAX_GRAPHS = 16
 
@@ -29,10 +26,8 @@ class EngineRunner:
     a CUDA graph; the least recently used graph goes when there are too many, or too little memory.
 
     Args:
-        path: as of Engine.
-        onnx_path: as of Engine.
+        path, onnx_path, runtime_cache: as of Engine.
         pad_id: token id of padding.
-        runtime_cache: as of Engine.
         graphs: most CUDA graphs to keep; 0 for none.
         outputs: of the graph, as the kind of task says; the answers are the only one.
 
@@ -66,11 +61,6 @@ class EngineRunner:
         """Largest batch of any profile."""
         return max(profile.max[0] for profile in self.engine.profiles)
 
-    @property
-    def profiles(self) -> list[Profile]:
-        """Profiles of the engine."""
-        return self.engine.profiles
-
     def __call__(self, batch: Mapping[str, Int64]) -> Float32:
         """Run one batch.
 
@@ -79,10 +69,8 @@ class EngineRunner:
         """
         rows, length = next(iter(batch.values())).shape
         _, to_rows, to_length = fit(self.engine.profiles, rows, length, LENGTH_STEP)
-        feeds = {}
-        wide = widened(batch, to_length - length, self.pad_id)
-        for name in self.engine.inputs:
-            feeds[name] = np.pad(wide[name], ((0, to_rows - rows), (0, 0)), mode="edge")
+        wide, missing = widened(batch, to_length - length, self.pad_id), ((0, to_rows - rows), (0, 0))
+        feeds = {name: np.pad(wide[name], missing, mode="edge") for name in self.engine.inputs}
         logits = self._run((to_rows, to_length), feeds)[self._output][:rows]
         return np.asarray(logits, dtype=np.float32)
 
@@ -109,7 +97,5 @@ class EngineRunner:
     def __enter__(self) -> "EngineRunner":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

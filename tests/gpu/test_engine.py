@@ -105,7 +105,7 @@ def test_shapes_outside_of_the_profile_are_refused(run):
 @pytest.fixture(scope="module")
 def engine(run):
     """The engine of a recipe, loaded once."""
-    from qdqbench.quantize.runtime.runner import Engine
+    from qdqbench.quantize.runtime.engine import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -168,7 +168,7 @@ def test_kernel_times_are_of_kernels_in_the_layer_table(run, engine):
 
 
 def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
-    from qdqbench.quantize.runtime.runner import Engine
+    from qdqbench.quantize.runtime.engine import Engine
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -191,9 +191,10 @@ def test_the_runtime_cache_is_kept_in_the_run_directory(run, tmp_path):
 def test_several_profiles(linears, tmp_path):
     """Each shape in the profile that is made for it, against ONNX Runtime, with memory for each."""
     from qdqbench.eval.accuracy.runners import onnxruntime_runner
-    from qdqbench.quantize.engine.backend import Profile
     from qdqbench.quantize.engine.build import build, gemm_names
-    from qdqbench.quantize.runtime.runner import Engine, EngineRunner
+    from qdqbench.quantize.engine.profiles import Profile
+    from qdqbench.quantize.runtime.engine import Engine
+    from qdqbench.quantize.runtime.runner import EngineRunner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]

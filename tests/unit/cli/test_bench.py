@@ -21,7 +21,7 @@ from qdqbench.eval.bench.results import BenchTarget, read_bench
 from qdqbench.eval.bench.target import RealSplit, check_lengths, model_target, real_split, run_target
 from qdqbench.quantize.cli import bench as cli_bench
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.engine.backend import Profile
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.tiny_bert import INT8, LINEARS, recipe_with

@@ -16,12 +16,12 @@ from qdqbench.quantize.engine import build as module
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import (
     BuiltEngine,
-    Profile,
     available_backends,
     build_engine,
     choose_backend,
 )
 from qdqbench.quantize.engine.build import build, gemm_names, require_int8
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.machine import gpu
 from qdqbench.quantize.machine.gpu import Gpu

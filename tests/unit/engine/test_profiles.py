@@ -228,7 +228,7 @@ class Runner:
         assert (path.name, runtime_cache.name, [*outputs]) == ("x.engine", "runtime.cache", ["logits"])
 
     def __enter__(self):
-        from qdqbench.quantize.runtime.runner import EngineMemory
+        from qdqbench.quantize.runtime.engine import EngineMemory
 
         self.engine.memory = EngineMemory(2_000_000, 1_500_000, 700_000, (600_000, 700_000))
         return self

@@ -17,7 +17,8 @@ from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.runtime import bound as engine_bound
 from qdqbench.quantize.runtime import engine as engine_core
 from qdqbench.quantize.runtime import tensors
-from qdqbench.quantize.runtime.runner import Engine, EngineRunner
+from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.runtime.runner import EngineRunner
 
 from ...support import fake_gpu
 

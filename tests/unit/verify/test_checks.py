@@ -38,7 +38,7 @@ from qdqbench.eval.verify.engine import (
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck, Verification
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.engine.backend import Profile
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
