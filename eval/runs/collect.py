@@ -4,7 +4,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import Judgement, judge
@@ -15,7 +15,6 @@ from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import (
     Comparison,
     FileRow,
-    FindingRow,
     Gate,
     Parity,
     Results,
@@ -27,23 +26,22 @@ from qdqbench.quantize.encoders.load import describe_model
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
+from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.tasks.task import SECOND
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.train.record import RECORD
 
 ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
 
 
-def collect(session: "Session", timings: dict[str, Timing]) -> Results:
+def collect(session: Session, timings: dict[str, Timing]) -> Results:
     """All numbers of a run, from the files in its directory."""
     folder, config = session.folder, session.config
     quantized = config.recipe.quantizes
     built, verified = read_built(folder), read_verified(folder)
     stages = stage_results(session)
-    findings = _findings(folder)
-    parity = _parity(session) if quantized else None
+    trained = quantized and config.recipe.qat is not None
+    training = files.read_json(folder / QAT / RECORD) if trained else None
     verification = None if isinstance(verified, Skipped) else verified
     split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
     results = Results(
@@ -61,13 +59,13 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
         seed=config.seed,
         quantized_layers=list(session.plan.int8),
         high_precision_layers=list(session.plan.high),
-        quantizers=_quantizers(session) if quantized else [],
+        quantizers=list(read_record(session.record_path).rows()) if quantized else [],
         files=_files(folder),
-        findings=findings,
-        parity=parity,
+        findings=files.read_json(folder / "check.json")["findings"],
+        parity=_parity(session) if quantized else None,
         stages=stages,
-        training=_training(session),
-        qat_vs_ptq=_qat_vs_ptq(session),
+        training=TrainingRun.model_validate(training) if trained else None,
+        qat_vs_ptq=_compared(session, "ptq", "fake_quant") if trained else None,
         engine=None if isinstance(built, Skipped) else built,
         verification=verification,
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
@@ -81,70 +79,49 @@ def collect(session: "Session", timings: dict[str, Timing]) -> Results:
     return results
 
 
-def stage_results(session: "Session") -> dict[str, StageResult]:
+def stage_results(session: Session) -> dict[str, StageResult]:
     """Accuracy of every stage of a session that was evaluated, in their order."""
-    task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
-    fp32 = folder / "fp32.npz"
-    result = {"fp32": score(task, fp32, None, seed, "PyTorch, FP32")}
+    result = {"fp32": scored(session, "fp32", "PyTorch, FP32")}
     if session.recipe.quantizes:
         trained = session.recipe.qat is not None
         if trained:
-            result["ptq"] = score(
-                task, folder / "ptq.npz", fp32, seed, "PyTorch, ModelOpt fake-quant before QAT"
-            )
+            result["ptq"] = scored(session, "ptq", "PyTorch, ModelOpt fake-quant before QAT")
         detail = f"PyTorch, ModelOpt fake-quant{' after QAT' if trained else ''}"
-        result["fake_quant"] = score(task, folder / "fake_quant.npz", fp32, seed, detail)
+        result["fake_quant"] = scored(session, "fake_quant", detail)
     else:
         reason = "the recipe quantizes nothing"
         result["fake_quant"] = StageResult(status="skipped", reason=reason)
     version = importlib.metadata.version("onnxruntime")
     detail = f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)"
-    result["onnxruntime"] = score(task, folder / "onnxruntime.npz", fp32, seed, detail)
+    result["onnxruntime"] = scored(session, "onnxruntime", detail)
     ran = read_ran(session.folder)
     if isinstance(ran, Skipped):
         result["engine"] = StageResult(status="skipped", reason=ran.skipped)
     else:
-        result["engine"] = score(task, folder / "engine.npz", fp32, seed, ran.detail)
+        result["engine"] = scored(session, "engine", ran.detail)
     return result
 
 
-def _findings(folder: Path) -> list[FindingRow]:
-    return [FindingRow.model_validate(row) for row in files.read_json(folder / "check.json")["findings"]]
+def scored(session: Session, stage: str, detail: str = "") -> StageResult:
+    """Metrics of a stage that was evaluated, paired with FP32's."""
+    folder = session.folder / "logits"
+    reference = None if stage == "fp32" else folder / "fp32.npz"
+    return score(session.config.task, folder / f"{stage}.npz", reference, session.config.seed, detail)
 
 
-def _parity(session: "Session") -> Parity:
+def _parity(session: Session) -> Parity:
     """Layer-local parity, and ONNX Runtime against fake-quant on the whole split."""
     parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
-    folder = session.folder / "logits"
-    fake, labels = read_logits(folder / "fake_quant.npz")
-    ort, _ = read_logits(folder / "onnxruntime.npz")
-    first = next(iter(fake))
-    task, seed = session.config.task, session.config.seed
-    return parity.model_copy(
-        update={"end_to_end": compare(task, fake[first], ort[first], labels[first], seed=seed)}
-    )
+    return parity.model_copy(update={"end_to_end": _compared(session, "fake_quant", "onnxruntime")})
 
 
-def _quantizers(session: "Session") -> list[Any]:
-
-    return list(read_record(session.record_path).rows())
-
-
-def _qat_vs_ptq(session: "Session") -> Comparison | None:
-    """The trained fake-quant model against the one before training, on the same samples."""
-    if session.recipe.qat is None or not session.recipe.quantizes:
-        return None
+def _compared(session: Session, reference: str, stage: str) -> Comparison:
+    """A stage against another one, on the same samples of the first evaluation split."""
     folder, task = session.folder / "logits", session.config.task
-    before, labels = read_logits(folder / "ptq.npz")
-    after, _ = read_logits(folder / "fake_quant.npz")
+    before, labels = read_logits(folder / f"{reference}.npz")
+    after, _ = read_logits(folder / f"{stage}.npz")
     first = next(iter(before))
     return compare(task, before[first], after[first], labels[first], seed=session.config.seed)
-
-
-def _training(session: "Session") -> TrainingRun | None:
-    if session.recipe.qat is None or not session.recipe.quantizes:
-        return None
-    return TrainingRun.model_validate(files.read_json(session.folder / "qat" / "training.json"))
 
 
 def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
@@ -154,8 +131,7 @@ def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
     return {"calibration": {"method": record["method"], "seed": record["seed"], **record["data"]}}
 
 
-def _model(session: "Session") -> dict[str, Any]:
-
+def _model(session: Session) -> dict[str, Any]:
     model = session.fp32_model
     info = asdict(describe_model(session.model_name, model, session.config.revision))
     return info | {
@@ -170,7 +146,7 @@ def _files(folder: Path) -> list[FileRow]:
     return [FileRow(name=name, bytes=size, fp32_ratio=size / fp32) for name, size in sizes.items()]
 
 
-def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
+def _warnings(session: Session, stages: dict[str, StageResult]) -> list[str]:
     notes = list(session.notes)
     if session.config.limit is not None:
         notes.insert(
@@ -187,7 +163,7 @@ def _warnings(session: "Session", stages: dict[str, StageResult]) -> list[str]:
     return notes
 
 
-def gate_of(session: "Session", results: Results) -> Gate:
+def gate_of(session: Session, results: Results) -> Gate:
     """Hold the numbers of a run to the gate of its recipe; drops as `gate.judge` does it."""
     recipe, found, notes = session.recipe, [], []
     found += [
@@ -214,7 +190,7 @@ def gate_of(session: "Session", results: Results) -> Gate:
     return Gate(passed=not found, max_drop=recipe.gate.max_drop, failures=found, notes=notes)
 
 
-def _drops(session: "Session", stages: dict[str, StageResult]) -> Iterator[tuple[str, Judgement]]:
+def _drops(session: Session, stages: dict[str, StageResult]) -> Iterator[tuple[str, Judgement]]:
     """What is said of the primary metric of each stage and evaluation split, and how the gate judges it."""
     primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
     for name, stage in stages.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qdqbench.eval.accuracy.logits import score
+from qdqbench.eval.runs.collect import scored
 from qdqbench.eval.runs.run import run_until
 from qdqbench.eval.stages import engine as engine_stages
 from qdqbench.eval.stages import stages
@@ -128,23 +128,18 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
         f"{row['severity']} {row['code']} at {row['node']}: {row['why']}"
         for row in files.read_json(folder / "check.json")["findings"]
     ]
+    runs: dict[str, Any]
     if isinstance(built, Skipped):
-        return Runs(expected=gemms, expected_attention_int8=attentions, reason=built.skipped), findings
-    target = ", ".join(built.compute_capability)
-    runs = Runs(
-        expected=gemms,
-        expected_attention_int8=attentions,
-        int8_gemms=built.int8_gemms,
-        not_int8=built.not_int8,
-        attention_int8=built.attention_int8,
-        backend=f"{built.backend} {built.version}, compute capability {target}",
-    )
-    return runs, findings
+        runs = {"reason": built.skipped}
+    else:
+        target = ", ".join(built.compute_capability)
+        runs = built.model_dump(include={"int8_gemms", "not_int8", "attention_int8"})
+        runs["backend"] = f"{built.backend} {built.version}, compute capability {target}"
+    return Runs(expected=gemms, expected_attention_int8=attentions, **runs), findings
 
 
 def measure(session: Session, accelerator: "Accelerator") -> TrainingCost:
     """Time and memory of the training, from a few steps on every process."""
-
     from qdqbench.quantize.qat.job import new_job, prepare_student, training_data
 
     settings = settings_of(session)
@@ -164,7 +159,7 @@ def measure(session: Session, accelerator: "Accelerator") -> TrainingCost:
     evaluation_s = evaluations * (time.perf_counter() - start)
     step_s = float(np.median(seconds))
     return TrainingCost(
-        device=memory["device"],
+        **memory,
         processes=accelerator.num_processes,
         precision=precision_here(settings.precision),
         steps=steps,
@@ -177,8 +172,6 @@ def measure(session: Session, accelerator: "Accelerator") -> TrainingCost:
         teacher_s=teacher_s,
         evaluation_s=evaluation_s,
         total_s=teacher_s + steps * step_s + evaluation_s,
-        memory_bytes=memory["bytes"],
-        memory_of=memory["of"],
         disk_bytes=CHECKPOINTS_ON_DISK * parameters * BYTES_PER_PARAMETER,
         disk_free_bytes=shutil.disk_usage(session.folder).free,
     )
@@ -186,28 +179,25 @@ def measure(session: Session, accelerator: "Accelerator") -> TrainingCost:
 
 @contextmanager
 def _peak_memory(accelerator: "Accelerator") -> Iterator[dict[str, Any]]:
-    """Peak of the GPU of this process, or of the process."""
+    """Device and peak of the GPU of this process, or of the process, as `TrainingCost` names them."""
     import torch
 
     found: dict[str, Any] = {}
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(accelerator.device)
         yield found
-        found["bytes"] = torch.cuda.max_memory_allocated(accelerator.device)
-        found |= {"of": "GPU", "device": torch.cuda.get_device_name(accelerator.device)}
+        found["memory_bytes"] = torch.cuda.max_memory_allocated(accelerator.device)
+        found |= {"memory_of": "GPU", "device": torch.cuda.get_device_name(accelerator.device)}
         return
     with measured() as cost:
         yield found
-    found |= {"bytes": cost.peak_rss_bytes, "of": "process", "device": "CPU"}
+    found |= {"memory_bytes": cost.peak_rss_bytes, "memory_of": "process", "device": "CPU"}
 
 
 def _plan(session: Session, runs: Runs, findings: list[str], cost: TrainingCost) -> QatPlan:
-
-    task, folder = session.config.task, session.folder / "logits"
-    ptq = score(task, folder / "ptq.npz", folder / "fp32.npz", session.config.seed, "")
-    if ptq.vs_fp32 is None:
-        raise AssertionError("a stage is compared with FP32")
-    fp32 = score(task, folder / "fp32.npz", None, session.config.seed, "")
+    metric = session.config.task.metrics[0]
+    fp32, gap = scored(session, "fp32"), scored(session, "ptq").vs_fp32
+    assert gap is not None  # PTQ is compared with FP32
     settings = session.recipe.qat
     return QatPlan(
         recipe=session.recipe.name,
@@ -217,9 +207,9 @@ def _plan(session: Session, runs: Runs, findings: list[str], cost: TrainingCost)
         attention=list(session.plan.attention),
         settings=settings.model_dump(mode="json") if settings else {},
         engine=runs,
-        metric=task.metrics[0],
-        fp32=fp32.metrics[task.metrics[0]],
-        gap=ptq.vs_fp32,
+        metric=metric,
+        fp32=fp32.metrics[metric],
+        gap=gap,
         cost=cost,
         findings=findings,
         notes=list(session.notes),

@@ -89,12 +89,8 @@ def summary_lines(results: Results) -> "Group":
 def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     """Label, value, remark and whether it holds, of the numbers under the verdict."""
     tiles = []
-    engine, last, shrunk, parity = (
-        results.engine,
-        last_measured(results),
-        quantized_file(results),
-        results.parity,
-    )
+    engine, parity = results.engine, results.parity
+    last, shrunk = last_measured(results), quantized_file(results)
     if engine is not None and engine.expected_int8_gemms:
         done, asked = engine.int8_gemms, engine.expected_int8_gemms
         tiles.append(
@@ -104,14 +100,13 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         tiles.append(("INT8 linears", str(len(results.quantized_layers)), "planned, not proven", True))
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
-        error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
         stderr = versus.delta_stderr.get(metric, 0.0)
         holds = judge(-versus.delta[metric], stderr, results.gate.max_drop) != "fails"
-        tiles.append(
-            (f"{label(metric)} against FP32", f"{versus.delta[metric]:+.4f}", error + noise(last[1]), holds)
-        )
+        tiles.append((f"{label(metric)} against FP32", *_delta_cells(versus, metric), holds))
     if (gain := results.qat_vs_ptq) is not None:
-        tiles.append(_gain_tile(gain))
+        metric, delta = next(iter(gain.delta.items()))
+        holds = gain.within_noise or delta > 0
+        tiles.append((f"{label(metric)}, QAT against PTQ", *_delta_cells(gain, metric), holds))
     if shrunk is not None:
         tiles.append(("ONNX file against FP32", f"{shrunk[1]:.2f}", f"{size(shrunk[2])}, {shrunk[0]}", True))
     if parity is not None and parity.rows:
@@ -131,16 +126,16 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     return tiles
 
 
-def _gain_tile(gain: Comparison) -> tuple[str, str, str, bool]:
-    metric, delta = next(iter(gain.delta.items()))
-    error = f"± {gain.delta_stderr[metric]:.4f}, " if metric in gain.delta_stderr else ""
-    remark = error + ("within noise" if gain.within_noise else "beyond noise")
-    return (f"{label(metric)}, QAT against PTQ", f"{delta:+.4f}", remark, gain.within_noise or delta > 0)
+def _delta_cells(versus: Comparison, metric: str) -> tuple[str, str]:
+    error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
+    return f"{versus.delta[metric]:+.4f}", error + ("within noise" if versus.within_noise else "beyond noise")
 
 
 def _context(results: Results) -> dict[str, Any]:
-
     recipe = results.recipe
+    metrics = list(dict.fromkeys(metric for row in results.stages.values() for metric in row.metrics))
+    names = {metric: label(metric) for metric in metrics}
+    names |= {name: stage_name(results, name) for name in results.stages}
     outliers = [row for row in results.quantizers if row.amax_over_rms is not None]
     outliers.sort(key=lambda row: -(row.amax_over_rms or 0.0))
     return {
@@ -151,7 +146,7 @@ def _context(results: Results) -> dict[str, Any]:
         "task": label(str(results.task.get("name", "task"))),
         "recipe_name": recipe.get("name", "unnamed recipe"),
         "recipe_yaml": yaml_text(recipe),
-        "metrics": list(dict.fromkeys(metric for row in results.stages.values() for metric in row.metrics)),
+        "metrics": metrics,
         "training": section_of(results.training),
         "won_back": f"{qat_clause(results)}." if results.trained else "",
         "stage_labels": {name: stage_label(results, name) for name in results.stages},
@@ -159,7 +154,7 @@ def _context(results: Results) -> dict[str, Any]:
         "kernels": Counter(row.kind for row in results.engine.layers).most_common() if results.engine else [],
         "outliers": outliers[:3],
         "worst": sorted(results.parity.rows, key=lambda row: -share(row))[:6] if results.parity else [],
-        "accuracy_svg": charts.accuracy_svg(results, LABELS | _labels(results)),
+        "accuracy_svg": charts.accuracy_svg(results, LABELS | names),
         "amax_svg": charts.ranges_svg(results, "amax"),
         "outlier_svg": charts.ranges_svg(results, "amax_over_rms"),
         "parity_svg": charts.parity_svg(results),
@@ -172,12 +167,6 @@ def _context(results: Results) -> dict[str, Any]:
         ],
         "environment": flat(results.environment),
     }
-
-
-def _labels(results: Results) -> dict[str, str]:
-    """What the chart calls stages and metrics."""
-    metrics = {metric: label(metric) for row in results.stages.values() for metric in row.metrics}
-    return metrics | {name: stage_name(results, name) for name in results.stages}
 
 
 def printable(results: Results) -> Results:

@@ -84,7 +84,10 @@ def run_until(
         if until not in (None, "report"):
             return None
         show("report", False)
-        return _report(session, timings)
+        results = collect(session, timings)
+        files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
+        write_reports(results, session.folder)
+        return results
 
 
 def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None]) -> dict[str, Timing]:
@@ -99,19 +102,7 @@ def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None
     made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = run_stages(session, made, announce)
     if {"verify", "engine"} & {stage.name for stage in needed}:
-        _require_room(session)
+        # data that engine.shapes does not take is told before anything is calibrated, not by the last stage
+        for _, encoded in session.eval_splits.values():
+            require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
     return timings | run_stages(session, needed[len(made) :], announce)
-
-
-def _require_room(session: Session) -> None:
-    """Evaluation data fits engine.shapes: told before anything is calibrated, not by the last stage."""
-    for _, encoded in session.eval_splits.values():
-        require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
-
-
-def _report(session: Session, timings: dict[str, Timing]) -> "Results":
-
-    results = collect(session, timings)
-    files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
-    write_reports(results, session.folder)
-    return results

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.accuracy.logits import score
+from qdqbench.eval.runs.collect import scored
 from qdqbench.eval.runs.study_results import STUDY_FILE, Study, StudyRow, StudySummary
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.core.training_results import Finetuning, Spread, TrainingRun, training_line
 from qdqbench.quantize.machine.environment import now
 from qdqbench.quantize.qat.stage import settings_of
@@ -71,11 +70,9 @@ def study(plan: StudyPlan, accelerator: "Accelerator") -> Study:
 
 def _session(plan: StudyPlan, recipe: Recipe, seed: int) -> Session:
     request = plan.request
-    settings = recipe.qat
-    if settings is not None:
-        settings = settings.model_copy(update={"seed": seed})
+    seeded = recipe.qat and recipe.qat.model_copy(update={"seed": seed})
     config = RunConfig(
-        recipe=recipe.model_copy(update={"qat": settings}),
+        recipe=recipe.model_copy(update={"qat": seeded}),
         model=str(request.folder / f"seed-{seed}" / "model"),
         task=request.task,
         data=request.data,
@@ -103,7 +100,7 @@ def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
     except CheckFailed as error:
         return row.model_copy(update={"reason": str(error)})
     training = TrainingRun.model_validate_json((session.folder / QAT / RECORD).read_text(encoding="utf-8"))
-    fp32, ptq, qat = (_score(session, name) for name in ("fp32", "ptq", "fake_quant"))
+    fp32, ptq, qat = (scored(session, name) for name in ("fp32", "ptq", "fake_quant"))
     return StudyRow(
         seed=model.seed,
         recipe=recipe.name,
@@ -118,13 +115,6 @@ def _row(plan: StudyPlan, recipe: Recipe, model: TrainingRun) -> StudyRow:
         training_s=training.seconds,
         samples_per_s=training.samples_per_s,
     )
-
-
-def _score(session: Session, stage: str) -> StageResult:
-
-    folder = session.folder / "logits"
-    reference = None if stage == "fp32" else folder / "fp32.npz"
-    return score(session.config.task, folder / f"{stage}.npz", reference, session.config.seed, "")
 
 
 def _study(plan: StudyPlan, models: Finetuning, rows: list[StudyRow]) -> Study:

@@ -1,12 +1,13 @@
 """What a training says: `finetune.md` and `finetune.html`, the terminal, and the section on QAT of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runs.training_charts import charts_of, measure, points_of, score_name
+from qdqbench.eval.runs.verdict import metric_text
 from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ class FinetuningView:
     settings: Pairs
     inputs: Pairs
     environment: Pairs
-    command: str
-    made: str
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class TrainingSection:
 
     facts: Pairs
     explanation: list[str]
-    charts: list[str] = field(default_factory=list)  # SVG
-    settings: Pairs = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    charts: list[str]  # SVG
+    settings: Pairs
+    notes: list[str]
 
 
 def write_finetuning(result: Finetuning, folder: Path) -> None:
@@ -66,7 +65,7 @@ def write_finetuning(result: Finetuning, folder: Path) -> None:
         UserError: the folder cannot be written.
     """
     result = _cleaned(result)
-    write("finetune", folder, {"s": finetuning_view(result), "charts": charts_of(result.runs)})
+    write("finetune", folder, {"r": result, "s": finetuning_view(result), "charts": charts_of(result.runs)})
 
 
 def finetune_lines(result: Finetuning) -> "Group":
@@ -149,8 +148,6 @@ def finetuning_view(result: Finetuning) -> FinetuningView:
             *_sizes(runs),
         ],
         environment=flat(result.environment),
-        command=result.command,
-        made=result.created,
     )
 
 
@@ -167,12 +164,13 @@ def section_of(run: TrainingRun | None) -> TrainingSection | None:
     best = str(run.best_step)
     if not run.best_step:
         best = "0: the weights before training, so it gained nothing"
-    score = _score(run)
+    score, start = _held_out(run, run.best_step), _held_out(run, 0)
+    began = f", before training {start}" if start and run.best_step else ""
     facts = [
         ("steps", _steps(run)),
         ("stopped", run.stopped or "after the last step"),
         ("weights kept", f"of step {best}"),
-        (f"held-out {judged}", f"{score}{_first_score(run)}" if score else "not measured"),
+        (f"held-out {judged}", f"{score}{began}" if score else "not measured"),
         ("samples/s", _rate(run)),
         ("time in steps", seconds(run.seconds)),
         ("trained on", _place(run)),
@@ -212,7 +210,7 @@ def _line(run: TrainingRun, names: list[str], *, best: bool) -> SeedLine:
         return SeedLine(str(run.seed), [], [], best=False, failure=_reason(run))
     cells = [
         f"{run.n:,}",
-        _score(run),
+        _held_out(run, run.best_step),
         _steps(run),
         str(run.best_step),
         _rate(run),
@@ -257,23 +255,11 @@ def _spread(result: Finetuning, name: str) -> str:
 
 
 def _value(run: TrainingRun, name: str) -> str:
-    if name not in run.metrics:
-        return "not measured"
-    error = f" ± {run.stderr[name]:.4f}" if name in run.stderr else ""
-    return f"{run.metrics[name]:.4f}{error}"
-
-
-def _score(run: TrainingRun) -> str:
-    """The measure that chose the weights, of those that were kept."""
-    return _held_out(run, run.best_step)
-
-
-def _first_score(run: TrainingRun) -> str:
-    start = _held_out(run, 0)
-    return f", before training {start}" if start and run.best_step else ""
+    return metric_text(run, name) or "not measured"
 
 
 def _held_out(run: TrainingRun, step: int) -> str:
+    """The measure that chooses the weights, of those at a step."""
     value = dict(points_of(run, score_name([run]))).get(step)
     if value is None:
         return ""

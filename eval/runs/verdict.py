@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from qdqbench.eval.report.formats import count_of, label, sentence
 from qdqbench.quantize.core.results import ParityRow, Results, StageResult
+from qdqbench.quantize.core.training_results import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ def quantized_file(results: Results) -> tuple[str, float, int] | None:
     return min(others, key=lambda row: (row[1], row[0]), default=None)
 
 
-def metric_text(row: StageResult, metric: str) -> str:
-    """A metric with its standard error."""
+def metric_text(row: StageResult | TrainingRun, metric: str) -> str:
+    """A metric with its standard error; empty where it was not measured."""
     error = f" ± {row.stderr[metric]:.4f}" if metric in row.stderr else ""
     return f"{row.metrics[metric]:.4f}{error}" if metric in row.metrics else ""
 

@@ -51,13 +51,13 @@ def confirm(
         listed.append((base, False))
     listed += [(_adapted(r, base), True) for r in shipped.values() if r.model.family == base.model.family]
     progress("validating FP32")
-    fp32 = _fp32(work)
+    fp32 = _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
     rows: list[Confirmed] = []
     known: dict[str, Latency] = {}
     for number, (recipe, is_shipped) in enumerate(listed):
         progress(f"validating {recipe.name}")
-        row = Confirmed(name=recipe.name, shipped=is_shipped, status="done")
-        row.recipe = recipe.model_dump(mode="json")
+        given = {"name": recipe.name, "shipped": is_shipped, "recipe": recipe.model_dump(mode="json")}
+        row = Confirmed.model_validate(given | {"status": "done"})
         try:
             plan = work.plan(recipe)
             logits = _fake_quant(work, recipe, plan, fp32)
@@ -67,13 +67,8 @@ def confirm(
                 progress("validating the engine")
                 row.engine, row.engine_metrics = _judge(work, fp32, _engine(work, recipe, plan))
         except Exception as error:
-            row = Confirmed(
-                name=recipe.name,
-                shipped=is_shipped,
-                status="failed",
-                reason=explained(error),
-                recipe=row.recipe,
-            )
+            failed = {"status": "failed", "reason": explained(error)}
+            row = Confirmed.model_validate(given | failed)
         rows.append(row)
     metric = work.session.config.task.metrics[0]
     for row in rows[1:]:
@@ -128,10 +123,6 @@ def gate_failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], li
 def _adapted(recipe: Recipe, base: Recipe) -> Recipe:
     export = recipe.export.model_copy(update={"max_length": base.export.max_length})
     return recipe.model_copy(update={"export": export, "engine": base.engine})
-
-
-def _fp32(work: Workspace) -> Logits:
-    return _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
 
 
 def _fake_quant(work: Workspace, recipe: Recipe, plan: Plan, fp32: Logits) -> Logits:

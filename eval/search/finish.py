@@ -55,7 +55,9 @@ def finish(worker: Worker, folder: Path, progress: Callable[[str], None] = lambd
     judged = Confirmation(failures=[why]) if chosen is None else _judge(worker, trials, chosen, progress)
     found = _search(worker, trials, chosen, why, judged)
     if chosen is not None and chosen.recipe is not None:
-        files.write_text(folder / SEARCH_RECIPE, _chosen_yaml(chosen))
+        recipe = parse_recipe(chosen.recipe, "the chosen recipe")
+        named = recipe.model_copy(update={"name": searched_name(recipe.name)})
+        files.write_text(folder / SEARCH_RECIPE, short_yaml(named))
     else:
         (folder / SEARCH_RECIPE).unlink(missing_ok=True)
     files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
@@ -121,7 +123,7 @@ def _search(
         confirmed=judged.rows,
         agreement=judged.agreement,
         warnings=_warnings(worker, trials) + judged.warnings,
-        environment=_environment(),
+        environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
 
 
@@ -129,9 +131,8 @@ def _without_int8(trials: list[Trial], rows: list[Confirmed]) -> str:
     """Why nothing in INT8 was chosen, as far as trials and confirmation know."""
     said = "the chosen recipe has nothing in INT8: "
     tried = [trial for trial in trials if trial.int8_linears and trial.latency is not None]
-    speedups = [t.latency.speedup for t in tried if t.latency] + [
-        r.latency.speedup for r in rows if r.latency
-    ]
+    latencies = [*(trial.latency for trial in tried), *(row.latency for row in rows)]
+    speedups = [latency.speedup for latency in latencies if latency]
     if not tried:
         return f"{said}no recipe with INT8 was tried to its end, ask for more trials"
     if max(speedups, default=0.0) <= 1:
@@ -159,12 +160,6 @@ def rule(gate: Any) -> str:
     return f"at most {points(gate.max_drop)} lost, fastest"
 
 
-def _chosen_yaml(chosen: Trial) -> str:
-    """The recipe with the name of a found one; the given recipe itself keeps its text otherwise."""
-    recipe = parse_recipe(chosen.recipe or "", "the chosen recipe")
-    return short_yaml(recipe.model_copy(update={"name": searched_name(recipe.name)}))
-
-
 def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:
     found = list(worker.work.session.notes)
     source = worker.source
@@ -183,8 +178,3 @@ def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:
     if failed := [t for t in trials if t.state == "failed"]:
         found.append(f"{len(failed)} of {len(trials)} trials failed; their reasons are in the table")
     return list(dict.fromkeys(found))
-
-
-def _environment() -> dict[str, Any]:
-
-    return environment() | {"optuna": metadata.version("optuna"), **versions()}

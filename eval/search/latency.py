@@ -44,7 +44,6 @@ def latency_source(
 
 
 def _model(session: Session, options: "SearchOptions") -> "tuple[Source, Measure]":
-
     fitted = load_cost_model(options.cost_model)
     shape = shape_of(session.fp32_model.config)
     batch, length = options.batch, options.length
@@ -71,7 +70,6 @@ def _model(session: Session, options: "SearchOptions") -> "tuple[Source, Measure
 def _engine(
     session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
 ) -> "tuple[Source, Measure]":
-
     gpu = find_gpu()
     if gpu is None:
         raise MissingDevice(
@@ -108,10 +106,5 @@ def _engine(
         known[:] = [found]
         return found
 
-    stack.callback(_remove, folder)
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return source, measure
-
-
-def _remove(folder: Any) -> None:
-
-    shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import drop_points, label, model_label
 from qdqbench.eval.report.render import write
 from qdqbench.eval.search.results import Confirmed, Search, Trial
+from qdqbench.quantize.core.results import Comparison
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -138,8 +139,7 @@ def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
         "divergence": f"{accuracy.divergence:.3g}" if accuracy else "",
         "drop": drop_points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
         "noise": "within noise" if accuracy and accuracy.within_noise else "",
-        "latency": _ms(found, latency),
-        "speedup": _speedup(found, latency),
+        **_timed(found, latency),
         "holds": trial.holds,
         "front": trial.on_front,
         "chosen": trial.number == found.outcome.chosen,
@@ -152,46 +152,38 @@ def _confirmed_cells(found: Search, row: Confirmed) -> dict[str, Any]:
     versus = next(iter(row.fake_quant.values()), None)
     engine = next(iter(row.engine.values()), None)
     metric = found.metric
+    remarks = _other_splits(row, metric) + ["dominates the chosen recipe"] * row.dominates
     return {
         "name": row.name,
         "value": f"{row.metrics[metric]:.4f}" if metric in row.metrics else "",
-        "drop": drop_points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else "",
+        "drop": _drop(versus, metric),
         "noise": "within noise" if versus and versus.within_noise else "",
-        "engine": drop_points(-engine.delta[metric], engine.delta_stderr[metric]) if engine else "",
-        "latency": _ms(found, row.latency),
-        "speedup": _speedup(found, row.latency),
+        "engine": _drop(engine, metric),
+        **_timed(found, row.latency),
         "shipped": row.shipped,
         "dominates": row.dominates,
-        "remark": row.reason or "; ".join([*_other_splits(row, metric), *_dominating(row)]),
+        "remark": row.reason or "; ".join(remarks),
     }
 
 
-def _dominating(row: Confirmed) -> list[str]:
-    return ["dominates the chosen recipe"] if row.dominates else []
+def _drop(versus: Comparison | None, metric: str) -> str:
+    return drop_points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else ""
 
 
 def _other_splits(row: Confirmed, metric: str) -> list[str]:
     """Drops on the evaluation splits behind the first: MNLI has two."""
     found = []
     for split, versus in list(row.fake_quant.items())[1:]:
-        drops = f"drop {drop_points(-versus.delta[metric], versus.delta_stderr[metric])}"
-        if split in row.engine:
-            engine = row.engine[split]
-            drops += f", of the engine {drop_points(-engine.delta[metric], engine.delta_stderr[metric])}"
-        found.append(f"{split.removeprefix('validation_')}: {drops}")
+        engine = f", of the engine {_drop(row.engine[split], metric)}" if split in row.engine else ""
+        found.append(f"{split.removeprefix('validation_')}: drop {_drop(versus, metric)}{engine}")
     return found
 
 
-def _ms(found: Search, latency: Latency | None) -> str:
+def _timed(found: Search, latency: Latency | None) -> dict[str, str]:
     if latency is None:
-        return ""
-    return f"{latency.ms:.3g}" + (" modelled" if found.source.mode == "model" else "")
-
-
-def _speedup(found: Search, latency: Latency | None) -> str:
-    if latency is None:
-        return ""
-    return f"{latency.speedup:.2f}x" + (" modelled" if found.source.mode == "model" else "")
+        return {"latency": "", "speedup": ""}
+    how = " modelled" if found.source.mode == "model" else ""
+    return {"latency": f"{latency.ms:.3g}{how}", "speedup": f"{latency.speedup:.2f}x{how}"}
 
 
 def _agreement(found: Search) -> str:

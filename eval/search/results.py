@@ -132,7 +132,9 @@ def read_search(path: Path) -> Search:
 
 def mark_front(trials: list[Trial], objective: str) -> None:
     """Set `on_front` of every complete trial (both objectives are minimized)."""
-    points = {t.number: point for t in trials if (point := _point(t, objective)) is not None}
+    points = {
+        t.number: objectives(t.accuracy, t.latency, objective) for t in trials if t.accuracy and t.latency
+    }
     for trial in trials:
         own = points.get(trial.number)
         trial.on_front = (
@@ -192,16 +194,16 @@ def dominates(row: Confirmed, chosen: Confirmed, metric: str) -> bool:
     return as_good and (better > 0 or faster > EQUAL_LATENCY)
 
 
+def objectives(accuracy: Accuracy, latency: Latency, objective: str) -> tuple[float, float]:
+    """What a search minimizes: the loss, and latency over that of the twin timed beside it.
+
+    Milliseconds of other hours and cards do not compare.
+    """
+    return accuracy.divergence if objective == "divergence" else accuracy.drop, 1 / latency.speedup
+
+
 def _relative(trial: Trial) -> float:
-    """Latency over that of the twin beside it: milliseconds of other hours and cards do not compare."""
     return 1 / trial.latency.speedup if trial.latency else float("inf")
-
-
-def _point(trial: Trial, objective: str) -> tuple[float, float] | None:
-    if trial.accuracy is None or trial.latency is None:
-        return None
-    first = trial.accuracy.divergence if objective == "divergence" else trial.accuracy.drop
-    return first, _relative(trial)
 
 
 def _none(best: Trial | None, what: str) -> str:

@@ -1,5 +1,6 @@
 """The trials that every search starts with."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,13 @@ from qdqbench.eval.search.trial import Workspace
 from qdqbench.eval.sensitivity.results import read_sensitivity
 from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes, short_yaml
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
-    from qdqbench.eval.search.trial import Workspace
     from qdqbench.eval.sensitivity.results import Sensitivity
 
-
+SAMPLES = 128  # enough to tell the worst units from the others
 PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units in FP16
 
 
@@ -30,9 +29,8 @@ def first_trials(work: Workspace, space: Space) -> list[First]:
         recipe = load_recipe(name)
         if recipe.model.family != base.model.family or not recipe.quantizes or recipe.qat:
             continue
-        plan = _plan_or_none(work, recipe)
-        if plan is not None:
-            found.append((f"shipped {name}", space.project(plan, recipe), {}))
+        with suppress(UserError):  # it may ask for an attention that this model cannot have
+            found.append((f"shipped {name}", space.project(work.plan(recipe), recipe), {}))
     count = len(space.units)
     everything = given | {"frame": "all", "keep": 0, "flip_1": 0, "flip_2": 0}
     high = {"attention_keep": len(space.attention)} if space.attention else {}
@@ -46,18 +44,7 @@ def first_trials(work: Workspace, space: Space) -> list[First]:
     return found
 
 
-def _plan_or_none(work: Workspace, recipe: Recipe) -> Plan | None:
-    """A shipped recipe may ask for an attention that this model cannot have."""
-    try:
-        return work.plan(recipe)
-    except UserError:
-        return None
-
-
-SAMPLES = 128  # enough to tell the worst units from the others
-
-
-def rank(work: "Workspace", file: Path | None) -> tuple[Space, str]:
+def rank(work: Workspace, file: Path | None) -> tuple[Space, str]:
     """The space in order of the ranking, and where that comes from.
 
     Raises:

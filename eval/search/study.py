@@ -167,7 +167,7 @@ def revive(study: "optuna.Study") -> int:
 
     optuna.storages.fail_stale_trials(study)
     found = 0
-    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+    for trial in _running(study):
         worker = trial.user_attrs.get("worker")
         if not worker:
             if trial.datetime_start and datetime.now() - trial.datetime_start < UNMARKED:
@@ -187,11 +187,9 @@ def revive(study: "optuna.Study") -> int:
 
 def others_run(study: "optuna.Study") -> bool:
     """Whether other workers are at a trial; one whose worker is not known yet is waited for."""
-    import optuna
-
     while True:
         revive(study)
-        trials = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
+        trials = _running(study)
         if all("worker" in trial.user_attrs for trial in trials):
             return bool(trials)
         time.sleep(WAIT_S)
@@ -199,28 +197,24 @@ def others_run(study: "optuna.Study") -> bool:
 
 def requeue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial") -> None:
     """Queue a trial again that was interrupted and not decided."""
-    study.enqueue_trial(_params(trial), user_attrs=_kept(trial, int(trial.user_attrs.get("attempt", 1))))
+    _enqueue(study, trial, int(trial.user_attrs.get("attempt", 1)))
 
 
 def _retry(study: "optuna.Study", trial: "FrozenTrial") -> None:
     """Queue a dead process's trial again; Optuna's callback would copy who ran it."""
     attempt = int(trial.user_attrs.get("attempt", 1))
-    if attempt >= MOST_ATTEMPTS:
-        return
-    study.enqueue_trial(_params(trial), user_attrs=_kept(trial, attempt + 1))
+    if attempt < MOST_ATTEMPTS:
+        _enqueue(study, trial, attempt + 1)
 
 
-def _params(trial: "optuna.Trial | FrozenTrial") -> Params:
-    """Parameters, also of a queued trial that had not come to read them."""
-    return dict(trial.params or getattr(trial, "system_attrs", {}).get("fixed_params", {}))
-
-
-def _kept(trial: "optuna.Trial | FrozenTrial", attempt: int) -> dict[str, Any]:
-    """What a trial that is queued again takes along."""
-    kept: dict[str, Any] = {key: trial.user_attrs[key] for key in ("origin",) if key in trial.user_attrs}
-    if kept.get("origin") == "given recipe":
-        kept["recipe"] = trial.user_attrs["recipe"]
-    return {**kept, "attempt": attempt, "retry_of": trial.number}
+def _enqueue(study: "optuna.Study", trial: "optuna.Trial | FrozenTrial", attempt: int) -> None:
+    """Queue its parameters, also those of a queued trial that had not come to read them, and their origin."""
+    params = trial.params or getattr(trial, "system_attrs", {}).get("fixed_params", {})
+    known = trial.user_attrs
+    kept = ("origin", "recipe") if known.get("origin") == "given recipe" else ("origin",)
+    again = {key: known[key] for key in kept if key in known}
+    again |= {"attempt": attempt, "retry_of": trial.number}
+    study.enqueue_trial(dict(params), user_attrs=again)
 
 
 def decided(study: "optuna.Study") -> "list[FrozenTrial]":
@@ -243,10 +237,14 @@ def counted(study: "optuna.Study") -> int:
 
 
 def running(study: "optuna.Study") -> int:
-    """Trials in progress, of all workers."""
+    """Number of trials in progress, of all workers."""
+    return len(_running(study))
+
+
+def _running(study: "optuna.Study") -> "list[FrozenTrial]":
     import optuna
 
-    return len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)))
+    return study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,))
 
 
 def _me() -> list[Any]:

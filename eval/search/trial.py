@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -120,10 +120,7 @@ class Workspace:
         key = plan_key(recipe, plan)
         if self._last is None or self._last[0] != key:
             self._last = None  # never two at a time
-            record = self.record(recipe, plan)
-            model = self._fresh(recipe)
-            ptq.restore(model, plan, record)
-            self._last = key, model
+            return self._restored(recipe, plan, self.record(recipe, plan))
         return self._last[1]
 
     def recalibrated(self, recipe: Recipe, plan: Plan) -> "PreTrainedModel":
@@ -131,8 +128,10 @@ class Workspace:
         if not plan.int8:
             return self.session.fp32_model
         self._last = None
-        record = self._record(recipe, plan)
-        model = self._fresh(recipe)
+        return self._restored(recipe, plan, self._record(recipe, plan))
+
+    def _restored(self, recipe: Recipe, plan: Plan, record: CalibrationRecord) -> "PreTrainedModel":
+        model = self._of(recipe).new_int8_model()
         ptq.restore(model, plan, record)
         self._last = plan_key(recipe, plan), model
         return model
@@ -174,7 +173,6 @@ class Workspace:
         return without_corrections(self.space.assemble(set(self.space.units), attention, how))
 
     def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
-
         key = hash_of([plan_key(recipe, plan), self.identity, made_with()])[:24]
         if key in self._records:
             return self._records[key]
@@ -183,20 +181,14 @@ class Workspace:
             found = read_record(path)
         else:
             self.progress("calibrating")
-            found = ptq.calibrate(
-                placed(self._fresh(recipe)), plan, self._batches(recipe), recipe.calibration
-            )
+            session = self._of(recipe)
+            model = placed(session.new_int8_model())
+            found = ptq.calibrate(model, plan, session.calibration_batches(), recipe.calibration)
             write_record(path, found)
         while len(self._records) >= MOST_RECORDS:
             self._records.pop(next(iter(self._records)))  # they are on disk
         self._records[key] = found
         return found
-
-    def _fresh(self, recipe: Recipe) -> "PreTrainedModel":
-        return self._of(recipe).new_int8_model()
-
-    def _batches(self, recipe: Recipe) -> Iterable[Any]:
-        return self._of(recipe).calibration_batches()
 
     def _of(self, recipe: Recipe) -> Session:
         """The session as if it had been opened with this recipe."""

@@ -12,7 +12,15 @@ from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.placement.cost_model import load_cost_model
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search.latency import latency_source
-from qdqbench.eval.search.results import Accuracy, Source, Trial, choose_trial, mark_front, trial_holds
+from qdqbench.eval.search.results import (
+    Accuracy,
+    Source,
+    Trial,
+    choose_trial,
+    mark_front,
+    objectives,
+    trial_holds,
+)
 from qdqbench.eval.search.start import first_trials, rank, read_ranking
 from qdqbench.eval.search.study import (
     counted,
@@ -78,30 +86,25 @@ def open_worker(
 def _settings(session: Session, options: SearchOptions, source: Source) -> dict[str, Any]:
     """What the trials of one study have in common; the gate may change, it only chooses."""
     recipe, task = session.recipe, session.config.task
-    kept = recipe.model_dump(mode="json", exclude={"name", "description", "gate"})
+    fitted = load_cost_model(options.cost_model) if source.mode == "model" else None
     return {
         **made_with(),
         "model": session.model_sha256,
         "task": task.model_dump(mode="json"),
         "data": source_fingerprint(task, session.data_source, recipe.calibration.split),
         "family": recipe.model.family,
-        "recipe": kept,
+        "recipe": recipe.model_dump(mode="json", exclude={"name", "description", "gate"}),
         "samples": options.samples,
         "seed": session.config.seed,
         "objective": options.objective,
         "latency": source.mode,
         "GPU": [source.gpu, source.backend, source.version],
         "batch and length": [options.batch, options.length],
-        "cost model": _cost_model(options) if source.mode == "model" else None,
+        "cost model": hash_of(fitted.model_dump(mode="json", include={"rows"})) if fitted else None,
         "sensitivity file": files.sha256(sensitivity_file(options.sensitivity))
         if options.sensitivity
         else None,
     }
-
-
-def _cost_model(options: SearchOptions) -> str:
-
-    return hash_of(load_cost_model(options.cost_model).model_dump(mode="json", include={"rows"}))
 
 
 def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> bool:
@@ -180,7 +183,7 @@ def _objective(worker: Worker, trial: "optuna.Trial") -> tuple[float, float]:
         latency = worker.measure(recipe, plan)
         trial.set_user_attr("latency", latency.model_dump(mode="json"))
         trial.set_user_attr("seconds", time.monotonic() - start)
-        trial.set_constraint("gate", _violation(accuracy, latency, worker.gate))
+        return _judged(worker, trial, accuracy, latency)
     except KeyboardInterrupt:
         requeue(worker.study, trial)
         raise
@@ -198,7 +201,6 @@ def _objective(worker: Worker, trial: "optuna.Trial") -> tuple[float, float]:
             )
         _free_memory()
         raise
-    return _values(accuracy, latency, worker.options.objective)
 
 
 def _repeat(worker: Worker, trial: "optuna.Trial", same: Any) -> tuple[float, float]:
@@ -210,14 +212,15 @@ def _repeat(worker: Worker, trial: "optuna.Trial", same: Any) -> tuple[float, fl
     for name in ("accuracy", "latency"):
         trial.set_user_attr(name, same.user_attrs[name])
     accuracy = Accuracy.model_validate(same.user_attrs["accuracy"])
-    latency = Latency.model_validate(same.user_attrs["latency"])
+    return _judged(worker, trial, accuracy, Latency.model_validate(same.user_attrs["latency"]))
+
+
+def _judged(
+    worker: Worker, trial: "optuna.Trial", accuracy: Accuracy, latency: Latency
+) -> tuple[float, float]:
+    """Both objectives, and how far the trial is from the gate."""
     trial.set_constraint("gate", _violation(accuracy, latency, worker.gate))
-    return _values(accuracy, latency, worker.options.objective)
-
-
-def _values(accuracy: Accuracy, latency: Latency, objective: str) -> tuple[float, float]:
-    first = accuracy.divergence if objective == "divergence" else accuracy.drop
-    return first, 1 / latency.speedup  # the twin was timed beside it; milliseconds drift
+    return objectives(accuracy, latency, worker.options.objective)
 
 
 def _violation(accuracy: Accuracy, latency: Latency, gate: Any) -> float:
@@ -269,7 +272,6 @@ def _best(worker: Worker) -> str:
 
 
 def _free_memory() -> None:
-
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -30,7 +30,7 @@ def build_stage(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
     settings = session.recipe.engine
     folder = session.folder / "engine"
-    path = folder / graph_path(session).with_suffix(".engine").name
+    path, layers = folder / graph_path(session).with_suffix(".engine").name, session.folder / "layers.json"
     try:
         result = build_engine(
             graph_path(session),
@@ -40,19 +40,14 @@ def build_stage(session: Session) -> list[Path]:
             expected_gemms=expected_gemms(session),
             expected_attention=len(session.plan.attention),
             compute_capability=settings.compute_capability,
-            layers_path=session.folder / "layers.json",
+            layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
             note=session.notes.append,
             progress=lambda _, fraction: session.progress(round(1000 * fraction), 1000),
         )
     except MissingDevice as error:
         return [record(session.folder / BUILD, Skipped(skipped=str(error)))]
-    return [
-        record(session.folder / BUILD, result),
-        path,
-        sidecar_path(path),
-        session.folder / "layers.json",
-    ]
+    return [record(session.folder / BUILD, result), path, sidecar_path(path), layers]
 
 
 def verify_stage(session: Session) -> list[Path]:

@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.backend import available_backends
 from qdqbench.quantize.graph.export import Compute, ExportSettings, trace, write_graph
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.qat.files import remove_checkpoints
-from qdqbench.quantize.qat.stage import train_qat as train
+from qdqbench.quantize.qat.stage import train_qat
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
@@ -72,16 +72,6 @@ def ptq_stage(session: Session) -> list[Path]:
     return [_evaluate_torch(session, "ptq", session.new_ptq_model())]
 
 
-def qat_stage(session: Session) -> list[Path]:
-    """Train the fake-quant model."""
-    return train(session)
-
-
-def _forget_checkpoints(session: Session) -> None:
-
-    remove_checkpoints(session)
-
-
 def fake_quant(session: Session) -> list[Path]:
     """Evaluate the fake-quant model."""
     return [_evaluate_torch(session, "fake_quant", session.fake_quant_model)]
@@ -126,7 +116,6 @@ def onnxruntime(session: Session) -> list[Path]:
 
 
 def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
-
     with on_gpu(model):
         return evaluate_stage(session, stage, torch_runner(model))
 
@@ -147,7 +136,6 @@ def _model(session: Session) -> Any:
 
 
 def _evaluation(session: Session) -> Any:
-
     task = session.config.task
     data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
     return [_model(session), data, session.config.limit, session.config.batch_size]
@@ -160,14 +148,12 @@ def _placement(session: Session) -> Any:
 
 
 def _calibration(session: Session) -> Any:
-
     settings = session.recipe.calibration
     data = source_fingerprint(session.config.task, session.data_source, settings.split)
     return [_placement(session), data, settings.model_dump()]
 
 
 def _trained(session: Session) -> Any:
-
     task, settings = session.config.task, session.recipe.qat
     data = source_fingerprint(task, session.data_source, task.train_split)
     return [_placement(session), data, settings.model_dump() if settings else None]
@@ -175,17 +161,11 @@ def _trained(session: Session) -> Any:
 
 def _exported(session: Session) -> Any:
     recipe = session.recipe
-    return [
-        _placement(session),
-        recipe.export.model_dump(),
-        recipe.precision.model_dump(),
-        weight_form(session.recipe),
-        recipe.name,
-    ]
+    settings = [recipe.export.model_dump(), recipe.precision.model_dump()]
+    return [_placement(session), *settings, weight_form(recipe), recipe.name]
 
 
 def _built(session: Session) -> Any:
-
     return [_placement(session), session.recipe.engine.model_dump(), available_backends(), str(find_gpu())]
 
 
@@ -194,8 +174,7 @@ def _measured(session: Session) -> Any:
 
 
 def _verified(session: Session) -> Any:
-    recipe = session.recipe
-    return [_measured(session), recipe.gate.max_drop, session.config.seed]
+    return [_measured(session), session.recipe.gate.max_drop, session.config.seed]
 
 
 def stages(session: Session) -> dict[str, Stage]:
@@ -207,32 +186,21 @@ def stages(session: Session) -> dict[str, Stage]:
     if trains:
         calibrated = (*calibrated, "qat")
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
-    listed = [
-        Stage("baseline", baseline, first, _evaluation),
-        Stage("export", export_stage, calibrated, _exported),
-        Stage("check", check_stage, ("export",), _placement),
-        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation),
-        Stage("build", build_stage, ("export",), _built),
-        Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified),
-        Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured),
-    ]
-    if quantized:
-        listed[1:1] = [
-            Stage("quantize", quantize_stage, first, _calibration),
-            *(_training(first) if trains else []),
-            Stage("fake_quant", fake_quant, calibrated, _evaluation),
-        ]
-        position = next(i for i, stage in enumerate(listed) if stage.name == "check") + 1
-        drawn = Stage("parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed])
-        listed.insert(position, drawn)
-    if first:
-        listed.insert(0, Stage("embedded", embedded, (), lambda s: s.config.seed))
-    return {stage.name: stage for stage in listed}
-
-
-def _training(first: tuple[str, ...]) -> list[Stage]:
-    """What QAT adds: PTQ on its own, to be compared, and the training."""
-    return [
-        Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation),
-        Stage("qat", qat_stage, (*first, "quantize"), _trained, _forget_checkpoints),
-    ]
+    listed = {  # and whether this run has it
+        Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
+        Stage("baseline", baseline, first, _evaluation): True,
+        Stage("quantize", quantize_stage, first, _calibration): quantized,
+        Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation): trains,  # QAT is compared with it
+        Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
+        Stage("fake_quant", fake_quant, calibrated, _evaluation): quantized,
+        Stage("export", export_stage, calibrated, _exported): True,
+        Stage("check", check_stage, ("export",), _placement): True,
+        Stage(
+            "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
+        ): quantized,
+        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
+        Stage("build", build_stage, ("export",), _built): True,
+        Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,
+        Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured): True,
+    }
+    return {stage.name: stage for stage, wanted in listed.items() if wanted}

@@ -1,102 +1,95 @@
 """The commands `bench` and `tables`; registered in cli.py. Everything heavy is imported inside."""
 
-import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.progress import status
-from qdqbench.quantize.cli.terminal import command_line, console
+from qdqbench.quantize.cli.terminal import Json, command_line, say, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
-if TYPE_CHECKING:
-    from qdqbench.eval.bench.results import Bench
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is measured, and how."""
 
-def bench(  # noqa: PLR0913, PLR0917  (a command's options)
-    target: Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)] = None,
     model: Annotated[
         str | None, typer.Option(help="Model folder, or bert-base or bert-large with random weights.")
-    ] = None,
+    ] = None
     recipe: Annotated[
         str | None, typer.Option(help=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
-    ] = None,
+    ] = None
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Batch size; repeatable. None: 1, 8, 32, 128.")
-    ] = None,
+    ] = None
     length: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens per sequence; repeatable. None: 128.")
-    ] = None,
+    ] = None
     real_lengths: Annotated[
         str | None, typer.Option(help="Also time the whole evaluation split of this task.")
-    ] = None,
-    real_batch: Annotated[int, typer.Option(min=1, help="Batch size of --real-lengths.")] = 32,
-    data: Annotated[str | None, typer.Option(help="Data of --real-lengths; none: the run's.")] = None,
+    ] = None
+    real_batch: Annotated[int, typer.Option(min=1, help="Batch size of --real-lengths.")] = 32
+    data: Annotated[str | None, typer.Option(help="Data of --real-lengths; none: the run's.")] = None
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer of --real-lengths for a built-in shape.")
-    ] = None,
+    ] = None
     streams: Annotated[
         list[int] | None, typer.Option(min=1, help="Inferences at once; repeatable. None: 1 and 2.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Interleaved rounds. None: 12, on a CPU 6.")
-    ] = None,
+    ] = None
+    rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds. None: 12, on a CPU 6.")] = (
+        None
+    )
     seconds: Annotated[
         float, typer.Option(help="Latency time per contestant and shape, over all rounds.")
-    ] = 1.0,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Launches per round, instead of --seconds.")
-    ] = None,
-    peers: Annotated[bool, typer.Option(help="Measure PyTorch and torch.compile too.")] = True,
-    fp32: Annotated[bool, typer.Option(help="Measure the FP32 twin too.")] = True,
-    compile_mode: Annotated[
-        str, typer.Option(help="torch.compile mode: default, or a max-autotune one.")
-    ] = "default",
+    ] = 1.0
+    repeats: Annotated[int | None, typer.Option(min=1, help="Launches per round, instead of --seconds.")] = (
+        None
+    )
+    peers: Annotated[bool, typer.Option(help="Measure PyTorch and torch.compile too.")] = True
+    fp32: Annotated[bool, typer.Option(help="Measure the FP32 twin too.")] = True
+    compile_mode: Annotated[str, typer.Option(help="torch.compile mode: default, or a max-autotune one.")] = (
+        "default"
+    )
     profile: Annotated[
         str,
         typer.Option(help="Engines for exactly each shape (static), or for the recipe's shapes (recipe)."),
-    ] = "static",
-    cpu: Annotated[bool, typer.Option(help="ONNX Runtime and PyTorch on the CPU, no engine.")] = False,
+    ] = "static"
+    cpu: Annotated[bool, typer.Option(help="ONNX Runtime and PyTorch on the CPU, no engine.")] = False
     keep_engines: Annotated[
         bool, typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and bootstrap.")] = 0,
+    ] = False
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and bootstrap.")] = 0
+
+
+@grouped
+def bench(
+    target: Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)] = None,
+    *,
+    wanted: Wanted,
     out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """INT8 against its FP16 and FP32 twins and PyTorch: interleaved, verified, with clock and power."""
     from qdqbench.eval.api.bench import bench as measure
+    from qdqbench.eval.bench.report import bench_summary
+    from qdqbench.quantize.core.errors import CheckFailed
 
     written: list[Path] = []
     with status(quiet=json) as announce:
         found = measure(
             target,
-            model=model,
-            recipe=recipe,
-            batch=batch,
-            length=length,
-            real_lengths=real_lengths,
-            real_batch=real_batch,
-            data=data,
-            tokenizer=tokenizer,
-            streams=streams,
-            rounds=rounds,
-            seconds=seconds,
-            repeats=repeats,
-            peers=peers,
-            fp32=fp32,
-            compile_mode=compile_mode,
-            profile=profile,  # type: ignore[arg-type]  # judged there
-            cpu=cpu,
-            keep_engines=keep_engines,
-            seed=seed,
+            **asdict(wanted),
             out=out,
             progress=announce,
             written=written.append,
             command=command_line(),
         )
-    _finish(found, written, json)
+    show(found, json, bench_summary, *(f"report: {path}" for path in written))
+    if found.errors:
+        raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
 
 
 def tables(
@@ -124,19 +117,4 @@ def tables(
         return
     files.write_text(into, after)
     counted = f"{len(runs)} runs, {len(benches)} benches, {len(studies)} studies, {len(searches)} searches"
-    console().print(f"{into}: {counted}", highlight=False, soft_wrap=True)
-
-
-def _finish(found: "Bench", written: list[Path], json: bool) -> None:
-    """Terminal and exit status."""
-    from qdqbench.eval.bench.report import bench_summary
-    from qdqbench.quantize.core.errors import CheckFailed
-
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-    else:
-        console().print(bench_summary(found))
-        for path in written:
-            console().print(f"report: {path}", highlight=False, soft_wrap=True)
-    if found.errors:
-        raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
+    say(f"{into}: {counted}")

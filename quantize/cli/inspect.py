@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench.quantize.cli.inspect_tables import kernel_table, print_time
-from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
+from qdqbench.quantize.cli.terminal import Json, console, plain, print_json, say
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.inspection import Inspection
@@ -80,7 +80,7 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
         print_json(result.model_dump(mode="json"))
     else:
         for line in bisect_lines(result):
-            console().print(plain(line), highlight=False, soft_wrap=True)
+            say(plain(line))
     if result.block is not None:
         raise CheckFailed(f"{target.name}: block {result.block} is wrong on its own")
 
@@ -146,15 +146,12 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
     from qdqbench.quantize.engine.inspection import findings
 
     out = console()
-    out.print(f"[bold]{plain(target.name)}[/] {_made(target)}", highlight=False, soft_wrap=True)
+    say(f"[bold]{plain(target.name)}[/] {_made(target)}")
     grid = Table.grid(padding=(0, 2))
     for name, text in _summary(judged):
         grid.add_row(name, text)
     out.print(grid, highlight=False)
-    groups: dict[str, list[str]] = defaultdict(list)
-    for node in judged.proof.not_int8:
-        groups[judged.reasons[node]].append(node)
-    _print_not_int8(judged, groups)
+    _print_not_int8(judged)
     known: list[str] = []
     if side := target.sidecar:
         known = [text for cc in side.compute_capability for text in hazards(side.backend, side.version, cc)]
@@ -167,10 +164,13 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
         print_time(judged.time, shape)
 
 
-def _print_not_int8(judged: "Inspection", groups: dict[str, list[str]]) -> None:
+def _print_not_int8(judged: "Inspection") -> None:
     from qdqbench.quantize.engine.inspection import named
     from qdqbench.quantize.engine.kernels import block_of_node, block_order
 
+    groups: dict[str, list[str]] = defaultdict(list)
+    for node in judged.proof.not_int8:
+        groups[judged.reasons[node]].append(node)
     title = "[red]not INT8[/]" if judged.expected is not None else "not INT8"
     for why, nodes in groups.items():
         ordered = sorted(nodes, key=lambda node: block_order(block_of_node(node)))

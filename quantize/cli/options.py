@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 RecipeName = Annotated[str, typer.Argument(help="Shipped name or YAML file.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Evaluation batch size.")]
+MeasureSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")]
+RunSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")]
+RunOut = Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")]
+RunLimit = Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")]
+
+
+def left_by(marker: str, *unfinished: str) -> Callable[[set[str]], bool]:
+    """Names of a call that wrote `marker`, or was cut short after `unfinished`; hidden files do not count."""
+    return lambda names: marker in names or all(n in unfinished or n.startswith(".") for n in names)
 
 
 @dataclass(frozen=True)
@@ -73,14 +82,13 @@ class BaseSubject(Subject):
     ] = None
 
 
-def check_out(folder: Path, marker: str, what: str, *, without_marker: Collection[str]) -> None:
-    """Refuse an --out folder that is not an earlier call's; hidden files do not count.
+def check_out(folder: Path, what: str, ours: Callable[[set[str]], bool]) -> None:
+    """Refuse an --out folder that holds something else than an earlier call left.
 
     Args:
         folder: given by --out.
-        marker: file that an earlier call wrote.
         what: the folder should hold.
-        without_marker: what a call that was cut short may have left.
+        ours: whether an earlier call left these names.
 
     Raises:
         UserError: it is a file, or holds something else.
@@ -91,8 +99,8 @@ def check_out(folder: Path, marker: str, what: str, *, without_marker: Collectio
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     files.require_writable(folder)
-    there = {path.name for path in folder.iterdir() if path.name[0] != "."} if folder.is_dir() else set()
-    if there - {*without_marker} and marker not in there:
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if there and not ours(there):
         raise UserError(f"{folder} holds other files than {what}; give --out an empty or new folder")
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qdqbench.quantize.cli import options, progress, terminal
+from qdqbench.quantize.cli import options, progress
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -82,14 +82,10 @@ def run(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = DEFAULT_RECIPE,
     *,
     subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="RunFolder directory; none: runs/RECIPE-TASK.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
-    ] = None,
+    out: options.RunOut = None,
+    limit: options.RunLimit = None,
     batch_size: options.BatchSize = 32,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
-    ] = 0,
+    seed: options.RunSeed = 0,
     until: Annotated[
         str | None, typer.Option(help="Stop after this stage; the others can follow later.")
     ] = None,
@@ -101,8 +97,8 @@ def run(  # noqa: PLR0913  (a command's options)
 
     config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
     folder = run_folder(config, out)
-    with progress.stages(quiet=json) as show:
-        found = start(config, folder, until, show)
+    with progress.stages(quiet=json) as shown:
+        found = start(config, folder, until, shown)
     _say(found, folder, json=json)
 
 
@@ -111,17 +107,13 @@ def qat(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = DEFAULT_QAT,
     *,
     subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="RunFolder directory; none: runs/RECIPE-TASK.")] = None,
+    out: options.RunOut = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")
-    ] = None,
+    limit: options.RunLimit = None,
     batch_size: options.BatchSize = 32,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")
-    ] = 0,
+    seed: options.RunSeed = 0,
     json: Json = False,
 ) -> None:
     """Quantization-aware training, then on to engine and report; on one GPU or many."""
@@ -142,12 +134,12 @@ def qat(  # noqa: PLR0913  (a command's options)
     if plan:
         _plan(session, json)
         return
-    with progress.stages(quiet=json) as show:
-        start = follow(session, show)
+    with progress.stages(quiet=json) as shown:
+        start = follow(session, shown)
         train_on_all(session, lambda stage: run_until(session, stage, start))
     if leads():
-        with progress.stages(quiet=json) as show:
-            results = run_until(session, None, follow(session, show))
+        with progress.stages(quiet=json) as shown:
+            results = run_until(session, None, follow(session, shown))
         assert results is not None
         judge(results, folder, json=json)
 
@@ -155,13 +147,8 @@ def qat(  # noqa: PLR0913  (a command's options)
 def _plan(session: "Session", json: bool) -> None:
     from qdqbench.eval.runs.qat_plan import make_plan, plan_lines
 
-    found = make_plan(session)
-    if found is None:  # not the main process
-        return
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-    else:
-        console().print(plan_lines(found))
+    if (found := make_plan(session)) is not None:  # None: not the main process
+        show(found, json, plan_lines)
 
 
 def stage_command(target: str, text: str) -> Callable[..., None]:
@@ -170,8 +157,8 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
     def command(folder: RunFolder, json: Json = False) -> None:
         from qdqbench.eval.api.runs import build, resume
 
-        with progress.stages(quiet=json) as show:
-            found = build(folder, show) if target == "build" else resume(folder, target, show)
+        with progress.stages(quiet=json) as shown:
+            found = build(folder, shown) if target == "build" else resume(folder, target, shown)
         _say(found, folder, json=json)
 
     command.__doc__ = text
@@ -197,11 +184,7 @@ def judge(results: "Results", folder: Path, *, json: bool) -> None:
     from qdqbench.eval.runs.report import summary_lines
     from qdqbench.quantize.core.errors import CheckFailed
 
-    if json:
-        sys.stdout.write(results.model_dump_json(indent=2) + "\n")
-    else:
-        console().print(summary_lines(results))
-        console().print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+    show(results, json, summary_lines, f"report: {folder / 'report.html'}")
     if not results.gate.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
 
@@ -217,7 +200,7 @@ def _judge_build(proof: "Proof", folder: Path, json: bool) -> None:
         print_json(proof.model_dump(mode="json"))
     else:
         for note in proof.notes:
-            console().print(f"[yellow]note[/] {terminal.plain(note)}", highlight=False)
+            console().print(f"[yellow]note[/] {plain(note)}", highlight=False)
         console().print(
             f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
             f"{result.backend} {result.version}; outputs "
@@ -238,24 +221,16 @@ def profile(folder: RunFolder, json: Json = False) -> None:
     from qdqbench.quantize.core.strict import read
 
     found = read(folder / "results.json", Results, "report", f"run `qdqbench report {folder}`")
-    timings = found.model_dump()["timings"]
     if json:
-        print_json(timings)
+        print_json(found.model_dump()["timings"])
         return
     from rich.table import Table
 
     table = Table("stage", "wall s", "peak MB", "", box=None)
-    for name, row in timings.items():
-        table.add_row(
-            name,
-            f"{row['wall_s']:.1f}",
-            f"{row['peak_rss_bytes'] / 1e6:.0f}",
-            "reused" if row["reused"] else "",
-        )
-    table.add_row(
-        "total",
-        f"{sum(row['wall_s'] for row in timings.values()):.1f}",
-        f"{max(row['peak_rss_bytes'] for row in timings.values()) / 1e6:.0f}",
-        "",
-    )
+    rows = found.timings.values()
+    for name, row in found.timings.items():
+        reused = "reused" if row.reused else ""
+        table.add_row(name, f"{row.wall_s:.1f}", f"{row.peak_rss_bytes / 1e6:.0f}", reused)
+    peak = max(row.peak_rss_bytes for row in rows)
+    table.add_row("total", f"{sum(row.wall_s for row in rows):.1f}", f"{peak / 1e6:.0f}", "")
     console().print(table)

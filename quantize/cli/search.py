@@ -1,16 +1,16 @@
 """The command `search`; registered in cli.py. Everything heavy is imported inside."""
 
-import sys
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
-from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, console
+from qdqbench.quantize.cli.options import check_out, grouped
+from qdqbench.quantize.cli.terminal import Json, console, say, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -19,6 +19,41 @@ if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
 
 WORK = "work"
+EMBEDDED_MODEL = Path("embedded", "model", "config.json")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is searched, and how."""
+
+    trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40
+    budget_s: Annotated[
+        float | None, typer.Option("--budget", min=0, help="Seconds after which no further trial is started.")
+    ] = None
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="File of `qdqbench sensitivity`: which layers to keep in FP16 first.")
+    ] = None
+    storage: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL shared by all workers; none: OUT/study.db.")
+    ] = None
+    study: Annotated[str | None, typer.Option("--study-name", help="None: RECIPE-TASK.")] = None
+    samples: Annotated[
+        int, typer.Option(min=1, help="Train rows that judge a trial; none of them calibrates.")
+    ] = 1024
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of the latency.")] = 32
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence of the latency.")] = 128
+    latency: Annotated[
+        str, typer.Option(help="engine: measured on this GPU; model: modelled; auto: engine where a GPU is.")
+    ] = "auto"
+    cost_model: Annotated[
+        Path | None, typer.Option(help="File of `qdqbench cost fit`; none: the shipped one.")
+    ] = None
+    objective: Annotated[
+        str,
+        typer.Option(
+            "--accuracy", help="First objective: divergence from FP32's logits, or drop of the metric."
+        ),
+    ] = "divergence"
 
 
 @grouped
@@ -27,31 +62,7 @@ def search(  # noqa: PLR0913  (a command's options)
     *,
     subject: given.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40,
-    budget: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which no further trial is started.")
-    ] = None,
-    sensitivity: Annotated[
-        Path | None, typer.Option(help="File of `qdqbench sensitivity`: which layers to keep in FP16 first.")
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option(help="SQLAlchemy URL shared by all workers; none: OUT/study.db.")
-    ] = None,
-    study_name: Annotated[str | None, typer.Option(help="None: RECIPE-TASK.")] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Train rows that judge a trial; none of them calibrates.")
-    ] = 1024,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size of the latency.")] = 32,
-    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence of the latency.")] = 128,
-    latency: Annotated[
-        str, typer.Option(help="engine: measured on this GPU; model: modelled; auto: engine where a GPU is.")
-    ] = "auto",
-    cost_model: Annotated[
-        Path | None, typer.Option(help="File of `qdqbench cost fit`; none: the shipped one.")
-    ] = None,
-    accuracy: Annotated[
-        str, typer.Option(help="First objective: divergence from FP32's logits, or drop of the metric.")
-    ] = "divergence",
+    wanted: Wanted,
     batch_size: given.BatchSize = 32,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampler, bootstrap and inputs.")] = 0,
     json: Json = False,
@@ -62,28 +73,18 @@ def search(  # noqa: PLR0913  (a command's options)
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.session import Session
 
-    if latency not in ("auto", "engine", "model"):
-        raise UserError(f"--latency {latency!r} is unknown; use auto, engine or model")
-    if accuracy not in ("divergence", "drop"):
-        raise UserError(f"--accuracy {accuracy!r} is unknown; use divergence or drop")
+    if wanted.latency not in ("auto", "engine", "model"):
+        raise UserError(f"--latency {wanted.latency!r} is unknown; use auto, engine or model")
+    if wanted.objective not in ("divergence", "drop"):
+        raise UserError(f"--accuracy {wanted.objective!r} is unknown; use divergence or drop")
     config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
-    _require_inputs(sensitivity, cost_model)
-    _require_own(folder, study_name or f"{config.recipe.name}-{config.task.name}")
-    session = Session(config, _work_folder(folder))
-    options = SearchOptions(
-        trials=trials,
-        budget_s=budget,
-        samples=samples,
-        batch=batch,
-        length=length,
-        latency=latency,  # type: ignore[arg-type]
-        objective=accuracy,  # type: ignore[arg-type]
-        storage=storage,
-        study=study_name,
-        sensitivity=sensitivity,
-        cost_model=cost_model,
-    )
+    _require_inputs(wanted.sensitivity, wanted.cost_model)
+    _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
+    check_out(folder, "a search", lambda _: (folder / WORK).is_dir())
+    (folder / WORK).mkdir(parents=True, exist_ok=True)
+    session = Session(config, folder / WORK)
+    options = SearchOptions(**asdict(wanted))
     found = _search(session, options, folder, quiet=json)
     if found is not None:
         _finish(found, folder, json)
@@ -115,52 +116,27 @@ def _require_own(out: Path, study: str) -> None:
         )
 
 
-def _work_folder(out: Path) -> Path:
-    """Folder for what the search needs again, inside of its output folder.
-
-    Raises:
-        UserError: the output folder holds something else.
-    """
-    from qdqbench.quantize.core import files
-    from qdqbench.quantize.core.errors import UserError
-
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; give --out a folder")
-    if out.is_dir() and any(out.iterdir()) and not (out / WORK).is_dir():
-        raise UserError(f"{out} holds other files than a search; give --out an empty or new folder")
-    files.require_writable(out)
-    (out / WORK).mkdir(parents=True, exist_ok=True)
-    return out / WORK
-
-
 def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet: bool) -> "Search | None":
     from qdqbench.eval.search.finish import finish
     from qdqbench.eval.search.trials import open_worker, run_trials
+    from qdqbench.eval.stages import stages
     from qdqbench.quantize.machine.lock import held
 
     with ExitStack() as stack:
         stack.enter_context(held(session.folder))
-        show = stack.enter_context(progress.trials(options.trials, quiet=quiet))
-        if session.config.model is None:
-            _embedded(session, show)
-        worker = open_worker(session, options, stack, show.say)
-        if not run_trials(worker, show.trial):
+        shown = stack.enter_context(progress.trials(options.trials, quiet=quiet))
+        if session.config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
+            shown.say("training the embedded default")
+            stages.embedded(session)
+        worker = open_worker(session, options, stack, shown.say)
+        if not run_trials(worker, shown.trial):
             if not quiet:
                 console().print(
                     "other workers run the last trials, and the last of them writes the report; "
                     "if none does, run this command again"
                 )
             return None
-        return finish(worker, folder, show.say)
-
-
-def _embedded(session: "Session", show: Any) -> None:
-    """The generated task and its model, made once."""
-    from qdqbench.eval.stages import stages
-
-    if not (session.folder / "embedded" / "model" / "config.json").is_file():
-        show.say("training the embedded default")
-        stages.embedded(session)
+        return finish(worker, folder, shown.say)
 
 
 def _finish(found: "Search", folder: Path, json: bool) -> None:
@@ -168,11 +144,7 @@ def _finish(found: "Search", folder: Path, json: bool) -> None:
     from qdqbench.eval.search.report import search_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-    else:
-        console().print(search_summary(found))
-        console().print(f"report: {folder / 'search.html'}", highlight=False, soft_wrap=True)
+    show(found, json, search_summary, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
 
@@ -207,15 +179,7 @@ def measure(  # noqa: PLR0913, PLR0917  (a command's options)
     shapes = [
         (b, n) for n in dict.fromkeys(length or (32, 128)) for b in dict.fromkeys(batch or (1, 8, 32, 128))
     ]
-    done = measure_costs(
-        model,
-        shapes,
-        out,
-        placements=placements,
-        seed=seed,
-        budget_s=budget,
-        say=lambda text: console().print(text, highlight=False, soft_wrap=True),
-    )
+    done = measure_costs(model, shapes, out, placements=placements, seed=seed, budget_s=budget, say=say)
     console().print(f"{out}: {done.rows} new rows of {done.engines} engines; {done.ended}", highlight=False)
 
 

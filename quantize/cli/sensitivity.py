@@ -1,6 +1,8 @@
 """The command `sensitivity`; registered in cli.py. Everything heavy is imported inside."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +11,14 @@ import typer
 from qdqbench.quantize.cli import options
 from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.progress import time_left
-from qdqbench.quantize.cli.terminal import Json, console
+from qdqbench.quantize.cli.terminal import Json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.eval.methods.results import Methods
     from qdqbench.eval.sensitivity.results import Sensitivity
-    from qdqbench.quantize.rundir.session import RunConfig
+    from qdqbench.quantize.machine.usage import Progress
+    from qdqbench.quantize.rundir.session import RunConfig, Session
 
 
 @grouped
@@ -26,31 +29,45 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
     batch_size: options.BatchSize = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")] = 0,
+    seed: options.MeasureSeed = 0,
     json: Json = False,
 ) -> None:
     """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
     from qdqbench.eval.sensitivity.ledger import LEDGER_FILE
+    from qdqbench.eval.sensitivity.report import sensitivity_summary
+    from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.recipe.schema import load_recipe
 
     config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
-    options.check_out(folder, LEDGER_FILE, "a sensitivity run", without_marker=("embedded",))
-    _finish(_measure(config, folder, samples, quiet=json), folder, json=json)
+    options.check_out(folder, "a sensitivity run", options.left_by(LEDGER_FILE, "embedded"))
+    found = _measure(config, folder, samples, quiet=json)
+    written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
+    show(found, json, sensitivity_summary, *written)
+    if not found.choice.reached:
+        raise CheckFailed(found.choice.reason)
+
+
+@contextmanager
+def _opened(config: "RunConfig", folder: Path, *, quiet: bool) -> "Iterator[tuple[Session, Progress]]":
+    """A session that nobody else is at, with the embedded default where no model is given."""
+    from qdqbench.eval.stages import stages
+    from qdqbench.quantize.machine.lock import held
+    from qdqbench.quantize.rundir.session import Session
+
+    with held(folder), time_left(quiet=quiet) as told:
+        session = Session(config, folder, progress=lambda done, total: told(done, total, "embedded default"))
+        if config.model is None:
+            stages.embedded(session)
+        yield session, told
 
 
 def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) -> "Sensitivity":
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.report import write_sensitivity
-    from qdqbench.eval.stages import stages
-    from qdqbench.quantize.machine.lock import held
-    from qdqbench.quantize.rundir.session import Session
 
-    with held(folder), time_left(quiet=quiet) as show:
-        session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
-        if config.model is None:
-            stages.embedded(session)
-        measurement = Measurement(session, samples, show)
+    with _opened(config, folder, quiet=quiet) as (session, told):
+        measurement = Measurement(session, samples, told)
         ledger = measurement.ledger
         if ledger.anew:
             sys.stderr.write(f"{ledger.path}: of other settings, data or code; measuring anew\n")
@@ -59,20 +76,6 @@ def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) ->
         found = measurement.run()
     write_sensitivity(found, folder)
     return found
-
-
-def _finish(found: "Sensitivity", folder: Path, *, json: bool) -> None:
-    from qdqbench.eval.sensitivity.report import sensitivity_summary
-    from qdqbench.quantize.core.errors import CheckFailed
-
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-    else:
-        console().print(sensitivity_summary(found))
-        console().print(f"recipe: {folder / found.choice.file}", highlight=False, soft_wrap=True)
-        console().print(f"report: {folder / 'sensitivity.html'}", highlight=False, soft_wrap=True)
-    if not found.choice.reached:
-        raise CheckFailed(found.choice.reason)
 
 
 MethodOption = Annotated[
@@ -97,26 +100,20 @@ def methods(  # noqa: PLR0913  (a command's options)
         int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
     ] = None,
     batch_size: options.BatchSize = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")] = 0,
+    seed: options.MeasureSeed = 0,
     json: Json = False,
 ) -> None:
     """Compare calibration methods in one table; writes the recipe with the best one."""
+    from qdqbench.eval.methods.report import methods_summary
     from qdqbench.eval.methods.results import METHODS_FILE, METHODS_RECIPE
     from qdqbench.quantize.recipe.schema import load_recipe
 
     config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed, limit=limit)
     folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
-    options.check_out(folder, METHODS_FILE, "a table of methods", without_marker=("embedded", METHODS_RECIPE))
+    options.check_out(folder, "a table of methods", options.left_by(METHODS_FILE, "embedded", METHODS_RECIPE))
     found = _compare(config, folder, samples, method or [], smooth or [], quiet=json)
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-        return
-    from qdqbench.eval.methods.report import methods_summary
-    from qdqbench.eval.methods.results import METHODS_RECIPE
-
-    console().print(methods_summary(found))
-    console().print(f"recipe: {folder / METHODS_RECIPE}", highlight=False, soft_wrap=True)
-    console().print(f"report: {folder / 'methods.html'}", highlight=False, soft_wrap=True)
+    written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
+    show(found, json, methods_summary, *written)
 
 
 def _compare(  # noqa: PLR0913
@@ -125,16 +122,10 @@ def _compare(  # noqa: PLR0913
     from qdqbench.eval.methods.measure import Comparing, require_quantized
     from qdqbench.eval.methods.report import write_methods
     from qdqbench.eval.methods.sections import sections
-    from qdqbench.eval.stages import stages
-    from qdqbench.quantize.machine.lock import held
-    from qdqbench.quantize.rundir.session import Session
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
     require_quantized(config.recipe)
-    with held(folder), time_left(quiet=quiet) as show:
-        session = Session(config, folder, progress=lambda done, total: show(done, total, "embedded default"))
-        if config.model is None:
-            stages.embedded(session)
-        found = Comparing(session, samples, methods, smooths, show).run()
+    with _opened(config, folder, quiet=quiet) as (session, told):
+        found = Comparing(session, samples, methods, smooths, told).run()
     write_methods(found, folder)
     return found

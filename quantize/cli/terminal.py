@@ -1,12 +1,16 @@
-"""The commands `check` and `profile`, and what all commands share. Heavy libraries are imported inside."""
+"""What all commands share. Heavy libraries are imported inside."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qdqbench.quantize.machine.secrets import hide_credentials
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
@@ -31,6 +35,21 @@ def console() -> Any:
     from rich.console import Console
 
     return Console()
+
+
+def say(text: str) -> None:
+    """A line of markup on stdout, however long."""
+    console().print(text, highlight=False, soft_wrap=True)
+
+
+def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: str) -> None:
+    """A result: JSON of all of it, or its summary and lines such as where its report is."""
+    if json:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        return
+    console().print(summary(found))
+    for line in lines:
+        say(line)
 
 
 def command_line() -> str:

@@ -1,6 +1,5 @@
 """The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import typer
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, command_line, console
+from qdqbench.quantize.cli.terminal import Json, command_line, show
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,17 +67,18 @@ def finetune(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
-    from qdqbench.eval.runs.training_report import write_finetuning
+    from qdqbench.eval.runs.training_report import finetune_lines, write_finetuning
     from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 
     settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
     chosen = subject.found_task()
-    folder = _own_folder(out or Path("runs") / f"finetune-{chosen.name}")
+    folder = out or Path("runs") / f"finetune-{chosen.name}"
+    given.check_out(folder, "a fine-tuning", _ours)
     with held(folder), _processes(settings.precision) as accelerator:
         base, source = _base(subject, folder, accelerator)
-        with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as show:
+        with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as report:
             request = Request(
                 base=base,
                 task=chosen,
@@ -90,13 +90,16 @@ def finetune(  # noqa: PLR0913  (a command's options)
                 keep_head=keep_head,
                 limit=limit,
                 command=command_line(),
-                report=show,
+                report=report,
                 revision=subject.revision,
             )
             result = finetune(request, accelerator)
     if accelerator.is_main_process:
         write_finetuning(result, folder)
-        _say_finetuned(result, folder, json)
+        written = [f"report: {folder / 'finetune.html'}"]
+        if result.best_seed is not None:
+            written.append(f"model: {folder / f'seed-{result.best_seed}' / 'model'}")
+        show(result, json, finetune_lines, *written)
     failed = [f"seed {run.seed}" for run in result.runs if run.status == "failed"]
     require_all(failed, folder / RESULT)
 
@@ -123,7 +126,8 @@ def study(  # noqa: PLR0913  (a command's options)
     recipes = [load_recipe(name) for name in recipe]
     settings = _settings(**asdict(optimization), patience=5)
     chosen = subject.found_task()
-    folder = _own_folder(out or Path("runs") / f"study-{chosen.name}")
+    folder = out or Path("runs") / f"study-{chosen.name}"
+    given.check_out(folder, "a fine-tuning", _ours)
     with held(folder), _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
         base, source = _base(subject, folder, accelerator)
         request = Request(
@@ -140,23 +144,23 @@ def study(  # noqa: PLR0913  (a command's options)
             revision=subject.revision,
         )
         found = study(StudyPlan(request, recipes, folder, say), accelerator)
-    _say_studied(found, folder / STUDY_FILE, json)
+    show(found, json, _study_summary, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)
 
 
-def _say_studied(found: "Study", path: Path, json: bool) -> None:
-    if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-        return
+def _study_summary(found: "Study") -> Any:
     from rich.markdown import Markdown
 
     from qdqbench.eval.tables.changed import Changed
     from qdqbench.eval.tables.study import study_tables
 
     changed = Changed()
-    console().print(Markdown("\n\n".join([*study_tables([found], changed), changed.text()])))
-    console().print(f"results: {path}", highlight=False, soft_wrap=True)
+    return Markdown("\n\n".join([*study_tables([found], changed), changed.text()]))
+
+
+def _ours(names: set[str]) -> bool:
+    return all(name.startswith(("seed-", "embedded", "finetune.", "study.", ".")) for name in names)
 
 
 def _settings(**values: Any) -> "Training":
@@ -177,24 +181,6 @@ def _settings(**values: Any) -> "Training":
         raise UserError("; ".join(found)) from error
 
 
-def _own_folder(out: Path) -> Path:
-    """The folder, if it is free or an earlier call's.
-
-    Raises:
-        UserError: it holds something else.
-    """
-    from qdqbench.quantize.core import files
-    from qdqbench.quantize.core.errors import UserError
-
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; give --out a folder")
-    files.require_writable(out)
-    ours = ("seed-", "embedded", "finetune.", "study.", ".")
-    if out.is_dir() and any(not path.name.startswith(ours) for path in out.iterdir()):
-        raise UserError(f"{out} holds other files than a fine-tuning; give --out an empty or new folder")
-    return out
-
-
 def _base(subject: given.BaseSubject, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:
     """Model and data; those of the embedded default are made by the main process."""
     if subject.model is not None:
@@ -213,17 +199,3 @@ def _processes(precision: str) -> "Iterator[Accelerator]":
 
     with group():
         yield new_accelerator(precision)
-
-
-def _say_finetuned(result: Any, folder: Path, json: bool) -> None:
-    if json:
-        sys.stdout.write(result.model_dump_json(indent=2) + "\n")
-        return
-    from qdqbench.eval.runs.training_report import finetune_lines
-
-    console().print(finetune_lines(result))
-    console().print(f"report: {folder / 'finetune.html'}", highlight=False, soft_wrap=True)
-    if result.best_seed is not None:
-        console().print(
-            f"model: {folder / f'seed-{result.best_seed}' / 'model'}", highlight=False, soft_wrap=True
-        )
