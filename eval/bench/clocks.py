@@ -85,12 +85,9 @@ class GpuMonitor:
 
     def _read(self) -> None:
         self.reason = "NVML gave no reading"
+        uuid = self._uuid
         try:
-            gpu = (
-                pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
-                if self._uuid
-                else pynvml.nvmlDeviceGetHandleByIndex(0)
-            )
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
         except pynvml.NVMLError as error:
             self.reason = f"NVML gave no reading: {error}"
             return

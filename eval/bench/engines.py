@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench import loop
 from qdqbench.eval.bench.clocks import gpu_uuid
-from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, random_sets, to_device
+from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, session_sets, to_device
 from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict
@@ -167,27 +167,13 @@ class EngineTimer:
         self.profiles = [
             known[index] for index in sorted({choose_profile(known, *shape) for shape in self.shapes})
         ]
-        vocabulary = int(session.fp32_model.config.vocab_size)
         self._inputs = {
-            (batch, length): [
-                self.devices.place(each)
-                for each in random_sets(
-                    inputs=session.plan.family.inputs,
-                    batch=batch,
-                    length=length,
-                    vocabulary=vocabulary,
-                    sets=SEARCH_INPUT_SETS,
-                    seed=session.config.seed,
-                )
-            ]
-            for batch, length in self.shapes
+            shape: list(map(self.devices.place, session_sets(session, *shape, SEARCH_INPUT_SETS)))
+            for shape in self.shapes
         }
-        self._stack = contextlib.ExitStack()
-        try:
-            self.result, self._twin = self._open(ReadyGraph(twin, [], 0), "twin", self._stack)
-        except BaseException:
-            self._stack.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            _, self._twin = self._open(ReadyGraph(twin, [], 0), "twin", stack)
+            self._stack = stack.pop_all()
 
     def measure(
         self,

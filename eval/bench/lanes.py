@@ -9,6 +9,7 @@ import numpy as np
 from qdqbench.eval.bench.loop import Lane
 from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.encoders.inputs import MASK, TOKENS, widened
+from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
@@ -40,6 +41,18 @@ def random_sets(  # noqa: PLR0913
     rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
     drawn = (np.random.default_rng([seed, batch, length, number]) for number in range(sets))
     return [{TOKENS: each.integers(0, vocabulary, shape, dtype=np.int64)} | rest for each in drawn]
+
+
+def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:
+    """Random sets for a session's model, from its seed."""
+    return random_sets(
+        inputs=session.plan.family.inputs,
+        batch=batch,
+        length=length,
+        vocabulary=int(session.fp32_model.config.vocab_size),
+        sets=sets,
+        seed=session.config.seed,
+    )
 
 
 def rounded_up(batch: Batch, longest: int, pad_id: int, step: int = PADDING_STEP) -> Batch:

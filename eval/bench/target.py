@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.lanes import random_sets, rounded_up
+from qdqbench.eval.bench.lanes import rounded_up, session_sets
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibrate import ptq
@@ -76,13 +76,11 @@ def run_target(folder: Path) -> Target:
     wanted = [FP32, FP16, *([INT8] if session.recipe.quantizes else [])]
     if lost := [name for name in wanted if not (folder / name).is_file()]:
         raise UserError(f"{folder} has no {', '.join(lost)}; write them with `qdqbench export {folder}`")
-
-    calibration = "none: nothing is quantized"
+    calibration = ""
     if session.recipe.quantizes:
         data = read_record(folder / "calibration.json").data
         calibration = f"{data.get('samples')} samples of split {data.get('split')}"
-    name = Path(session.model_name).name
-    return _target(session, "run", name, random_weights=False, calibration=calibration)
+    return _target(session, "run", session.model_name, calibration)
 
 
 def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
@@ -108,13 +106,7 @@ def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
         key = [session.model_sha256, recipe.model_dump(mode="json"), seed]
         steps.insert(0, replace(listed["quantize"], run=_calibrate, inputs=lambda _: key))
     run_stages(session, steps)
-    return _target(
-        session,
-        "shape" if shape else "model",
-        model if shape else Path(model).name,
-        random_weights=shape is not None,
-        calibration=RANDOM_IDS if recipe.quantizes else "none: nothing is quantized",
-    )
+    return _target(session, "shape" if shape else "model", model, RANDOM_IDS)
 
 
 @dataclass(frozen=True)
@@ -207,15 +199,8 @@ def random_ids_task(model: str | None) -> Task:
 def calibrate_random_ids(session: Session) -> CalibrationRecord:
     """A record from random token ids; for latency alone, any finite scales make the same kernels."""
     model = session.new_int8_model()
-    family = session.plan.family
-    batches = random_sets(
-        inputs=family.inputs,
-        batch=RANDOM_BATCH,
-        length=min(session.recipe.export.max_length, family.positions(model.config)),
-        vocabulary=int(model.config.vocab_size),
-        sets=RANDOM_SAMPLES // RANDOM_BATCH,
-        seed=session.config.seed,
-    )
+    length = min(session.recipe.export.max_length, session.plan.family.positions(model.config))
+    batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
     return ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
 
 
@@ -246,14 +231,14 @@ def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
     files.write_json(stamp, wanted)
 
 
-def _target(session: Session, kind: Any, name: str, *, random_weights: bool, calibration: str) -> Target:
+def _target(session: Session, kind: Any, model_name: str, calibration: str) -> Target:
     model: PreTrainedModel = session.fp32_model
     config, family = model.config, family_of(model.config)
     about = BenchTarget(
         kind=kind,
-        name=name,
-        random_weights=random_weights,
-        calibration=calibration,
+        name=Path(model_name).name,
+        random_weights=kind == "shape",
+        calibration=calibration if session.recipe.quantizes else "none: nothing is quantized",
         shape={
             "layers": int(config.num_hidden_layers),
             "hidden": int(config.hidden_size),

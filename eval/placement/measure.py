@@ -65,7 +65,7 @@ def measure_costs(  # noqa: PLR0913
     """Measure one model's placements, one process, each beside its FP16 twin.
 
     Args:
-        model: a name of SHAPES, or a model folder.
+        model: a name of MEASURED_MODELS, or a model folder.
         shapes: (batch, length), within the profile of the recipe.
         out: file of rows; added to.
         placements: fixed ones first (all, all with attention, each kind alone), then random ones.
@@ -94,7 +94,7 @@ def measure_costs(  # noqa: PLR0913
             GpuMonitor(gpu_uuid() if devices is None else None) as monitor,
             EngineTimer(session, twin, folder, shapes, devices) as timer,
         ):
-            job = _Job(session, space, record, timer, monitor, out, machine, name_of(model))
+            job = _Job(session, space, record, timer, monitor, out, machine, Path(model).name)
             return _run(job, known, placements, seed, (start, budget_s, clock), say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -207,11 +207,6 @@ def _run(  # noqa: PLR0913, PLR0917
         )
         say(f"{number} of {placements}: {sum(map(len, chosen))} parts in INT8: {said}")
     return Done(rows, engines, f"all placements are measured, {failed} engines failed")
-
-
-def name_of(model: str) -> str:
-    """Short name of a model."""
-    return model if model in MEASURED_MODELS else Path(model).name
 
 
 def _session(model: str, folder: Path, seed: int) -> Session:
