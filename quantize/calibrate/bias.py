@@ -8,10 +8,12 @@ A few tokens with huge outliers can rule a mean that is wrong for all others: a 
 the output of its layer nearer to FP32 is taken back.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.encoders.family import Family, family_of
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
 
@@ -19,14 +21,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.core.arrays import Batch
-
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one layer for one batch
 
 
 def correct_biases(
-    model: "PreTrainedModel", linears: Iterable[str], batches: "Iterable[Batch]"
+    model: "PreTrainedModel", linears: Iterable[str], batches: Iterable[Batch]
 ) -> dict[str, list[float]]:
     """Correct the biases of the encoder's quantized linears, in place.
 
@@ -122,7 +122,7 @@ def _steps(layer: str, linears: Iterable[str], model: "PreTrainedModel", family:
     return list(groups.values())
 
 
-def _some(batches: "Iterable[Batch]") -> "Iterator[Batch]":
+def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
     tokens = 0
     for batch in batches:
         yield batch
@@ -131,17 +131,16 @@ def _some(batches: "Iterable[Batch]") -> "Iterator[Batch]":
             return
 
 
-def _calls(model: "PreTrainedModel", first: Any, batches: "Iterable[Batch]") -> list[Call]:
+def _calls(model: "PreTrainedModel", first: Any, batches: Iterable[Batch]) -> list[Call]:
     """Arguments of the first layer for every batch."""
     calls: list[Call] = []
-    hook = first.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
-    try:
+
+    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    with first.register_forward_pre_hook(keep, with_kwargs=True):
         for batch in batches:
             forward(model, batch)
-    finally:
-        hook.remove()
     return calls
 
 
@@ -182,19 +181,14 @@ def _means(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str
     counts: dict[str, int] = {}
     result: dict[str, torch.Tensor] = {}
 
-    def watch(name: str) -> Callable[[Any, Any, "torch.Tensor"], None]:
-        def hook(_: Any, __: Any, output: "torch.Tensor") -> None:
-            flat = output.detach().flatten(0, -2)
-            total = flat.double().sum(dim=0)
-            sums[name] = sums[name] + total if name in sums else total
-            counts[name] = counts.get(name, 0) + len(flat)
+    def watch(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        flat = output.detach().flatten(0, -2)
+        total = flat.double().sum(dim=0)
+        sums[name] = sums[name] + total if name in sums else total
+        counts[name] = counts.get(name, 0) + len(flat)
 
-        return hook
-
-    hooks = [model.get_submodule(name).register_forward_hook(watch(name)) for name in names]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(watch, name)))
         yield result
-    finally:
-        for hook in hooks:
-            hook.remove()
-        result.update({name: total / counts[name] for name, total in sums.items()})
+    result.update({name: total / counts[name] for name, total in sums.items()})

@@ -3,11 +3,11 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate import record as record_module
 from qdqbench.quantize.calibrate import smoothing, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
 from qdqbench.quantize.calibrate.record import (
@@ -16,6 +16,7 @@ from qdqbench.quantize.calibrate.record import (
     QuantizerState,
     Smoothing,
     require_plausible,
+    require_shared,
 )
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -68,12 +69,11 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
         CheckFailed: ModelOpt enabled other quantizers than the plan names.
     """
     mtq = import_modelopt()
+    config = modelopt_config(plan)
     with _silent(), residual.registered(plan.family, plan.residual):
-        mtq.quantize(model, modelopt_config(plan), None)
+        mtq.quantize(model, config, None)
     found = enabled_quantizers(model)
-    wanted = {f"{name}.{kind}" for name in plan.int8 for kind in ("weight_quantizer", "input_quantizer")}
-    wanted |= {f"{name}.{x}_bmm_quantizer" for name in plan.attention for x in "qkvp"}
-    wanted |= {f"{name}.{residual.QUANTIZER}" for name in plan.residual}
+    wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
     if wanted != set(found):
         raise CheckFailed(
             f"ModelOpt enabled other quantizers than the recipe asks for: missing "
@@ -137,7 +137,7 @@ def calibrate(
     round_weight_scales(quantizers)
     states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
-    record_module.require_shared(states, plan)
+    require_shared(states, plan)
     biases: dict[str, list[float]] = {}
     if settings.bias_correction:
         from qdqbench.quantize.fakequant.native import native
@@ -181,7 +181,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     quantizers = insert_quantizers(model, plan)
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
-    record_module.require_shared(record.quantizers, plan)
+    require_shared(record.quantizers, plan)
     smoothing.apply(model, record.smoothing)
     splitting.apply(model, record.splits)
     apply_biases(model, record.biases)
@@ -209,25 +209,19 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
     counts: dict[str, int] = {}
     result: dict[str, float] = {}
 
-    def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-            power = float(seen_by(quantizers[name], inputs[0]).double().square().sum())
-            if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
-                raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
-            sums[name] = sums.get(name, 0.0) + power
-            counts[name] = counts.get(name, 0) + inputs[0].numel()
+    def watch(name: str, quantizer: Any, inputs: tuple[Any, ...]) -> None:
+        power = float(seen_by(quantizer, inputs[0]).double().square().sum())
+        if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
+            raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
+        sums[name] = sums.get(name, 0.0) + power
+        counts[name] = counts.get(name, 0) + inputs[0].numel()
 
-        return hook
-
-    hooks = [
-        q.register_forward_pre_hook(watch(n)) for n, q in quantizers.items() if quantizer_kind(n) != "weight"
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, quantizer in quantizers.items():
+            if quantizer_kind(name) != "weight":
+                hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
         yield result
-    finally:
-        for hook in hooks:
-            hook.remove()
-        result.update({name: math.sqrt(sums[name] / counts[name]) for name in sums})
+    result.update({name: math.sqrt(sums[name] / counts[name]) for name in sums})
 
 
 def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) -> list[str]:
@@ -237,12 +231,7 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if (
-            quantizer_kind(name) != "weight"
-            or amax is None
-            or amax.numel() == 1
-            or not torch.isfinite(amax).all()
-        ):
+        if quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
             continue
         dead = amax == 0
         if dead.any() and not dead.all():
@@ -263,12 +252,5 @@ def _state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
 def _lengths(lengths: list[int]) -> dict[str, Any]:
     values = np.array(lengths)
     quantiles = {f"p{q}": int(np.percentile(values, q, method="lower")) for q in (50, 90, 99)}
-    return {
-        "tokens": int(values.sum()),
-        "lengths": {
-            "min": int(values.min()),
-            **quantiles,
-            "max": int(values.max()),
-            "mean": float(values.mean()),
-        },
-    }
+    spread = {"min": int(values.min()), **quantiles, "max": int(values.max()), "mean": float(values.mean())}
+    return {"tokens": int(values.sum()), "lengths": spread}

@@ -1,7 +1,9 @@
 """Largest magnitude of every channel of activations, over the calibration data."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Float64
@@ -26,13 +28,9 @@ def largest_of(
     outputs: Sequence[str],
     run: Callable[["PreTrainedModel"], None],
 ) -> Ranges:
-    """Ranges of what modules read and of what they make.
+    """Ranges of what modules read and of what they make, by full name; quantizers are off meanwhile.
 
-    Args:
-        model: with quantizers, which are off meanwhile.
-        inputs: modules by full name.
-        outputs: likewise.
-        run: one pass of the calibration data through the model; not called where there is nothing to measure.
+    `run` passes the calibration data through the model once; not called where there is nothing to measure.
     """
     if not (inputs or outputs):
         return Ranges({}, {})
@@ -43,20 +41,18 @@ def largest_of(
         before = found[side].get(name)
         found[side][name] = largest if before is None else largest.maximum(before)
 
-    def before(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        return lambda _, values: keep("inputs", name, values[0])
+    def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
+        keep("inputs", name, values[0])
 
-    def after(name: str) -> Callable[[Any, Any, "torch.Tensor"], None]:
-        return lambda _, __, output: keep("outputs", name, output)
+    def after(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        keep("outputs", name, output)
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(before(name)) for name in inputs]
-    hooks += [model.get_submodule(name).register_forward_hook(after(name)) for name in outputs]
-    try:
-        with quantizers_off(model):
-            run(model)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, quantizers_off(model):
+        for name in inputs:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(before, name)))
+        for name in outputs:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(after, name)))
+        run(model)
     sides = {
         side: {name: value.double().cpu().numpy() for name, value in values.items()}
         for side, values in found.items()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,10 +14,7 @@ from qdqbench.quantize.core.results import QuantizerRow
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.fakequant.quantizers import QuantizerKind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.recipe.plan import Plan
-
+from qdqbench.quantize.recipe.plan import Plan
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
 # Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.
@@ -60,9 +57,8 @@ class CalibrationRecord(Tabular):
     schema_version: Literal[2] = 2
     method: str  # of the calibration section; rules may refine it
     methods: dict[str, str] = {}  # linear or attention -> method, where it differs
-    splits: dict[
-        str, ChannelSplit
-    ] = {}  # second linear of a feed-forward -> its copies, made after smoothing
+    # second linear of a feed-forward -> its copies, made after smoothing
+    splits: dict[str, ChannelSplit] = {}
     smoothing: Smoothing = Smoothing()
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
     seed: int
@@ -131,21 +127,16 @@ def quantizer_row(name: str, state: QuantizerState) -> QuantizerRow:
     )
 
 
-def shared_quantizers(plan: "Plan") -> list[tuple[str, ...]]:
+def shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:
     """Full names of the quantizers that round one tensor, and so have one amax, for each INT8 residual.
 
     The residual's comes first, then the input quantizers of its readers.
     """
-    return [
-        (
-            f"{name}.{QUANTIZER}",
-            *(f"{reader}.input_quantizer" for reader in plan.family.residual_readers(name)),
-        )
-        for name in plan.residual
-    ]
+    readers = {name: plan.family.residual_readers(name) for name in plan.residual}
+    return [(f"{name}.{QUANTIZER}", *(f"{n}.input_quantizer" for n in readers[name])) for name in readers]
 
 
-def require_shared(states: "Mapping[str, QuantizerState]", plan: "Plan") -> None:
+def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
     """Hold residuals to the amax of the linears that read the same tensor.
 
     Raises:

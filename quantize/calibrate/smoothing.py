@@ -19,7 +19,9 @@ two: the model's outputs stay the same bit for bit until something is quantized.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,18 +40,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.recipe.plan import Plan
-
-
 LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
 
 
 def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
-    """Choose the factors from the range of every channel, and apply them to `model`.
-
-    Args:
-        model: FP32 model with quantizers inserted; changed in place.
-        ranges: what `measure` saw of the calibration data.
+    """Choose the factors from what `measure_ranges` saw, and apply them to a model with quantizers, in place.
 
     Raises:
         UserError: "gain" for linears whose input is not the output of a LayerNorm.
@@ -110,12 +105,10 @@ def _move_from_inputs(
         members = [name for name in readers if name in wanted]
         for how in dict.fromkeys(wanted[name] for name in members):
             same = [name for name in members if wanted[name] == how]
-            weights = [_weight(model, name) for name in same]
-            scale = (
-                sources.gains[same[0]]
-                if how == "gain"
-                else _scales(weights, ranges.inputs[same[0]], float(how))
-            )
+            if how == "gain":
+                scale = sources.gains[same[0]]
+            else:
+                scale = _scales([_weight(model, name) for name in same], ranges.inputs[same[0]], float(how))
             for name in same:
                 found.inputs[name], found.columns[name] = (1 / scale).tolist(), scale.tolist()
     return found
@@ -128,16 +121,16 @@ def apply(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     with torch.no_grad():
         for name, factors in smoothing.rows.items():
             linear: Any = model.get_submodule(name)
-            linear.weight.mul_(_tensor(factors, linear.weight)[:, None])
+            linear.weight.mul_(linear.weight.new_tensor(factors)[:, None])
             if linear.bias is not None:
-                linear.bias.mul_(_tensor(factors, linear.bias))
+                linear.bias.mul_(linear.bias.new_tensor(factors))
         for name, factors in smoothing.columns.items():
-            linear = model.get_submodule(name)
-            linear.weight.mul_(_tensor(factors, linear.weight)[None, :])
+            weight = _weight(model, name)
+            weight.mul_(weight.new_tensor(factors))
         for name, factors in smoothing.inputs.items():
             linear = model.get_submodule(name)
-            linear.input_quantizer.pre_quant_scale = _tensor(factors, linear.weight)
-            smooth_like(model, name, _tensor(factors, linear.weight))
+            linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
+            smooth_like(model, name, linear.weight.new_tensor(factors))
 
 
 def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
@@ -178,14 +171,10 @@ def take_back(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torc
 def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.Tensor":
     """What `apply` multiplied a weight [N, K] or a bias [N] with; broadcasts against it."""
     rows, columns = smoothing.rows.get(name), smoothing.columns.get(name)
-    factor = value.new_ones(1) if rows is None else _tensor(rows, value)
+    factor = value.new_ones(1) if rows is None else value.new_tensor(rows)
     if value.ndim == 1:
         return factor
-    return factor[:, None] if columns is None else factor[:, None] * _tensor(columns, value)
-
-
-def _tensor(factors: list[float], like: "torch.Tensor") -> "torch.Tensor":
-    return like.new_tensor(factors)
+    return factor[:, None] if columns is None else factor[:, None] * value.new_tensor(columns)
 
 
 def _scales(weights: Iterable["torch.Tensor"], ranges: Float64, alpha: float) -> Float64:
@@ -249,21 +238,18 @@ def _sources(model: "PreTrainedModel", names: list[str]) -> _Sources:
         alive.append(output)
         norms[output.data_ptr()] = module
 
-    def read(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        def hook(_: Any, inputs: tuple[Any, ...]) -> None:
-            alive.append(inputs[0])
-            readers[inputs[0].data_ptr()].append(name)
+    def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        alive.append(inputs[0])
+        readers[inputs[0].data_ptr()].append(name)
 
-        return hook
-
-    hooks = [m.register_forward_hook(made) for m in model.modules() if isinstance(m, nn.LayerNorm)]
-    hooks += [model.get_submodule(name).register_forward_pre_hook(read(name)) for name in names]
-    try:
-        with quantizers_off(model), torch.inference_mode():
-            model(torch.ones(1, 8, dtype=torch.long, device=model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, quantizers_off(model), torch.inference_mode():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                hooks.enter_context(module.register_forward_hook(made))
+        for name in names:
+            reader = model.get_submodule(name)
+            hooks.enter_context(reader.register_forward_pre_hook(partial(read, name)))
+        model(torch.ones(1, 8, dtype=torch.long, device=model.device))
     gains: dict[str, Float64] = {}
     for pointer, members in readers.items():
         if pointer in norms:

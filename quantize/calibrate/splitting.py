@@ -40,10 +40,11 @@ def split(model: "PreTrainedModel", ranges: dict[str, Float64], extra: int) -> d
         ranges: largest magnitude of each input, [K], of every second linear to split.
         extra: channels that each layer gets for copies; what no outlier needs is filled with zero columns.
     """
-    found = {}
-    for name, largest in ranges.items():
-        linear: Any = model.get_submodule(name)
-        found[name] = choose_channels(largest, column_ranges(linear.weight), extra)
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in ranges}
+    found = {
+        name: choose_channels(ranges[name], column_ranges(linear.weight), extra)
+        for name, linear in linears.items()
+    }
     apply(model, found)
     return found
 
@@ -98,9 +99,8 @@ def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
         first.out_features = second.in_features = len(index)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
     if len(splits) == model.config.num_hidden_layers:
-        setattr(
-            model.config, family_of(model.config).intermediate, len(index)
-        )  # so that it can be saved, and loaded again
+        # so that it can be saved, and loaded again
+        setattr(model.config, family_of(model.config).intermediate, len(index))
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
@@ -131,13 +131,7 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Cal
 def merge(
     weights: "dict[str, torch.Tensor]", splits: dict[str, ChannelSplit], family: Family
 ) -> "dict[str, torch.Tensor]":
-    """A state dict without copies, of which `apply` makes them again bit for bit if they were kept equal.
-
-    Args:
-        weights: of a model with copies.
-        splits: by second linear.
-        family: of the model.
-    """
+    """A state dict without copies, of which `apply` makes them again bit for bit if they were kept equal."""
     merged = dict(weights)
     for name, found in splits.items():
         key = f"{name}.weight"

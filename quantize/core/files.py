@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,27 +13,40 @@ from qdqbench.quantize.core.errors import UserError
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it onto `path` on success, delete it on failure.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+def _beside(path: Path) -> Iterator[Path]:
+    """Yield the name of `path` in a private folder beside it, which goes with the block."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        private = tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another --out folder") from error
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with private as folder:
+        yield Path(folder) / path.name
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which replaces `path` on success and is deleted on failure.
+
+    Raises:
+        UserError: the folder above cannot be written.
+    """
+    with _beside(path) as temporary:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes private files; a report is for others too
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """As `atomic_path`, for a folder, which is there and empty."""
+    with _beside(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
 
 
 def require_writable(folder: Path) -> None:
@@ -90,27 +102,3 @@ def sha256(path: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; it replaces `path` on success, and is deleted on failure.
-
-    Raises:
-        UserError: the folder above cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another --out folder") from error
-    try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)  # mkdtemp makes private folders
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -225,11 +225,7 @@ FAMILIES = (BERT,)  # whose whole path is tested
 
 
 def family_of(of: Any, model: str = "") -> Family:
-    """The family of a model type such as "bert", or of a transformers configuration.
-
-    Args:
-        of: either.
-        model: folder or hub id, for the message.
+    """The family of a model type such as "bert", or of a transformers configuration; `model` is for messages.
 
     Raises:
         UserError: it is not supported.
@@ -246,13 +242,7 @@ def family_of(of: Any, model: str = "") -> Family:
 
 
 def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
-    """The family of a model, which must be the one that a recipe is for.
-
-    Args:
-        recipe: its name.
-        family: its `model.family`.
-        model: folder or hub id.
-        config: of the model.
+    """The family of a model, which must be the one that a recipe is for: `family` is its `model.family`.
 
     Raises:
         UserError: they differ.

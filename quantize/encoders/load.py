@@ -38,32 +38,17 @@ class ModelInfo:
 def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION) -> "PreTrainedModel":
     """FP32 model with its head, in eval mode, from a folder or a hub id; never runs code from the repository.
 
-    Args:
-        name: folder or hub id.
-        revision: of a hub model: branch, tag or commit; None: its default branch.
-        kind: of its task.
+    `revision` is the branch, tag or commit of a hub model; None: its default branch.
 
     Raises:
         UserError: not found, no classifier head in the weights, or an unsupported architecture.
     """
-    import torch
-    import transformers
-
     _register_attention()
     with quiet("transformers"), _explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
         _require_replaceable(config, name)
-        model, loading = getattr(transformers, kind.model_class).from_pretrained(
-            name,
-            revision=commit,
-            config=config,
-            attn_implementation=ATTENTION,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        model, loading = _pretrained(name, kind, commit, config, attn_implementation=ATTENTION)
     lost = sorted(loading["missing_keys"])
     if lost:
         raise UserError(
@@ -97,19 +82,14 @@ def load_encoder(  # noqa: PLR0913
     """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
 
     Args:
-        name: folder or hub id, of an encoder or of a classifier.
-        kind: of the task.
+        name: folder or hub id, of an encoder or of a classifier; revision as `load_model`.
         num_labels: of the classifier; 1 for regression.
         dropout: of hidden states and attention; None: as the model says.
         keep_head: go on with the model's own classifier instead of a new one.
-        revision: as `load_model`.
 
     Raises:
         UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
     """
-    import torch
-    import transformers
-
     with quiet("transformers"), _explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
@@ -120,16 +100,8 @@ def load_encoder(  # noqa: PLR0913
             for field in family_of(config).dropouts:
                 if getattr(config, field, None) is not None:  # none: as another field says
                     setattr(config, field, dropout)
-        model, loading = getattr(transformers, kind.model_class).from_pretrained(
-            name,
-            revision=commit,
-            config=config,
-            attn_implementation="sdpa",
-            dtype=torch.float32,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+        model, loading = _pretrained(
+            name, kind, commit, config, attn_implementation="sdpa", ignore_mismatched_sizes=True
         )
     made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
@@ -148,6 +120,23 @@ def load_encoder(  # noqa: PLR0913
         for module in head:
             model._init_weights(module)
     return model  # type: ignore[no-any-return]
+
+
+def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
+    """A model in FP32, and what transformers tells of its weights."""
+    import torch
+    import transformers
+
+    return getattr(transformers, kind.model_class).from_pretrained(
+        name,
+        revision=commit,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
 
 
 def model_commit(name: str, revision: str | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""What runs on ModelOpt's private names, and the only file that knows them; a test holds it to `PRIVATE`.
+"""What runs on ModelOpt's private names, and the only file that knows them; its test lists them.
 
 The fake quantization of training (`native.py`) is here because it reads them at every call, and Python around
 a call takes longer than the kernels of a small layer. The range is ModelOpt's and the engine's: codes -128 to
@@ -22,22 +22,6 @@ import_modelopt()
 from modelopt.torch.quantization.calib import HistogramCalibrator  # noqa: E402
 from modelopt.torch.quantization.model_calib import _mse_quant_func  # noqa: E402
 from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
-
-PRIVATE = {
-    "TensorQuantizer": (
-        "_amax",
-        "_amax_setter_helper",
-        "_calibrator",
-        "_disabled",
-        "_enable_pre_quant_scale",
-        "_if_calib",
-        "_if_quant",
-        "_pre_quant_scale",
-        "_quantizer_cache",
-    ),
-    "HistogramCalibrator": ("_calib_bin_edges", "_calib_hist"),
-    "model_calib": ("_mse_quant_func",),
-}
 
 
 def calibrator_of(quantizer: Any) -> Any:

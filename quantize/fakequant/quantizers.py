@@ -1,10 +1,9 @@
 """ModelOpt's quantizers in a model: which there are, what each rounds, and how a model runs with them."""
 
-import contextlib
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.arrays import Batch
@@ -15,11 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-
 INT8_MAX = 127
-
 MODELOPT = "0.47"  # `modelopt.py` in this folder uses private names of it
-
 FP16_BITS = 11  # significant bits, the hidden one included
 
 
@@ -66,10 +62,10 @@ def import_modelopt() -> Any:
     return mtq
 
 
-@contextlib.contextmanager
+@contextmanager
 def _silent() -> Iterator[None]:
     """ModelOpt prints what it registers and inserts, and warns where several processes train together."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Distributed training is initialized")
         yield
 

@@ -27,10 +27,7 @@ def registered(family: Family, wanted: Collection[str] = ("all",)) -> Iterator[N
 
     Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
     saved state only where the same classes are registered. So restore one with this too.
-
-    Args:
-        family: of the model.
-        wanted: modules whose residual becomes INT8; nothing is registered where there are none.
+    Nothing is registered where no module's residual is `wanted` in INT8.
     """
     mtq = import_modelopt()
     classes = family.residual_classes() if wanted else ()

@@ -7,7 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.calibrate.splitting import keep_equal
-from qdqbench.quantize.core.arrays import Float32
+from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.inputs import inputs_of
@@ -15,10 +15,10 @@ from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.losses import answer_distance, hidden_distance, label_loss
-from qdqbench.quantize.tasks.rows import Encoded, Ints, encode
+from qdqbench.quantize.tasks.losses import hidden_distance
+from qdqbench.quantize.tasks.rows import Encoded, encode
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.train.judge import BATCH, collapsed, predict_rows
+from qdqbench.quantize.train.judge import collapsed, own_batches, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed
 from qdqbench.quantize.train.record import CHECKPOINTS
 from qdqbench.quantize.train.rows import TrainingData, divide
@@ -139,23 +139,23 @@ def distillation(  # noqa: PLR0913, PLR0917
     encoded: Encoded,
     teacher: "PreTrainedModel",
     answers: Float32,
-) -> "Callable[[Any, Ints, dict[str, torch.Tensor]], torch.Tensor]":
+) -> "Callable[[Any, Int64, dict[str, torch.Tensor]], torch.Tensor]":
     """The loss of a batch, summed over its rows."""
     import torch
 
-    parts, task, device = settings.distill, session.config.task, accelerator.device
+    parts, kind, device = settings.distill, session.config.task.kind, accelerator.device
     wanted = torch.from_numpy(answers).to(device)
     labels = torch.from_numpy(encoded.labels).to(device)
 
-    def loss(model: Any, rows: Ints, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
+    def loss(model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
         batch = inputs_of(teacher, batch)
         output = model(**batch, output_hidden_states=parts.hidden > 0)
         index = torch.from_numpy(rows).to(device)
         total: Any = 0.0
         if parts.logits:
-            total = parts.logits * answer_distance(task, output.logits, wanted[index], parts.temperature)
+            total = parts.logits * kind.distance(output.logits, wanted[index], parts.temperature)
         if parts.labels:
-            total = total + parts.labels * label_loss(task, output.logits, labels[index])
+            total = total + parts.labels * kind.loss(output.logits, labels[index])
         if parts.hidden:
             with torch.no_grad(), accelerator.autocast():
                 hidden = teacher(**batch, output_hidden_states=True).hidden_states
@@ -185,9 +185,8 @@ def _judge(  # noqa: PLR0913, PLR0917
         if not np.isfinite(logits).all():
             return HeldOut(float("nan"), {}, True)
         parts = settings.distill
-        distance = answer_distance(
-            task, torch.from_numpy(logits), torch.from_numpy(wanted), parts.temperature
-        )
+        pair = torch.from_numpy(logits), torch.from_numpy(wanted)
+        distance = task.kind.distance(*pair, parts.temperature)
         found = {"distance": float(distance) / len(labels), "loss": task.kind.mean_loss(logits, labels)}
         score = parts.logits * found["distance"] + parts.labels * found["loss"]
         if parts.hidden:
@@ -215,15 +214,10 @@ def _held_out_hidden(
     """Mean distance of hidden states over the held-out rows, each process with its share."""
     import torch
 
-    order = data.held_out[np.argsort(-data.encoded.lengths[data.held_out], kind="stable")]
-    mine = order[accelerator.process_index :: accelerator.num_processes]
     total = torch.zeros((), device=accelerator.device)
-    for start in range(0, len(mine), BATCH):
-        _, batch = data.batch(mine[start : start + BATCH])
-        given = inputs_of(teacher, batch)
-        inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in given.items()}
+    for _, inputs in own_batches(accelerator, teacher, data.encoded, data.held_out, data.pad_id):
         with torch.inference_mode(), accelerator.autocast():
             hidden = model(**inputs, output_hidden_states=True).hidden_states
             target = teacher(**inputs, output_hidden_states=True).hidden_states
         total = total + hidden_distance(hidden, target, inputs["attention_mask"])
-    return float(accelerator.reduce(total, reduction="sum")) / len(order)
+    return float(accelerator.reduce(total, reduction="sum")) / len(data.held_out)

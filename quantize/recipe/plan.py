@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +57,8 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
             not have.
     """
     family = family_of(recipe.model.family)
-    _refuse_unmatched(recipe.rules, modules, prefix)
+    if unmatched := [rule for rule in recipe.rules if not matched(rule, modules, prefix)]:
+        raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in unmatched))
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
         formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
@@ -139,12 +140,6 @@ def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
     while name not in formats and name:
         name = name.rpartition(".")[0]
     return formats.get(name)
-
-
-def _refuse_unmatched(rules: Iterable[Rule], modules: Mapping[str, ModuleInfo], prefix: str) -> None:
-    lost = [rule for rule in rules if not matched(rule, modules, prefix)]
-    if lost:
-        raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in lost))
 
 
 def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.recipe.sections import (
     FORMS,
     Calibration,
@@ -21,14 +22,13 @@ from qdqbench.quantize.recipe.sections import (
     ModelSection,
     Precision,
     Rule,
-    Section,
 )
 from qdqbench.quantize.recipe.training import Qat
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
 
 
-class Recipe(Section):
+class Recipe(Frozen):
     """A whole recipe, validated without loading a model."""
 
     version: Literal[1] = Field(description="Version of this format.")

@@ -44,11 +44,7 @@ def _method(text: str) -> str:
     return text
 
 
-class Section(Frozen):
-    """A part of a recipe: unknown keys are refused, values do not change."""
-
-
-class ModelSection(Section):
+class ModelSection(Frozen):
     """Which models the recipe is for."""
 
     family: Literal["bert"] = Field(
@@ -56,7 +52,7 @@ class ModelSection(Section):
     )
 
 
-class Precision(Section):
+class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
     compute: Literal["fp16", "fp32"] = Field(
@@ -69,7 +65,7 @@ class Precision(Section):
     )
 
 
-class Rule(Section):
+class Rule(Frozen):
     """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
 
     match: str = Field(
@@ -135,7 +131,7 @@ class Rule(Section):
         return any(value is not None for value in (self.method, self.weights_method, self.smooth))
 
 
-class Calibration(Section):
+class Calibration(Frozen):
     """Data and method that set each amax."""
 
     split: str = Field(default="train", description="Split that the samples are drawn from.")
@@ -170,7 +166,7 @@ class Calibration(Section):
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the draw.")
 
 
-class Export(Section):
+class Export(Frozen):
     """Form of the ONNX file."""
 
     opset: Annotated[int, Field(ge=20, le=22)] = Field(default=20, description="ONNX opset.")
@@ -196,7 +192,7 @@ class Export(Section):
     )
 
 
-class Shapes(Section):
+class Shapes(Frozen):
     """Minimum, optimum and maximum of the optimization profile."""
 
     batch: Range = Field(default=(1, 32, 128), description="Samples: [min, opt, max] in rising order.")
@@ -220,7 +216,7 @@ _OneOrMore = Annotated[
 ]
 
 
-class EngineSettings(Section):
+class EngineSettings(Frozen):
     """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
 
     backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
@@ -248,7 +244,7 @@ class EngineSettings(Section):
         return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes
 
 
-class GateSettings(Section):
+class GateSettings(Frozen):
     """What must hold for exit status 0."""
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = Field(

@@ -38,15 +38,15 @@ def _divergence(reference: Float64, logits: Float64) -> Float64:
 def _loss(logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
     from torch.nn import functional
 
-    return functional.cross_entropy(logits, labels, reduction="sum")
+    return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def _distance(logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float) -> "torch.Tensor":
     """KL(teacher || student) T^2 (Hinton et al. 2015, arXiv 1503.02531)."""
     from torch.nn import functional
 
-    student = functional.log_softmax(logits / temperature, dim=-1)
-    target = functional.log_softmax(teacher / temperature, dim=-1)
+    student = functional.log_softmax(logits.float() / temperature, dim=-1)
+    target = functional.log_softmax(teacher.float() / temperature, dim=-1)
     distance = functional.kl_div(student, target, reduction="sum", log_target=True)
     return distance * temperature**2
 

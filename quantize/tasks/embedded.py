@@ -36,11 +36,10 @@ class Size:
 
 @dataclass(frozen=True)
 class EmbeddedRun:
-    """Where the default model and its data are; the task is `task_name` of `get_task`."""
+    """Where the default model and its data are; the task is `EMBEDDED`."""
 
     model_dir: Path
     data_dir: Path
-    task_name: str
 
 
 def write_embedded(
@@ -62,7 +61,7 @@ def write_embedded(
         UserError: `folder` holds something else, or cannot be written.
     """
     size = size or Size()
-    run = EmbeddedRun(folder / "model", folder / "data", EMBEDDED.name)
+    run = EmbeddedRun(folder / "model", folder / "data")
     made = {"version": VERSION, "seed": seed, **asdict(size)}
     marker = folder / "embedded.json"
     if marker.is_file():

@@ -35,7 +35,7 @@ class TaskKind:
     # How far answers are from others
     divergence_name: Literal["kl", "squared"]
     divergence: Callable[[Float64, Float64], Float64]  # of answers from the reference's (first), by sample
-    # Training, on tensors, summed over the samples of a batch
+    # Training: float32 scalars, summed over samples; answers of any floating type [B, num_labels], labels [B]
     loss: "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"  # answers, labels
     distance: "Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]"  # answers, teacher's, temperature
     distance_unit: Callable[[Floats], float]  # of answers: a large distance

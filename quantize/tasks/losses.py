@@ -1,42 +1,9 @@
-"""Losses of fine-tuning and QAT, summed over the samples of a batch."""
+"""The loss of QAT on hidden states; those on answers and labels are of the kind of task."""
 
 from typing import TYPE_CHECKING
 
-from qdqbench.quantize.tasks.task import Task
-
 if TYPE_CHECKING:
     import torch
-
-
-def label_loss(task: Task, logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
-    """Distance of answers from labels: cross entropy, or squared error of a regression.
-
-    Args:
-        task: says which.
-        logits: [B, num_labels].
-        labels: int64 classes or float32 scores, [B].
-
-    Returns:
-        float32 scalar, the sum over B.
-    """
-    return task.kind.loss(logits.float(), labels)
-
-
-def answer_distance(
-    task: Task, logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float
-) -> "torch.Tensor":
-    """Distillation from answers: KL(teacher || student) T^2, or squared error of a regression.
-
-    Args:
-        task: says which.
-        logits: of the student, [B, num_labels].
-        teacher: its answers, [B, num_labels].
-        temperature: T.
-
-    Returns:
-        float32 scalar, the sum over B.
-    """
-    return task.kind.distance(logits.float(), teacher.float(), temperature)
 
 
 def hidden_distance(

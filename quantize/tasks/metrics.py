@@ -4,22 +4,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from qdqbench.quantize.core.arrays import Floats
+from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.tasks.task import Task
 
-Labels = npt.NDArray[Any]
+Labels = Array
 RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)
 
 
-def predictions(task: Task, logits: Floats, labels: Labels) -> npt.NDArray[Any]:
+def predictions(task: Task, logits: Floats, labels: Labels) -> Array:
     """Predicted class int64 [n] (the first of equals), or score float64 [n] of a regression.
 
     Args:
-        task: The task.
         logits: [n, num_labels].
         labels: [n].
 
@@ -48,7 +46,6 @@ def compute(task: Task, logits: Floats, labels: Labels) -> dict[str, float]:
     Constant labels are another matter: no model could be scored on them.
 
     Args:
-        task: Names the metrics.
         logits: float32 [n, num_labels].
         labels: int64 classes or float32 scores, [n].
 
@@ -98,7 +95,7 @@ def stderr(
 
 
 def bootstrap(
-    task: Task, labels: Labels, systems: list[npt.NDArray[Any]], *, seed: int, resamples: int
+    task: Task, labels: Labels, systems: list[Array], *, seed: int, resamples: int
 ) -> dict[str, Floats]:
     """Metrics of every system over the same bootstrap resamples of the samples.
 
@@ -109,11 +106,8 @@ def bootstrap(
     `python -m timeit -s "import numpy, sklearn.metrics as m; y = numpy.arange(1500) % 2" "m.f1_score(y, y)"`
 
     Args:
-        task: Names the metrics.
         labels: [n].
         systems: Predictions of each system, [n] each, as `predictions` returns them.
-        seed: Seeds the draws.
-        resamples: Number of draws.
 
     Returns:
         By metric, float64 [systems, resamples].
@@ -128,7 +122,7 @@ def bootstrap(
     return dict(zip(task.metrics, joined, strict=True))
 
 
-def _draws(counts: npt.NDArray[np.int64], seed: int, resamples: int) -> Iterator[Floats]:
+def _draws(counts: Int64, seed: int, resamples: int) -> Iterator[Floats]:
     """Counts of each cell in each resample, float64 [block, cells], in blocks of bounded memory."""
     generator = np.random.default_rng(seed)
     total = int(counts.sum())
@@ -139,16 +133,9 @@ def _draws(counts: npt.NDArray[np.int64], seed: int, resamples: int) -> Iterator
 
 
 def _weighted(name: str, weights: Floats, labels: Labels, predicted: Labels) -> Floats:
-    """A metric of samples that count `weights` times.
+    """A metric of samples that count `weights` times, float64 [resamples]; 0 where it is undefined.
 
-    Args:
-        name: Metric.
-        weights: float64 [resamples, cells], the same sum in every row.
-        labels: [cells].
-        predicted: [cells].
-
-    Returns:
-        float64 [resamples]; 0 where the metric is undefined.
+    The weights are float64 [resamples, cells], the same sum in every row; labels and predictions [cells].
     """
     if name == "accuracy":
         return np.asarray(weights @ (labels == predicted) / weights.sum(axis=1))

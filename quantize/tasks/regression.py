@@ -36,13 +36,13 @@ def _divergence(reference: Float64, logits: Float64) -> Float64:
 def _loss(logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
     from torch.nn import functional
 
-    return functional.mse_loss(logits[:, 0], labels, reduction="sum")
+    return functional.mse_loss(logits.float()[:, 0], labels, reduction="sum")
 
 
 def _distance(logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float) -> "torch.Tensor":
     from torch.nn import functional
 
-    return functional.mse_loss(logits, teacher, reduction="sum")
+    return functional.mse_loss(logits.float(), teacher.float(), reduction="sum")
 
 
 REGRESSION = TaskKind(

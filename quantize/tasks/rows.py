@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from qdqbench.quantize.core.arrays import Array, Batch, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import Task, nearest
@@ -15,8 +15,7 @@ from qdqbench.quantize.tasks.task import Task, nearest
 if TYPE_CHECKING:
     import datasets
 
-Ints = npt.NDArray[np.int64]
-IndexedBatch = tuple[Ints, dict[str, Ints]]
+IndexedBatch = tuple[Int64, Batch]
 
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
 NO_LABEL = -1  # what nyu-mll/glue writes in its test splits
@@ -51,11 +50,8 @@ def load_split(
     kept = loaded.rows if limit is None else min(limit, loaded.rows)
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
-    if seed is not None:
-        order = np.random.default_rng(seed).permutation(loaded.rows)[:kept]
-        dataset = dataset.select(order)
-    else:
-        dataset = dataset.select(range(kept))
+    order = range(kept) if seed is None else np.random.default_rng(seed).permutation(loaded.rows)[:kept]
+    dataset = dataset.select(order)
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes))
@@ -111,7 +107,7 @@ def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
     return found
 
 
-def _label_problem(labels: npt.NDArray[Any], task: Task) -> str:
+def _label_problem(labels: Array, task: Task) -> str:
     """What is wrong with numeric labels, [rows]; empty when nothing is."""
     if (labels == NO_LABEL).all():
         return f"are all {NO_LABEL}: test splits of GLUE have no labels; use the train or a validation split"
@@ -122,8 +118,8 @@ class Sample(NamedTuple):
     """One encoded sample, without padding."""
 
     row: int  # of the split
-    input_ids: Ints  # [length]
-    token_type_ids: Ints  # [length]
+    input_ids: Int64  # [length]
+    token_type_ids: Int64  # [length]
     truncated: bool  # tokens were cut off
 
 
@@ -131,17 +127,17 @@ class Sample(NamedTuple):
 class Encoded:
     """A whole split as tokens, without padding."""
 
-    input_ids: list[Ints]
-    token_type_ids: list[Ints]
-    labels: npt.NDArray[Any]  # int64 classes or float32 scores, [samples]
+    input_ids: list[Int64]
+    token_type_ids: list[Int64]
+    labels: Array  # int64 classes or float32 scores, [samples]
     truncated: int  # samples that lost tokens
 
     @property
-    def lengths(self) -> Ints:
+    def lengths(self) -> Int64:
         """Tokens of each sample, [samples]."""
         return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
 
-    def batch(self, rows: Iterable[int], pad_id: int) -> "IndexedBatch":
+    def batch(self, rows: Iterable[int], pad_id: int) -> IndexedBatch:
         """Rows of the split, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
         return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
 
@@ -150,19 +146,16 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     """Tokenize a split in chunks, so that memory does not grow with the samples.
 
     Args:
-        split: From `load_split`.
-        task: The same task.
+        split: From `load_split`, with the same task.
         tokenizer: A fast tokenizer of transformers.
         max_length: Most tokens of a sample, special tokens included; the longer text of a pair is cut first.
 
     Raises:
         UserError: the tokenizer is not a fast one, or `max_length` leaves no room for text.
     """
-    special = (
-        tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2) if tokenizer.is_fast else 0
-    )
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")
+    special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2)
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
@@ -196,7 +189,7 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
     )
 
 
-def pad(samples: list[tuple[int, Ints, Ints]], pad_id: int) -> IndexedBatch:
+def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
     """One batch of (row, input_ids, token_type_ids), padded to the longest sample."""
     shape = len(samples), max(len(ids) for _, ids, _ in samples)
     batch = {
@@ -237,7 +230,7 @@ def equal_length_batches(
     Yields:
         As `sorted_batches`.
     """
-    buckets: dict[int, list[tuple[int, Ints, Ints]]] = {}
+    buckets: dict[int, list[tuple[int, Int64, Int64]]] = {}
     for sample in samples:
         bucket = buckets.setdefault(len(sample.input_ids), [])
         bucket.append(sample[:3])
@@ -260,7 +253,7 @@ class CalibrationBatches:
     batch_size: int
     pad_id: int
 
-    def __iter__(self) -> Iterator[dict[str, Ints]]:
+    def __iter__(self) -> Iterator[Batch]:
         samples = iter_encoded(self.split, self.task, self.tokenizer, self.max_length)
         for _, batch in equal_length_batches(samples, self.batch_size, pad_id=self.pad_id):
             yield batch

@@ -3,9 +3,8 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-from pydantic import BaseModel, ConfigDict
-
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.tasks.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.kind import TaskKind
 from qdqbench.quantize.tasks.regression import REGRESSION
@@ -13,10 +12,8 @@ from qdqbench.quantize.tasks.regression import REGRESSION
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
-class Task(BaseModel):
+class Task(Frozen):
     """What a task's data looks like and how it is scored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     text_columns: tuple[str, ...]  # one sentence or a pair
@@ -156,7 +153,6 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     """Check that a model's head makes what the task scores.
 
     Args:
-        task: The task.
         model_labels: `config.num_labels` of the model.
         problem_type: `config.problem_type`: None, `regression`, `single_label_classification` or
             `multi_label_classification`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.family import family_of
@@ -24,8 +25,7 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.losses import label_loss
-from qdqbench.quantize.tasks.rows import Encoded, Ints, encode, load_split
+from qdqbench.quantize.tasks.rows import Encoded, encode, load_split
 from qdqbench.quantize.tasks.sources import from_hub
 from qdqbench.quantize.tasks.task import Task, by_split
 from qdqbench.quantize.train.judge import collapsed, predict_rows
@@ -94,9 +94,11 @@ def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
         CheckFailed: every seed failed.
     """
     data = _load(request)
-    runs = []
-    for seed in range(request.settings.seed, request.settings.seed + request.seeds):
-        runs.append(_one(request, data, request.settings.model_copy(update={"seed": seed}), accelerator))
+    first = request.settings.seed
+    runs = [
+        _one(request, data, request.settings.model_copy(update={"seed": seed}), accelerator)
+        for seed in range(first, first + request.seeds)
+    ]
     result = _result(request, data, runs)
     if accelerator.is_main_process:
         files.write_text(request.folder / RESULT, result.model_dump_json(indent=2) + "\n")
@@ -134,7 +136,6 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
 
 
 def _load(request: Request) -> _Data:
-
     task, length = request.task, request.max_length
     tokenizer = load_tokenizer(request.base, request.revision)
     drawn = {"limit": request.limit, "seed": 0} if request.limit else {}
@@ -209,12 +210,9 @@ def _job(  # noqa: PLR0913, PLR0917
 
     task, labels = request.task, torch.from_numpy(data.encoded.labels).to(accelerator.device)
 
-    def loss(wrapped: Any, rows: Ints, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return label_loss(
-            task,
-            wrapped(**inputs_of(wrapped, batch)).logits,
-            labels[torch.from_numpy(rows).to(labels.device)],
-        )
+    def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = wrapped(**inputs_of(wrapped, batch)).logits
+        return task.kind.loss(logits, labels[torch.from_numpy(rows).to(labels.device)])
 
     def judge(plain: Any) -> HeldOut:
         logits = predict_rows(accelerator, plain, data.encoded, data.held_out, data.pad_id)
@@ -244,10 +242,11 @@ def _validate(
     request: Request, data: _Data, model: "PreTrainedModel", accelerator: "Accelerator"
 ) -> dict[str, Any]:
     """Metrics of the validation split in FP32; of MNLI's second one under a suffix."""
-    task, found = request.task, []
-    for encoded in data.evaluation.values():
-        rows = np.arange(len(encoded.labels))
-        found.append((predict_rows(accelerator, model, encoded, rows, data.pad_id), encoded.labels))
+    task = request.task
+    found = [
+        (predict_rows(accelerator, model, each, np.arange(len(each.labels)), data.pad_id), each.labels)
+        for each in data.evaluation.values()
+    ]
     return {
         "metrics": by_split(metrics.compute(task, logits, labels) for logits, labels in found),
         "stderr": by_split(metrics.stderr(task, logits, labels, seed=0) for logits, labels in found),
@@ -256,7 +255,6 @@ def _validate(
 
 
 def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetuning:
-
     done = [run for run in runs if run.status == "done"]
     best = max(done, key=held_out_score, default=None)
     return Finetuning(

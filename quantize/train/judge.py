@@ -1,46 +1,54 @@
 """Judging a model in training on held-out rows, sharded over all processes."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Array, Float32
+from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.tasks.rows import Encoded, Ints
+from qdqbench.quantize.tasks.rows import Encoded
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
     from torch import nn
 
 BATCH = 64
 
 
+def own_batches(
+    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Int64, pad_id: int
+) -> "Iterator[tuple[Int64, dict[str, torch.Tensor]]]":
+    """This process's share of some rows: positions in `rows`, and what the model takes; the longest first."""
+    import torch
+
+    order = np.argsort(-encoded.lengths[rows], kind="stable")
+    mine = order[accelerator.process_index :: accelerator.num_processes]
+    for start in range(0, len(mine), BATCH):
+        positions = mine[start : start + BATCH]
+        _, batch = encoded.batch(rows[positions].tolist(), pad_id)
+        given = inputs_of(model, batch)
+        yield positions, {n: torch.from_numpy(array).to(accelerator.device) for n, array in given.items()}
+
+
 def predict_rows(
-    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Ints, pad_id: int
+    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Int64, pad_id: int
 ) -> Float32:
     """Logits float32 [rows, num_labels] of some rows of a split, the same on every process.
 
-    Args:
-        accelerator: each process computes a share.
-        model: in eval mode, on the accelerator's device.
-        rows: int64.
+    Each process computes a share; the model is in eval mode, on the accelerator's device.
     """
     import torch
     from accelerate.utils import gather_object
 
-    order = np.argsort(-encoded.lengths[rows], kind="stable")  # positions in `rows`
-    mine = order[accelerator.process_index :: accelerator.num_processes]
-    found: list[tuple[Ints, Float32]] = []
-    for start in range(0, len(mine), BATCH):
-        positions = mine[start : start + BATCH]
-        _, batch = encoded.batch(rows[positions].tolist(), pad_id)
+    found: list[tuple[Int64, Float32]] = []
+    for positions, inputs in own_batches(accelerator, model, encoded, rows, pad_id):
         with torch.inference_mode():
-            given = inputs_of(model, batch)
-            inputs = {name: torch.from_numpy(array).to(accelerator.device) for name, array in given.items()}
             logits: Any = model(**inputs).logits
         found.append((positions, logits.float().cpu().numpy()))
-    parts: list[tuple[Ints, Float32]] = gather_object(found)
+    parts: list[tuple[Int64, Float32]] = gather_object(found)
     result = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
     for positions, values in parts:
         result[positions] = values

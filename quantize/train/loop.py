@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.tasks.rows import Ints
 from qdqbench.quantize.train import checkpoints
 from qdqbench.quantize.train.processes import matrix_products, precision_here
 from qdqbench.quantize.train.rows import (
@@ -48,7 +48,7 @@ class Job:
     model: "nn.Module"
     data: TrainingData
     settings: Training
-    loss: "Callable[[nn.Module, Ints, Tensors], torch.Tensor]"  # summed over the rows
+    loss: "Callable[[nn.Module, Int64, Tensors], torch.Tensor]"  # summed over the rows
     judge: "Callable[[nn.Module], HeldOut]"  # the same on every process
     folder: Path  # of checkpoints
     identity: dict[str, Any]  # what a resumed run must share
@@ -74,11 +74,7 @@ class Trained:
 
 
 def train(job: Job, accelerator: "Accelerator") -> Trained:
-    """Train a model, or go on with a run that was killed.
-
-    Args:
-        job: what to do; its model is trained in place and ends with the best weights.
-        accelerator: of all processes.
+    """Train a model in place, or go on with a run that was killed; it ends with the best weights.
 
     Raises:
         UserError: a checkpoint of another run, or no room for checkpoints.
@@ -238,7 +234,7 @@ def _advance(
     state.samples += seen
 
 
-def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Ints) -> Any:
+def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Int64) -> Any:
     """Gradient of the mean loss over a global batch; returns this process's part of that mean."""
     world = accelerator.num_processes
     parts = shares(rows, accelerator.process_index, world, job.settings.accumulate)
@@ -253,7 +249,7 @@ def _gradient(job: Job, accelerator: "Accelerator", model: Any, rows: Ints) -> A
     return total
 
 
-def _tensors(job: Job, accelerator: "Accelerator", rows: Ints) -> Tensors:
+def _tensors(job: Job, accelerator: "Accelerator", rows: Int64) -> Tensors:
     import torch
 
     _, batch = job.data.batch(rows)

@@ -47,7 +47,6 @@ def matrix_products(precision: str) -> Iterator[None]:
 
 def new_accelerator(precision: str) -> "Accelerator":
     """Accelerate on what is here: one process, or those that `accelerate launch` or `torchrun` started."""
-
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.tasks.rows import Encoded, IndexedBatch, Ints
+from qdqbench.quantize.tasks.rows import Encoded, IndexedBatch
 
 MOST_HELD_OUT = 1000
 POOL = 32  # batches whose samples are sorted by length together
@@ -18,10 +19,10 @@ class TrainingData:
 
     encoded: Encoded
     pad_id: int
-    rows: Ints  # to learn from
-    held_out: Ints  # to judge on; never learnt from
+    rows: Int64  # to learn from
+    held_out: Int64  # to judge on; never learnt from
 
-    def batch(self, rows: Ints) -> IndexedBatch:
+    def batch(self, rows: Int64) -> IndexedBatch:
         """Rows and their padded tokens, int64 [B] and [B, L]."""
         return self.encoded.batch(rows.tolist(), self.pad_id)
 
@@ -46,7 +47,7 @@ def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingDa
     return TrainingData(encoded, pad_id, np.sort(order[held:]), np.sort(order[:held]))
 
 
-def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Ints]:
+def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Int64]:
     """Rows of every global batch of an epoch, int64 [batch_size]; the last may be shorter.
 
     A function of the seed and the epoch alone, so that a resumed run, and one on more GPUs, sees the same
@@ -61,7 +62,7 @@ def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) ->
     return [batches[index] for index in generator.permutation(len(batches))]
 
 
-def shares(rows: Ints, rank: int, world: int, accumulate: int) -> list[Ints]:
+def shares(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
     """The parts of a global batch that one process goes through before it steps; none of them is empty.
 
     Every process has at least one row: where the batch is too short for all, the others get its first row,

@@ -75,7 +75,7 @@ def test_default_size_suits_int8_attention():
 
 
 def test_data_is_read_like_any_task_and_held_out(run):
-    task = get_task(run.task_name)
+    task = get_task("embedded")
     train, held_out = (data.load_split(task, str(run.data_dir), split) for split in ("train", "validation"))
     assert (train.rows, held_out.rows) == (60, 20)
     assert not set(train.dataset[:]["sentence"]) & set(held_out.dataset[:]["sentence"])
@@ -89,7 +89,7 @@ def test_model_is_read_like_any_model(run, capfd):
     model = AutoModelForSequenceClassification.from_pretrained(run.model_dir)
     tokenizer = AutoTokenizer.from_pretrained(run.model_dir)
     logging.enable_progress_bar()
-    task = get_task(run.task_name)
+    task = get_task("embedded")
     check_model_fits(task, model_labels=model.config.num_labels, problem_type=model.config.problem_type)
     assert model.config.id2label == {0: "negative", 1: "positive"}
     encoded = data.encode(data.load_split(task, str(run.data_dir), "validation"), task, tokenizer, 128)

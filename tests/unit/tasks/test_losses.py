@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks.losses import answer_distance, hidden_distance, label_loss
+from qdqbench.quantize.tasks.losses import hidden_distance
 from qdqbench.quantize.tasks.task import get_task
 
 CLASSES, SCORES = get_task("mnli"), get_task("stsb")
@@ -18,10 +18,8 @@ def logits(seed, rows, labels):
 @given(seed=st.integers(0, 1000), rows=st.integers(2, 9), temperature=st.floats(0.5, 8))
 def test_a_distance_adds_up_over_samples(seed, rows, temperature):
     student, teacher = logits(seed, rows, 3), logits(seed + 1, rows, 3)
-    whole = answer_distance(CLASSES, student, teacher, temperature)
-    parts = [
-        answer_distance(CLASSES, student[i : i + 1], teacher[i : i + 1], temperature) for i in range(rows)
-    ]
+    whole = CLASSES.kind.distance(student, teacher, temperature)
+    parts = [CLASSES.kind.distance(student[i : i + 1], teacher[i : i + 1], temperature) for i in range(rows)]
     assert whole.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-4, abs=1e-5)
     assert whole.item() >= -1e-5
 
@@ -29,28 +27,28 @@ def test_a_distance_adds_up_over_samples(seed, rows, temperature):
 @given(seed=st.integers(0, 1000), shift=st.floats(-5, 5))
 def test_equal_answers_have_no_distance(seed, shift):
     found = logits(seed, 4, 3)
-    assert answer_distance(CLASSES, found + shift, found, 2.0).item() == pytest.approx(0, abs=1e-4)
+    assert CLASSES.kind.distance(found + shift, found, 2.0).item() == pytest.approx(0, abs=1e-4)
 
 
 def test_the_distance_is_kl_times_the_square_of_the_temperature():
     student, teacher = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([[0.5, 0.25, 2.0]])
     p, q = (torch.softmax(x / 2, dim=1) for x in (teacher, student))
-    assert answer_distance(CLASSES, student, teacher, 2.0).item() == pytest.approx(
+    assert CLASSES.kind.distance(student, teacher, 2.0).item() == pytest.approx(
         4 * (p * (p / q).log()).sum().item(), rel=1e-5
     )
 
 
 def test_a_regression_takes_squared_errors():
     student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.5], [0.0]])
-    assert answer_distance(SCORES, student, teacher, 3.0).item() == 4.25
-    assert label_loss(SCORES, student, torch.tensor([0.0, 2.0])).item() == 1.0
+    assert SCORES.kind.distance(student, teacher, 3.0).item() == 4.25
+    assert SCORES.kind.loss(student, torch.tensor([0.0, 2.0])).item() == 1.0
 
 
 def test_label_loss_is_cross_entropy():
     found = logits(0, 5, 3)
     labels = torch.tensor([0, 1, 2, 1, 0])
     expected = -torch.log_softmax(found, dim=1)[torch.arange(5), labels].sum()
-    assert label_loss(CLASSES, found, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert CLASSES.kind.loss(found, labels).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def hidden(seed, rows, length):
