@@ -135,7 +135,7 @@ def calibrate(
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     round_weight_scales(quantizers)
-    states = {name: _state(name, q, moments.get(name)) for name, q in quantizers.items()}
+    states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     require_shared(states, plan)
     biases: dict[str, list[float]] = {}
@@ -240,7 +240,8 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
     return notes
 
 
-def _state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+def quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+    """What the record holds of a quantizer; `rms` of an activation while calibrating."""
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None

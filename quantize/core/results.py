@@ -68,9 +68,7 @@ class EngineResult(Tabular):
     expected_attention_int8: int
     int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
     expected_int8_residuals: int = 0
-    not_int8_residuals: list[str] = Field(
-        default_factory=list
-    )  # LayerNorms whose kernel should and does not, by ONNX name
+    not_int8_residuals: list[str] = []  # LayerNorms whose kernel should and does not, by ONNX name
     layers: list[LayerRow]
 
     def rows(self) -> list[LayerRow]:

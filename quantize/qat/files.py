@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qdqbench.quantize.calibrate.ptq import quantizer_state
 from qdqbench.quantize.calibrate.record import CalibrationRecord, require_plausible, write_record
 from qdqbench.quantize.calibrate.smoothing import take_back
 from qdqbench.quantize.calibrate.splitting import merge
@@ -50,12 +51,10 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
     Raises:
         CheckFailed: an amax that is no longer plausible.
     """
-    states = {}
-    for name, quantizer in enabled_quantizers(model).items():
-        known = record.quantizers[name]
-        values = quantizer.amax.detach().float().cpu().flatten().tolist()
-        amax = values if isinstance(known.amax, list) else values[0]
-        states[name] = known.model_copy(update={"amax": amax})
+    states = {
+        name: quantizer_state(name, quantizer, record.quantizers[name].rms)
+        for name, quantizer in enabled_quantizers(model).items()
+    }
     require_plausible(states)
     return record.model_copy(update={"quantizers": states, "biases": {}})
 

@@ -2,14 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from qdqbench.quantize.core.strict import Frozen, Positive
 

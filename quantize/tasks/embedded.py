@@ -132,16 +132,15 @@ def _train(
                 optimizer, 2e-3, total_steps=size.steps, pct_start=0.1
             )
             model.train()
-            for step, (rows, batch) in enumerate(
-                _training_batches(encoded, tokenizer.pad_token_id, seed, size)
-            ):
+            batches = _training_batches(encoded, tokenizer.pad_token_id, seed, size)
+            for step, (rows, batch) in enumerate(batches, start=1):
                 inputs = {name: torch.from_numpy(values) for name, values in batch.items()}
                 model(**inputs, labels=labels[rows]).loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                progress((step + 1) / size.steps)
+                progress(step / size.steps)
     finally:
         torch.set_num_threads(threads)
     model.train(False)

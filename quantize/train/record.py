@@ -104,9 +104,8 @@ def held_out_score(run: TrainingRun) -> float:
 
 def spread(found: list[dict[str, float]]) -> dict[str, Spread]:
     """Mean and standard deviation of every metric over runs."""
-    names = list(found[0]) if found else []
     result = {}
-    for name in names:
+    for name in found[0] if found else ():
         values = np.array([metrics[name] for metrics in found])
         sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
         result[name] = Spread(mean=float(values.mean()), sd=sd, n=len(values))

@@ -68,9 +68,7 @@ def shares(rows: Int64, rank: int, world: int, accumulate: int) -> list[Int64]:
     Every process has at least one row: where the batch is too short for all, the others get its first row,
     which then must not count.
     """
-    mine = rows[rank::world]
-    if not len(mine):
-        mine = rows[:1]
+    mine = rows[rank::world] if rank < len(rows) else rows[:1]
     return [part for part in np.array_split(mine, accumulate) if len(part)]
 
 
