@@ -1,7 +1,7 @@
 """Logits of a stage: computed in batches, kept as files, scored."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task, by_split
 
-if TYPE_CHECKING:
-    from qdqbench.quantize.rundir.session import Session
+Logits = dict[str, Floats]
 
 
 def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
@@ -42,9 +41,6 @@ def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | 
     with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
         np.savez(stream, **arrays)
     return path
-
-
-Logits = dict[str, Floats]
 
 
 def read_logits(path: Path) -> tuple[Logits, dict[str, metrics.Labels]]:

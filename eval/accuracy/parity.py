@@ -24,7 +24,7 @@ from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.arrays import Array, Float32, Int32, Int64
 from qdqbench.quantize.core.results import Comparison, Parity, ParityRow
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
-from qdqbench.quantize.graph.index import GraphIndex, module_of
+from qdqbench.quantize.graph.index import GraphIndex, module_of, tensor_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,9 +80,8 @@ def compare_layers(
     answers = onnx_model.graph.output[0].name
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
-    epsilon = (
-        FP16_EPSILON if any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer) else 0.0
-    )
+    half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
+    epsilon = FP16_EPSILON if half else 0.0
     rounded = [b.fed for b in boundaries if b.fed.endswith(RESIDUAL)]
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
@@ -128,19 +127,17 @@ def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict
     forced.CopyFrom(model)
     index = GraphIndex(forced)
     boundaries = _boundaries(index)
-    types = _float_types(forced)
+    types = {name: value.elem_type for name, value in tensor_values(forced).items()}
     outputs = _linear_outputs(index, boundaries)
     replaced: dict[str, str] = {}
     casts = []
     for boundary in boundaries.values():
         name = boundary.tensor
         forced.graph.input.append(helper.make_tensor_value_info(boundary.reference, TensorProto.FLOAT, None))
-        replaced[f"{name}_fp32"] = boundary.reference
-        replaced[name] = boundary.reference
+        replaced[f"{name}_fp32"] = replaced[name] = boundary.reference
         if types[name] != TensorProto.FLOAT:
             replaced[name] = f"{boundary.reference}_cast"
-            cast = helper.make_node("Cast", [boundary.reference], [replaced[name]], to=types[name])
-            casts.append(cast)
+            casts.append(helper.make_node("Cast", [boundary.reference], [replaced[name]], to=types[name]))
     for node in forced.graph.node:
         if node.op_type == "Cast" and node.input[0] in boundaries:
             continue  # the graph's own cast of a cut tensor is dead now
@@ -182,12 +179,6 @@ def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[
         for n in index.graph.node
         if module_of(n.name) in modules and n.op_type != "Cast"
     }
-
-
-def _float_types(model: onnx.ModelProto) -> dict[str, int]:
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    values = [*inferred.value_info, *inferred.input, *inferred.output]
-    return {v.name: v.type.tensor_type.elem_type for v in values}
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qdqbench.quantize.fakequant import quantizers as quantizers_module
+from qdqbench.quantize.fakequant.quantizers import INT8_MAX, enabled_quantizers
 from qdqbench.quantize.recipe.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,14 +40,15 @@ class Switches:
                 self._weights[name] = [(linear.weight, linear.weight.detach(), rounded)]
                 self._activations[name] = [linear.input_quantizer]
             tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-            self._weights[EMBEDDINGS] = [(t.weight, t.weight.detach(), _rounded(t.weight)) for t in tables]
+            plain = [(table.weight, table.weight.detach()) for table in tables]
+            self._weights[EMBEDDINGS] = [(own, held, _round(held, held.abs().max())) for own, held in plain]
         for name in plan.attention:
             module = model.get_submodule(name)
             self._activations[name] = [getattr(module, f"{x}_bmm_quantizer") for x in "qkvp"]
         for name in plan.residual:
             residual: Any = model.get_submodule(name)
             self._activations[name] = [residual.residual_quantizer]
-        for quantizer in quantizers_module.enabled_quantizers(model).values():
+        for quantizer in enabled_quantizers(model).values():
             quantizer.disable()
         for name, amax in norms.items():
             norm: Any = model.get_submodule(name)
@@ -67,25 +68,17 @@ class Switches:
         self.on = wanted
 
 
-def _rounded(weight: torch.Tensor) -> torch.Tensor:
-    """A table in INT8 with one scale, as floats."""
-    return _round(weight.detach(), weight.detach().abs().max())
-
-
-def _round(
-    value: torch.Tensor, amax: torch.Tensor, lowest: int = -quantizers_module.INT8_MAX
-) -> torch.Tensor:
+def _round(value: torch.Tensor, amax: torch.Tensor, lowest: int = -INT8_MAX) -> torch.Tensor:
     """ModelOpt's arithmetic step by step, bit for bit, without its copies: most of its time on a CPU."""
-    largest = quantizers_module.INT8_MAX
-    scale = amax.new_tensor(largest) / amax  # a plain number would be multiplied by 1 / amax
-    return (value * scale).round_().clamp_(lowest, largest).div_(scale)
+    scale = amax.new_tensor(INT8_MAX) / amax  # a plain number would be multiplied by 1 / amax
+    return (value * scale).round_().clamp_(lowest, INT8_MAX).div_(scale)
 
 
 def _use_in_place(quantizers: Iterator[Any]) -> None:
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
     def quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
-        return _round(inputs, quantizer.amax, -quantizers_module.INT8_MAX - (not quantizer.narrow_range))
+        return _round(inputs, quantizer.amax, -INT8_MAX - (not quantizer.narrow_range))
 
     if not tensor_quantizer.is_registered_quant_backend(IN_PLACE):
         tensor_quantizer.register_quant_backend(IN_PLACE, quantize)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import clean, flat, label, model_label, seconds, sentence, yaml_text
+from qdqbench.eval.report.formats import clean, flat, label, model_label, seconds, sentence
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
@@ -35,20 +35,17 @@ class MethodLine:
 class MethodsView:
     """A table of methods in words, ready for templates."""
 
+    found: Methods  # cleaned
     title: str
     headline: str
     caption: str
     explanation: list[str]
-    settings: tuple[str, ...]
     columns: list[str]
     lines: list[MethodLine]
     notes: list[str]
     charts: list[str]  # SVG
     inputs: list[tuple[str, str]]
-    environment: list[tuple[str, str]]
-    recipe_yaml: str
-    command: str
-    made: str
+    settings: tuple[str, ...] = ("method", "smooth", "weights", "bias", "split")
 
 
 def write_methods(found: Methods, folder: Path) -> list[Path]:
@@ -68,13 +65,13 @@ def methods_view(found: Methods) -> MethodsView:
     splits = list(found.fp32)
     judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
     return MethodsView(
+        found=found,
         title=" · ".join(
             [model_label(found.model["name"]), label(found.task["name"]), str(found.recipe.get("name"))]
         ),
         headline=methods_headline(found),
         caption=caption(found),
         explanation=_explanation(found),
-        settings=("method", "smooth", "weights", "bias", "split"),
         columns=[
             "divergence",
             "of the recipe's",
@@ -93,10 +90,6 @@ def methods_view(found: Methods) -> MethodsView:
             ("batch size", str(found.batch_size)),
             ("time of all rows", seconds(found.timings["total_s"])),
         ],
-        environment=flat(found.environment),
-        recipe_yaml=yaml_text(found.recipe),
-        command=found.command,
-        made=found.created,
     )
 
 

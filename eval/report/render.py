@@ -8,11 +8,13 @@ from qdqbench.eval.report.formats import (
     _share_text,
     code,
     fenced,
+    flat,
     label,
     seconds,
     size,
     text,
     types,
+    yaml_text,
 )
 from qdqbench.quantize.core.files import write_text
 
@@ -31,7 +33,7 @@ def render(template: str, context: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (label, size, seconds, types, text, code, fenced):
+    for function in (label, size, seconds, types, text, code, fenced, flat, yaml_text):
         environment.filters[function.__name__] = function
     environment.globals |= {"number": _number, "share_text": _share_text}
     return environment.get_template(template).render(context)

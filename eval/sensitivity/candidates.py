@@ -9,7 +9,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import Limits, limits_of
 from qdqbench.quantize.encoders.family import ENCODER_KINDS, KINDS, SMOOTHED, Family
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, Scaling, resolve
+from qdqbench.quantize.recipe.plan import Plan, Scaling, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 
 
@@ -93,9 +93,6 @@ def _of_section(recipe: Recipe) -> Scaling:
 def _candidates(
     plan: Plan, everything: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
 ) -> list[Candidate]:
-    def short(name: str) -> str:
-        return name.removeprefix(f"{prefix}.") if prefix else name
-
     family = plan.family
     layers = sorted({layer for name in plan.int8 if (layer := family.layer_of(name)) is not None})
     found = []
@@ -103,15 +100,15 @@ def _candidates(
         layer = family.layer_of(name)
         start = len(layers) if layer is None else layer
         kind = family.kind(name)
-        found.append(Candidate(short(name), "linear", kind, layer, (name,), frozenset([name]), start))
+        short = short_name(name, prefix)
+        found.append(Candidate(short, "linear", kind, layer, (name,), frozenset([name]), start))
     for name in plan.attention:
         layer = family.layer_of(name)
-        found.append(
-            Candidate(short(name), "attention", "attention", layer, (name,), frozenset([name]), layer)
-        )
+        short = short_name(name, prefix)
+        found.append(Candidate(short, "attention", "attention", layer, (name,), frozenset([name]), layer))
     for layer in layers:
         inside = tuple(n for n in modules if n in everything and family.layer_of(n) == layer)
-        place = family.place(short(inside[0]))
+        place = family.place(short_name(inside[0], prefix))
         assert place is not None, inside
         name = f"{place.layers}.{layer}"
         found.append(Candidate(name, "block", "block", layer, inside, frozenset(inside), layer))

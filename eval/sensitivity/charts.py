@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from qdqbench.eval.report import svg
 from qdqbench.eval.sensitivity.results import CandidateRow, Sensitivity
@@ -73,10 +72,8 @@ def _heat_map(  # noqa: PLR0913
             continue
         x, y = columns.index(kind), layers.index(layer)
         shade = DARKEST * _shade(amount, largest, linear)
-        colour = svg.VERMILLION
-        axes.add_patch(
-            Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=colour, alpha=shade, edgecolor="none")
-        )
+        corner, colour = (x - 0.48, y - 0.46), svg.VERMILLION
+        axes.add_patch(Rectangle(corner, 0.96, 0.92, facecolor=colour, alpha=shade, edgecolor="none"))
         axes.text(x, y, text(amount), ha="center", va="center")
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
@@ -108,13 +105,12 @@ def curve_svg(found: Sensitivity) -> str:
     upper, lower = figure.subplots(2, 1, sharex=True)
     places = [point.kept for point in found.curve]
     judged = [point.judged for point in found.curve]
+    line = {"color": svg.BLUE, "marker": "o", "markersize": 4, "linewidth": 1.4, "capsize": 3}
     chosen = next(point for point in found.curve if point.kept == found.choice.kept)
-    _errors(upper, places, [j.divergence for j in judged], [j.divergence_stderr for j in judged], svg.BLUE)
-    half = found.full.divergence / 2
-    upper.axhline(half, **svg.LIMIT_LINE, label="half of all in INT8")
-    _errors(lower, places, [j.drop for j in judged], [j.drop_stderr for j in judged], svg.BLUE)
-    limit = float(found.recipe["gate"]["max_drop"])
-    lower.axhline(limit, **svg.LIMIT_LINE)
+    upper.errorbar(places, [j.divergence for j in judged], [j.divergence_stderr for j in judged], **line)
+    upper.axhline(found.full.divergence / 2, **svg.LIMIT_LINE, label="half of all in INT8")
+    lower.errorbar(places, [j.drop for j in judged], [j.drop_stderr for j in judged], **line)
+    lower.axhline(float(found.recipe["gate"]["max_drop"]), **svg.LIMIT_LINE)
     for axes, value in ((upper, chosen.judged.divergence), (lower, chosen.judged.drop)):
         axes.plot(chosen.kept, value, marker="o", markersize=11, markerfacecolor="none", color=svg.ORANGE)
         axes.set_xscale("symlog", base=2, linthresh=1)
@@ -124,9 +120,3 @@ def curve_svg(found: Sensitivity) -> str:
     svg.dress(lower, f"drop of {found.metric}; dashed: gate.max_drop")
     lower.set_xlabel("linears kept out of INT8, the worst first; circle: the written recipe")
     return svg.svg_of(figure, "sensitivity-curve", "divergence and drop by the number of linears out of INT8")
-
-
-def _errors(axes: Any, places: list[int], values: list[float], errors: list[float], colour: str) -> None:
-    axes.errorbar(
-        places, values, yerr=errors, color=colour, marker="o", markersize=4, linewidth=1.4, capsize=3
-    )

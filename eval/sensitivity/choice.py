@@ -7,9 +7,9 @@ import yaml
 from qdqbench.eval.accuracy import gate
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity.candidates import Choices
-from qdqbench.eval.sensitivity.results import Choice, CurvePoint, Effect
+from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import matched, resolve
+from qdqbench.quantize.recipe.plan import matched, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Rule
 
@@ -81,10 +81,6 @@ def write_up(
     Raises:
         UserError: it does not resolve, which would be a fault of this function.
     """
-
-    def short(name: str) -> str:
-        return name.removeprefix(f"{prefix}.") if prefix else name
-
     kept = {*point.linears, *point.attention}
     int8 = found.everything - kept
     rules = [each for rule in recipe.rules if (each := _not_idle(rule, int8, modules, prefix))]
@@ -92,13 +88,13 @@ def write_up(
         if name in int8 and name not in found.base.int8:
             own = found.plan.scaling_of(name).smooth
             smooth = own if own != recipe.calibration.smooth else None
-            rules.append(
-                Rule(match=short(name), weights="int8/channel", input="int8/tensor", smooth=smooth)  # type: ignore[arg-type]
-            )
+            match = short_name(name, prefix)
+            rules.append(Rule(match=match, weights="int8/channel", input="int8/tensor", smooth=smooth))  # type: ignore[arg-type]
     for name in point.linears:
         precision = "fp32" if name in found.base.fp32 else recipe.precision.compute
-        rules.append(Rule(match=short(name), type="Linear", precision=precision))
-    rules += [Rule(match=short(name), type="Attention", precision="fp16") for name in point.attention]
+        rules.append(Rule(match=short_name(name, prefix), type="Linear", precision=precision))
+    for name in point.attention:
+        rules.append(Rule(match=short_name(name, prefix), type="Attention", precision="fp16"))
     calibration = recipe.calibration
     if not found.base.family.splittable(name for name in int8 if name in found.plan.int8):
         calibration = calibration.model_copy(update={"split_outliers": 0})  # nothing is left to split
@@ -121,11 +117,6 @@ def write_up(
     if {*plan.int8, *plan.attention} != int8:
         raise AssertionError(f"{CHOICE_FILE} puts other modules into INT8 than were measured")
     return again, text
-
-
-def choice_of(point: CurvePoint, reached: bool, reason: str, recipe: Recipe) -> Choice:
-    """The choice as the report holds it."""
-    return Choice(kept=point.kept, reached=reached, reason=reason, file=CHOICE_FILE, recipe_name=recipe.name)
 
 
 def _not_idle(

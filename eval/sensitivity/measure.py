@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qdqbench.eval.accuracy.draw import described, draw_samples
 from qdqbench.eval.accuracy.runners import placed
@@ -17,6 +17,7 @@ from qdqbench.eval.sensitivity.ledger import LEDGER_FILE as PARTIAL
 from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import (
     CandidateRow,
+    Choice,
     CurvePoint,
     Effect,
     Reference,
@@ -35,12 +36,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
 from qdqbench.quantize.tasks.sources import Split
 
-if TYPE_CHECKING:
-    from qdqbench.quantize.rundir.session import Session
-
-
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
-
 EVERYTHING = "everything"
 
 
@@ -156,12 +152,9 @@ class Measurement:
         bench, layers = self.bench, len(self.bench.suffixes.layers)
         plain, int8, bench.states = bench.states, bench.states, []
         for layer in range(layers + 1):
+            only, all_but = (functools.partial(self._suffix, states, layer) for states in (plain, int8))
             for candidate in (c for c in ordered if c.start == layer):
-                self._both(
-                    candidate,
-                    functools.partial(self._suffix, plain, layer),
-                    functools.partial(self._suffix, int8, layer),
-                )
+                self._both(candidate, only, all_but)
             if layer < layers:
                 bench.switches.set(())
                 plain = bench.suffixes.advance(plain, layer)
@@ -255,7 +248,6 @@ class Measurement:
     def _report(
         self, fp32: Reference, full: Effect, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
     ) -> Sensitivity:
-
         session, config = self.session, self.session.config
         point, reached, reason = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
         model = session.fp32_model
@@ -263,19 +255,21 @@ class Measurement:
             config.recipe, point, self.found, module_table(model), model.base_model_prefix
         )
         files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
-        split, encoded = self.draw
+        (split, encoded), plan = self.draw, self.found.plan
         return Sensitivity(
             **described(session, split, len(encoded.labels)),
             fp32=fp32,
             full=full,
-            int8=[
-                name
-                for name in (*self.found.plan.int8, *self.found.plan.attention)
-                if name in self.found.everything
-            ],
+            int8=[name for name in (*plan.int8, *plan.attention) if name in self.found.everything],
             rows=rows,
             curve=curve,
-            choice=sensitivity_choice.choice_of(point, reached, reason, chosen),
+            choice=Choice(
+                kept=point.kept,
+                reached=reached,
+                reason=reason,
+                file=sensitivity_choice.CHOICE_FILE,
+                recipe_name=chosen.name,
+            ),
             notes=[*session.notes, *self.found.notes, *limits_noted(config.recipe, len(encoded.labels))],
             timings={"candidates_s": self.ledger.seconds, "this_run_s": wall_s},
         )

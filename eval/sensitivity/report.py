@@ -4,16 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.report.formats import (
-    clean,
-    count_of,
-    flat,
-    label,
-    model_label,
-    seconds,
-    sentence,
-    yaml_text,
-)
+from qdqbench.eval.report.formats import clean, count_of, flat, label, model_label, seconds, sentence
 from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Effect, Sensitivity, ranking
@@ -42,12 +33,11 @@ COLUMN_MEANING = {
 class SensitivityView:
     """A sensitivity report in words, ready for templates."""
 
+    found: Sensitivity  # cleaned
     title: str
     headline: str
     choice: str
-    reached: bool
     explanation: list[str]
-    columns: tuple[str, ...]
     linears: list[tuple[str, list[str]]]
     attention: list[tuple[str, list[str]]]
     blocks: list[tuple[str, list[str]]]
@@ -56,10 +46,7 @@ class SensitivityView:
     notes: list[str]
     charts: list[str]  # SVG
     inputs: list[tuple[str, str]]
-    environment: list[tuple[str, str]]
-    recipe_yaml: str
-    command: str
-    made: str
+    columns: tuple[str, ...] = REPORT_COLUMNS
 
 
 def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
@@ -77,22 +64,17 @@ def sensitivity_view(found: Sensitivity) -> SensitivityView:
     """Words and figures for people; every one of them is in `sensitivity.json`."""
     found = Sensitivity.model_validate(clean(found.model_dump(mode="json")))
     return SensitivityView(
+        found=found,
         title=" · ".join(
-            [
-                model_label(found.model["name"]),
-                label(found.task["name"]),
-                str(found.recipe.get("name", "recipe")),
-            ]
+            [model_label(found.model["name"]), label(found.task["name"]), found.recipe.get("name", "recipe")]
         ),
         headline=sensitivity_headline(found),
         choice=sentence(
             f"{found.choice.file} keeps {count_of(found.choice.kept, 'linear')} out of INT8: "
             f"{found.choice.reason}"
         ),
-        reached=found.choice.reached,
         explanation=_explanation(found),
-        columns=REPORT_COLUMNS,
-        linears=_table(found, [*ranking(found), *_unranked(found)]),
+        linears=_table(found, [*ranking(found), *(row for row in _of(found, "linear") if not row.all_but)]),
         attention=_table(found, _of(found, "attention")),
         blocks=_table(found, _of(found, "block")),
         kinds=_table(found, _of(found, "kind")),
@@ -109,10 +91,6 @@ def sensitivity_view(found: Sensitivity) -> SensitivityView:
             ("batch size", str(found.batch_size)),
             ("time of all candidates", seconds(found.timings["candidates_s"])),
         ],
-        environment=flat(found.environment),
-        recipe_yaml=yaml_text(found.recipe),
-        command=found.command,
-        made=found.created,
     )
 
 
@@ -186,10 +164,6 @@ def _explanation(found: Sensitivity) -> list[str]:
 
 def _of(found: Sensitivity, group: str) -> list[CandidateRow]:
     return [row for row in found.rows if row.group == group]
-
-
-def _unranked(found: Sensitivity) -> list[CandidateRow]:
-    return [row for row in _of(found, "linear") if row.all_but is None]
 
 
 def _table(found: Sensitivity, rows: list[CandidateRow]) -> list[tuple[str, list[str]]]:

@@ -6,6 +6,7 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.encoders.family import Family
-from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values
 from qdqbench.quantize.graph.read import read_model
 
 BLOCK_LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
@@ -87,10 +88,9 @@ def bisect(  # noqa: PLR0913
     got, expected = run_engine(stitched.model, given), run_reference(stitched.model, given)
     result = BisectResult(blocks={}, engines=1)
     for block in stitched.blocks:
+        made, truth = got[block.output], expected[block.output]
         limit = allowed.get(block.name, BLOCK_LIMIT)
-        result.blocks[block.name] = compared(
-            block.output, got[block.output], expected[block.output], mask, limit
-        )
+        result.blocks[block.name] = compared(block.output, made, truth, mask, limit)
     bad = [name for name, row in result.blocks.items() if not row.holds or name in suspects]
     if not bad:
         result.notes.append(
@@ -104,28 +104,25 @@ def bisect(  # noqa: PLR0913
         result.notes.append(f"wrong on their own too: {', '.join(bad[1:])}")
     search = _Search(stitched, given, run_engine, run_reference, mask, result)
     search.run(per_step)
-    _explain(result, stitched, search, layers)
+    _explain(search, layers)
     return result
 
 
+@dataclass
 class _Search:
-    """The search inside of one block."""
+    """The search inside of one block, the result's."""
 
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        stitched: blocks.Stitched,
-        feeds: Feeds,
-        run_engine: GraphRunner,
-        run_reference: GraphRunner,
-        mask: Array,
-        result: BisectResult,
-    ) -> None:
-        assert result.block is not None
-        self.stitched, self.feeds, self.mask, self.result = stitched, feeds, mask, result
-        self.run_engine, self.run_reference = run_engine, run_reference
-        self.block = blocks.block_of(stitched, result.block)
-        self.limit = min(INNER_LIMIT, result.blocks[result.block].limit)
-        self.alone = blocks.extract(stitched, result.block)
+    stitched: blocks.Stitched
+    feeds: Feeds
+    run_engine: GraphRunner
+    run_reference: GraphRunner
+    mask: Array
+    result: BisectResult
+
+    def __post_init__(self) -> None:
+        self.block = blocks.block_of(self.stitched, str(self.result.block))
+        self.limit = min(INNER_LIMIT, self.result.blocks[self.block.name].limit)
+        self.alone = blocks.extract(self.stitched, self.block.name)
         self.index = GraphIndex(self.alone)
         self.got: dict[str, Array] = {}
         self.expected: dict[str, Array] = {}
@@ -148,13 +145,14 @@ class _Search:
         if result.tensor is None:
             result.vanished = bool(vanished)
             result.tensor = self._mender(vanished) if vanished else output
-            result.error = result.blocks[str(result.block)]
+            result.error = result.blocks[self.block.name]
         if vanished:
             result.notes.append(
                 f"the fault vanishes while {', '.join(vanished)} are outputs, which changes what the builder "
                 "fuses: a fused kernel is at fault rather than the graph"
             )
-        result.before = self._before(str(result.tensor))
+        above = nodes_before(self.index, str(result.tensor))
+        result.before = next((row for row in reversed(self.good) if row.tensor in above), None)
 
     def _compare(self, chunk: Iterable[str]) -> list[TensorError]:
         marked = blocks.extract(self.stitched, self.block.name, chunk)
@@ -166,9 +164,8 @@ class _Search:
 
     def _mender(self, chunk: list[str]) -> str:
         """The first tensor of a chunk whose mark alone makes the fault vanish."""
-        own = [
-            t for t in chunk if self.block.input is None or self.block.input in nodes_before(self.index, t)
-        ]
+        start = self.block.input
+        own = [t for t in chunk if start is None or start in nodes_before(self.index, t)]
         for tensor in own or chunk:
             self._compare([tensor])
             if self._output_holds():
@@ -194,11 +191,6 @@ class _Search:
         output, limit = self.block.output, self.result.blocks[self.block.name].limit
         return compared(output, self.got[output], self.expected[output], self.mask, limit).holds
 
-    def _before(self, tensor: str) -> TensorError | None:
-        """The last good tensor that leads to `tensor`."""
-        above = nodes_before(self.index, tensor)
-        return next((row for row in reversed(self.good) if row.tensor in above), None)
-
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
     """Tensors that a tensor is computed from."""
@@ -219,7 +211,7 @@ def _own_inputs(
     marked = onnx.ModelProto()
     marked.CopyFrom(model)
     borders = [block.output for block in stitched.blocks[:-1]]
-    values = blocks.tensor_values(model)
+    values = tensor_values(model)
     marked.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, values[name].elem_type, None) for name in borders
     )
@@ -228,22 +220,18 @@ def _own_inputs(
     return {name: made[border] for name, border in zip(following, borders, strict=True)}
 
 
-def _explain(
-    result: BisectResult, stitched: blocks.Stitched, search: _Search, layers: Sequence[LayerRow]
-) -> None:
+def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     """Name the node, its kernels and the likely cause."""
-    index, tensor = GraphIndex(stitched.model), str(result.tensor)
+    result, tensor, index = search.result, str(search.result.tensor), GraphIndex(search.stitched.model)
     node = index.producers[tensor]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
-    got, expected = search.got.get(tensor), search.expected.get(tensor)
     evidence = Evidence(
         index=index,
         node=node,
-        block=search.block,
-        family=stitched.family,
-        got=got,
-        expected=expected,
+        family=search.stitched.family,
+        got=search.got.get(tensor),
+        expected=search.expected.get(tensor),
         mask=search.mask,
         nonfinite=result.error is not None and result.error.error is None,
     )

@@ -18,7 +18,7 @@ from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.family import Family, family_of
 from qdqbench.quantize.fakequant.quantizers import forward
-from qdqbench.quantize.graph.index import module_of, prune
+from qdqbench.quantize.graph.index import module_of, prune, tensor_values
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,6 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     stitched.CopyFrom(model)
     graph = stitched.graph
     borders = _borders(graph, family)
-    names = list(borders)
     values = tensor_values(stitched)
     blocks, types, replaced, source = [], {}, {}, None
     for name, tensor in borders.items():
@@ -94,7 +93,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
     free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
-    for tensor in (borders[name] for name in names):
+    for tensor in borders.values():
         shape = [*free, values[tensor].shape.dim[-1].dim_value]
         for place, title in ((graph.input, replaced[tensor]), (graph.output, tensor)):
             place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
@@ -163,13 +162,6 @@ def computed_floats(model: onnx.ModelProto) -> list[str]:
         if node.op_type not in copies:
             found += [name for name in node.output if name and values[name].elem_type in FLOATS]
     return found
-
-
-def tensor_values(model: onnx.ModelProto) -> "dict[str, onnx.TypeProto.Tensor]":
-    """Type and shape of every tensor of a graph, by shape inference."""
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    values = [*inferred.value_info, *inferred.input, *inferred.output]
-    return {value.name: value.type.tensor_type for value in values}
 
 
 def reference_blocks(

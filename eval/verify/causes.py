@@ -1,13 +1,12 @@
 """The likely cause of a wrong tensor, by rule: the faults that engines of INT8 encoders are known to have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
-from qdqbench.eval.verify.blocks import Block
 from qdqbench.eval.verify.tensors import kept_positions
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import FP16_MAX
@@ -26,7 +25,6 @@ class Evidence:
 
     index: GraphIndex
     node: onnx.NodeProto  # that makes it
-    block: Block
     family: Family
     got: Array | None  # None: the fault vanished when the tensor was marked
     expected: Array | None
@@ -53,9 +51,8 @@ def likely_cause(evidence: Evidence) -> tuple[str, str]:
 
 def _norm_in_half(evidence: Evidence) -> tuple[str, str] | None:
     node = evidence.node
-    if not evidence.nonfinite or not _in_norm(node):
-        return None
-    if _behind_int8(evidence) is not None:
+    norm = node.op_type in _NORM_PARTS or module_of(node.name).lower().endswith("norm")
+    if not evidence.nonfinite or not norm or _behind_int8(evidence) is not None:
         return None
     return (
         "LayerNorm in FP16: its variance leaves the range of FP16",
@@ -63,14 +60,11 @@ def _norm_in_half(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _in_norm(node: onnx.NodeProto) -> bool:
-    return node.op_type in _NORM_PARTS or module_of(node.name).lower().endswith("norm")
-
-
 def _accumulator(evidence: Evidence) -> tuple[str, str] | None:
     if not evidence.nonfinite or (gemm := _behind_int8(evidence)) is None:
         return None
-    scales = [scale for dq in _dequantizers(evidence.index, gemm) for scale in [dq.input[1]]]
+    dequantizers = [dq for name in gemm.input[:2] if (dq := _dequantizer(evidence.index, name)) is not None]
+    scales = [dq.input[1] for dq in dequantizers]
     kinds = {evidence.index.initializers[s].data_type for s in scales if s in evidence.index.initializers}
     channels = any((value := evidence.index.constant(s)) is not None and value.size > 1 for s in scales)
     if channels and TensorProto.FLOAT16 in kinds:
@@ -131,14 +125,13 @@ def _partial_attention(evidence: Evidence) -> tuple[str, str] | None:
         attention = module_of(softmax.name)
         if evidence.family.layer_of(module) != evidence.family.layer_of(attention):
             continue
-        products = [
-            node
+        sides = [
+            [_dequantizer(index, name) is not None for name in node.input]
             for node in index.graph.node
             if node.op_type == "MatMul" and module_of(node.name) == attention
         ]
-        sides = {node.name: [_dequantized(index, name) for name in node.input] for node in products}
-        whole = any(all(side) for side in sides.values())
-        half = any(any(side) and not all(side) for side in sides.values())
+        whole = any(all(side) for side in sides)
+        half = any(any(side) and not all(side) for side in sides)
         after = module == attention or evidence.family.behind_attention(module)
         if whole and half and after:
             return (
@@ -188,36 +181,22 @@ def _flat(evidence: Evidence) -> tuple[Array, Array] | None:
 
 def _behind_int8(evidence: Evidence) -> onnx.NodeProto | None:
     """The INT8 GEMM whose result reaches the node through factors, biases, residuals and moves only."""
-    found, waiting, seen = [], [evidence.node], set()
+    waiting, seen = [evidence.node], set()
     while waiting:
         node = waiting.pop()
         if node.name in seen:
             continue
         seen.add(node.name)
         if node.op_type in ("MatMul", "Gemm"):
-            if all(_dequantized(evidence.index, name) for name in node.input[:2]):
-                found.append(node)
+            if all(_dequantizer(evidence.index, name) is not None for name in node.input[:2]):
+                return node
         elif node.op_type in _LINEAR_TAIL or node is evidence.node:
             producers = (evidence.index.producers.get(name) for name in node.input)
             waiting += [producer for producer in producers if producer is not None]
-    return found[0] if found else None
+    return None
 
 
-def _dequantizers(index: GraphIndex, gemm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    for name in gemm.input[:2]:
-        node = _origin(index, name)
-        if node is not None and node.op_type == "DequantizeLinear":
-            yield node
-
-
-def _dequantized(index: GraphIndex, name: str) -> bool:
-    node = _origin(index, name)
-    return node is not None and node.op_type == "DequantizeLinear"
-
-
-def _origin(index: GraphIndex, name: str) -> onnx.NodeProto | None:
-    """The node that made a tensor before it was moved."""
-    node = index.producers.get(name)
-    while node is not None and node.op_type in _MOVES:
-        node = index.producers.get(node.input[0])
-    return node
+def _dequantizer(index: GraphIndex, name: str) -> onnx.NodeProto | None:
+    """The DequantizeLinear that made a tensor before it was moved."""
+    node, _ = index.origin(name, _MOVES)
+    return node if node is not None and node.op_type == "DequantizeLinear" else None

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -153,7 +153,7 @@ class _Data:
     reference: Floats
     fp32: Floats
     labels: metrics.Labels
-    rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))  # drawn samples
+    rows: Int64  # drawn samples
 
 
 def verify_engine(session: "Session") -> Verification:
@@ -169,17 +169,13 @@ def verify_engine(session: "Session") -> Verification:
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
     data = _data(session, widest(sidecar.profiles).max[1])
-    cost, task, seed = (
-        QuantizationCost.of(data.reference, data.fp32),
-        session.config.task,
-        session.config.seed,
-    )
+    cost = QuantizationCost.of(data.reference, data.fp32)
+    task, seed = session.config.task, session.config.seed
     with EngineRunner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
         shapes = _run_shapes(runner, data, sidecar, session)
         chosen = data.rows[:PADDING_SAMPLES].tolist()
-        padding = check_padding(
-            padding_answers(runner, data.encoded, chosen, sidecar.profiles, session.pad_id), cost
-        )
+        answers = padding_answers(runner, data.encoded, chosen, sidecar.profiles, session.pad_id)
+        padding = check_padding(answers, cost)
         got = _run_rows(runner, data, sidecar, session)
     drawn = (values[data.rows] for values in (data.reference, data.fp32, data.labels))
     max_drop = session.recipe.gate.max_drop
@@ -264,7 +260,6 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
             got = engine.run(inputs_of(model, batch) | stitched.feeds(inputs))
             for block in stitched.blocks:
                 made = tensors[block.name]
-                sums[block.name].add(
-                    got[block.output], made.output, made.unquantized, batch["attention_mask"]
-                )
+                mask = batch["attention_mask"]
+                sums[block.name].add(got[block.output], made.output, made.unquantized, mask)
     return [each.check() for each in sums.values()], built.int8_gemms

@@ -123,6 +123,13 @@ def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> No
     model.graph.node.extend(nodes)
 
 
+def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
+    """Type and shape of every tensor of a graph, by shape inference."""
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    values = [*inferred.value_info, *inferred.input, *inferred.output]
+    return {value.name: value.type.tensor_type for value in values}
+
+
 def prune(model: onnx.ModelProto) -> None:
     """Remove nodes and initializers whose outputs nobody reads, in place."""
     graph = model.graph

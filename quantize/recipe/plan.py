@@ -122,11 +122,12 @@ def matched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> 
         name
         for name, info in modules.items()
         if (kind is None or info.kind == kind)
-        and any(fnmatch.fnmatchcase(form, rule.match) for form in (name, _short(name, prefix)))
+        and any(fnmatch.fnmatchcase(form, rule.match) for form in (name, short_name(name, prefix)))
     ]
 
 
-def _short(name: str, prefix: str) -> str:
+def short_name(name: str, prefix: str) -> str:
+    """A module's name without that of the base model."""
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
@@ -147,7 +148,7 @@ def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> st
     what = f"rule {rule.match!r} matches no {kind or 'module'}"
     # numbers are folded so that twelve layers give one near name
     shapes = {
-        re.sub(r"\.\d+\.", ".*.", _short(name, prefix)): None
+        re.sub(r"\.\d+\.", ".*.", short_name(name, prefix)): None
         for name, info in modules.items()
         if name and (kind is None or info.kind == kind)
     }
