@@ -211,14 +211,9 @@ class Comparing:
                 above, error = float(more.mean()), _stderr(more)
                 update = {"above_best": above, "above_best_stderr": error, "ties": above <= NOISE * error}
                 measured = measured.model_copy(update=update)
-            section = case.section
             rows.append(
                 MethodRow(
-                    method=section.method,
-                    smooth=section.smooth,
-                    weights_method=section.weights_method,
-                    bias_correction=section.bias_correction,
-                    split_outliers=section.split_outliers,
+                    **case.section.model_dump(include=set(MethodRow.model_fields)),
                     recipe=at == 0,
                     best=at == best,
                     measured=measured,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import clean, flat, label, model_label, seconds, sentence
+from qdqbench.eval.report.formats import cleaned, flat, label, model_label, seconds, sentence
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
@@ -61,7 +61,7 @@ def write_methods(found: Methods, folder: Path) -> list[Path]:
 
 def methods_view(found: Methods) -> MethodsView:
     """Words and figures for people; every one of them is in `methods.json`."""
-    found = Methods.model_validate(clean(found.model_dump(mode="json")))
+    found = cleaned(found)
     splits = list(found.fp32)
     judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
     return MethodsView(

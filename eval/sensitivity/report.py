@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.report.formats import clean, count_of, flat, label, model_label, seconds, sentence
+from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, seconds, sentence
 from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Effect, Sensitivity, ranking
@@ -62,7 +62,7 @@ def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
 
 def sensitivity_view(found: Sensitivity) -> SensitivityView:
     """Words and figures for people; every one of them is in `sensitivity.json`."""
-    found = Sensitivity.model_validate(clean(found.model_dump(mode="json")))
+    found = cleaned(found)
     return SensitivityView(
         found=found,
         title=" · ".join(
