@@ -57,9 +57,7 @@ def _cpu() -> str:
 def _commit(package: Path) -> str | None:
     """Commit of the checkout that runs, with "-dirty" where its files were changed since.
 
-    Args:
-        package: root of the code. None for an installed package, wherever it lies: the repository around it
-            says nothing of it.
+    None for an installed package, wherever it lies: the repository around it says nothing of it.
     """
     try:
         if Path(_git(package, "rev-parse", "--show-toplevel")) != package:

@@ -82,14 +82,10 @@ def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
 
 
 def require_all(failed: list[str], path: Path) -> None:
-    """The end of a command over seeds, when its report is written.
-
-    Args:
-        failed: the seeds that were not trained to their end, in words.
-        path: says why.
+    """The end of a command over seeds, when its report is written to `path`.
 
     Raises:
-        CheckFailed: there are such.
+        CheckFailed: there are seeds that were not trained to their end, in words.
     """
     if failed:
         raise CheckFailed(

@@ -28,10 +28,7 @@ class TrainingData:
 
 
 def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingData:
-    """Hold out a seeded draw of the rows.
-
-    Args:
-        share: of the rows to hold out; at most `MOST_HELD_OUT`.
+    """Hold out a seeded draw of a share of the rows, at most `MOST_HELD_OUT`.
 
     Raises:
         UserError: too few rows.
