@@ -9,7 +9,7 @@ from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.training_results import TrainingRun
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
 MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
