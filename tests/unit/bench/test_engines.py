@@ -41,7 +41,7 @@ def work(folder, tmp_path, monkeypatch):
     session = Session(config, tmp_path)
     model = session.fp32_model
     made = Workspace(session, make_space(recipe, module_table(model), model.base_model_prefix), 8)
-    monkeypatch.setattr(Workspace, "_batches", lambda self, recipe: calibration_batches())
+    monkeypatch.setattr(Session, "calibration_batches", lambda self: calibration_batches())
     return made
 
 
