@@ -21,6 +21,7 @@ from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.qat.files import remove_checkpoints
 from qdqbench.quantize.qat.stage import train_qat
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form
+from qdqbench.quantize.rundir.outcomes import record
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
@@ -58,12 +59,12 @@ def quantize_stage(session: Session) -> list[Path]:
         seen = seen % total + count  # smoothing goes through the data twice
         session.progress(seen, total)
 
-    record = calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
+    found = calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
     split = batches.split
-    record.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
-    session.notes += record.notes
+    found.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
+    session.notes += found.notes
     path = session.folder / "calibration.json"
-    write_record(path, record)
+    write_record(path, found)
     return [path]
 
 
@@ -102,12 +103,9 @@ def check_stage(session: Session) -> list[Path]:
 
 def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, layer by layer, on padded batches."""
-    path = session.folder / "parity.json"
-    result = compare_layers(
-        onnx.load(graph_path(session)), session.fake_quant_model, _parity_batches(session)
-    )
-    files.write_json(path, result.model_dump(mode="json"))
-    return [path]
+    graph = onnx.load(graph_path(session))
+    found = compare_layers(graph, session.fake_quant_model, _parity_batches(session))
+    return [record(session.folder / "parity.json", found)]
 
 
 def onnxruntime(session: Session) -> list[Path]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qdqbench.quantize.cli.terminal import plain
 
@@ -157,42 +157,19 @@ def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
         yield show
 
 
-class Trials:
-    """Progress of a search, in a log."""
+class Trials(NamedTuple):
+    """Progress of a search: what is being done, and the trials so far, all and the best."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
-
-    def say(self, text: str) -> None:
-        """What is being done."""
-        self.log(text)
-
-    def trial(self, done: int, total: int, best: str) -> None:
-        """Trials so far."""
-        self.log(f"{done} of {total} trials; {best}")
-
-
-class TrialsBar(Trials):
-    """One bar over the trials."""
-
-    def __init__(self, bars: "Progress", total: int) -> None:
-        self.bars, self.task = bars, bars.add_task("preparing", total=total, best="")
-
-    def say(self, text: str) -> None:
-        """What is being done."""
-        self.bars.update(self.task, description=plain(text))
-
-    def trial(self, done: int, total: int, best: str) -> None:
-        """Trials so far."""
-        name = f"trial {min(done + 1, total)} of {total}"
-        self.bars.update(self.task, completed=done, description=name, best=plain(best))
+    say: Callable[[str], None]
+    trial: Callable[[int, int, str], None]
 
 
 @contextmanager
 def trials(total: int, *, quiet: bool) -> Iterator[Trials]:
     """One bar over the trials of a search."""
     if hidden(quiet):
-        yield Trials(Log(quiet=quiet))
+        log = Log(quiet=quiet)
+        yield Trials(log, lambda done, total, best: log(f"{done} of {total} trials; {best}"))
         return
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -204,7 +181,13 @@ def trials(total: int, *, quiet: bool) -> Iterator[Trials]:
         TextColumn("{task.fields[best]}"),
     )
     with _bars(*columns) as bars:
-        yield TrialsBar(bars, total)
+        bar = bars.add_task("preparing", total=total, best="")
+
+        def trial(done: int, total: int, best: str) -> None:
+            name = f"trial {min(done + 1, total)} of {total}"
+            bars.update(bar, completed=done, description=name, best=plain(best))
+
+        yield Trials(lambda text: bars.update(bar, description=plain(text)), trial)
 
 
 def _bars(*columns: Any) -> "Progress":

@@ -68,8 +68,9 @@ def search(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Find the recipe for your model, data and GPU: accuracy against latency, confirmed on validation."""
+    from qdqbench.eval.search.report import search_summary
     from qdqbench.eval.search.worker import SearchOptions
-    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.core.errors import CheckFailed, UserError
     from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.session import Session
 
@@ -86,8 +87,11 @@ def search(  # noqa: PLR0913  (a command's options)
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(wanted))
     found = _search(session, options, folder, quiet=json)
-    if found is not None:
-        _finish(found, folder, json)
+    if found is None:  # other workers go on
+        return
+    show(found, json, search_summary, f"report: {folder / 'search.html'}")
+    if not found.outcome.passed:
+        raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
 
 
 def _require_inputs(sensitivity: Path | None, cost_model: Path | None) -> None:
@@ -137,16 +141,6 @@ def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet
                 )
             return None
         return finish(worker, folder, shown.say)
-
-
-def _finish(found: "Search", folder: Path, json: bool) -> None:
-    """Terminal and exit status."""
-    from qdqbench.eval.search.report import search_summary
-    from qdqbench.quantize.core.errors import CheckFailed
-
-    show(found, json, search_summary, f"report: {folder / 'search.html'}")
-    if not found.outcome.passed:
-        raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
 
 
 cost_app = typer.Typer(no_args_is_help=True, help="Make the cost model that `search` uses without a GPU.")
