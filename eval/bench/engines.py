@@ -62,7 +62,9 @@ class ReadyGraph:
     attention: int  # attentions that must run in INT8
 
 
-def export(session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path) -> ReadyGraph:
+def write_engine_graph(
+    session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
+) -> ReadyGraph:
     """Write the typed graph of a recipe's model: INT8, or the FP16 twin where the plan has no INT8.
 
     Raises:

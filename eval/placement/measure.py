@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qdqbench.eval.bench import target
 from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
-from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, export
+from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, write_engine_graph
 from qdqbench.eval.placement.cost_fit import read_rows
 from qdqbench.eval.placement.cost_model import CostRow, shape_of
 from qdqbench.eval.placement.random import Chosen, choose_placements, columns
@@ -88,7 +88,9 @@ def measure_costs(  # noqa: PLR0913
             session.recipe, module_table(session.fp32_model), session.fp32_model.base_model_prefix
         )
         record = target.calibrate_random_ids(session)  # one for all placements
-        twin = export(session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx").path
+        twin = write_engine_graph(
+            session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx"
+        ).path
         with (
             alone_on_gpu() if devices is None else contextlib.nullcontext(),
             GpuMonitor(gpu_uuid() if devices is None else None) as monitor,
@@ -126,7 +128,7 @@ class _Job:
         plan = resolve(recipe, self.space.modules, self.space.prefix)
         model = self.session.new_int8_model()
         ptq.restore(model, plan, narrowed(plan, self.record, self.record))
-        exported = export(self.session, model, recipe, plan, self.session.folder / "placed.onnx")
+        exported = write_engine_graph(self.session, model, recipe, plan, self.session.folder / "placed.onnx")
         del model
         clocks: dict[Shape, float | None] = {}
         begin = time.time()

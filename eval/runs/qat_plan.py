@@ -107,7 +107,8 @@ def make_plan(session: Session) -> QatPlan | None:
             run_until(session, stage)
         engine = _engine(session)
     with group():
-        cost = measure(session, new_accelerator(settings_of(session).precision))  # the others wait to meet
+        # the others wait to meet
+        cost = measure_training(session, new_accelerator(settings_of(session).precision))
     return _plan(session, *engine, cost) if engine else None
 
 
@@ -138,7 +139,7 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
     return Runs(expected=gemms, expected_attention_int8=attentions, **runs), findings
 
 
-def measure(session: Session, accelerator: "Accelerator") -> TrainingCost:
+def measure_training(session: Session, accelerator: "Accelerator") -> TrainingCost:
     """Time and memory of the training, from a few steps on every process."""
     from qdqbench.quantize.qat.job import new_job, prepare_student, training_data
 

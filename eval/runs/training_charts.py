@@ -25,11 +25,11 @@ def charts_of(runs: list[TrainingRun]) -> list[str]:
     others = list(dict.fromkeys(name for run in runs for row in run.log for name in row.values))
     for number, name in enumerate([chosen, *(name for name in others if name != chosen)]):
         remark = " (chooses the weights)" if name == chosen else ""
-        charts.append(_curves(runs, f"held-out-{number}", f"held-out {measure(name)}{remark}", name))
+        charts.append(_curves(runs, f"held-out-{number}", f"held-out {labelled_measure(name)}{remark}", name))
     return [chart for chart in charts if chart]
 
 
-def measure(name: str) -> str:
+def labelled_measure(name: str) -> str:
     """What people call a held-out measure."""
     known = {
         "distance": "distance from FP32's answers",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
 from qdqbench.eval.report.render import write
-from qdqbench.eval.runs.training_charts import charts_of, measure, points_of, score_name
+from qdqbench.eval.runs.training_charts import charts_of, labelled_measure, points_of, score_name
 from qdqbench.eval.runs.verdict import metric_text
 from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
 
@@ -134,7 +134,7 @@ def finetuning_view(result: Finetuning) -> FinetuningView:
         status="passed" if not failed else "partly" if len(failed) < len(runs) else "failed",
         headline=training_headline(result),
         metrics=[label(name) for name in names],
-        columns=[name.format(measure(score_name(runs))) for name in SEED_COLUMNS],
+        columns=[name.format(labelled_measure(score_name(runs))) for name in SEED_COLUMNS],
         lines=[_line(run, names, best=run.seed == result.best_seed) for run in runs],
         spread=[_spread(result, name) for name in names] if len(runs) > 1 and result.spread else [],
         explanation=_explanation(result),
@@ -160,7 +160,7 @@ def section_of(run: TrainingRun | None) -> TrainingSection | None:
     """QAT of a run for its report; None where there was none."""
     if run is None:
         return None
-    judged = measure(score_name([run]))
+    judged = labelled_measure(score_name([run]))
     best = str(run.best_step)
     if not run.best_step:
         best = "0: the weights before training, so it gained nothing"
@@ -222,7 +222,7 @@ def _line(run: TrainingRun, names: list[str], *, best: bool) -> SeedLine:
 
 
 def _explanation(result: Finetuning) -> list[str]:
-    chosen = measure(score_name(result.runs))
+    chosen = labelled_measure(score_name(result.runs))
     where = next((run.folder for run in result.runs if run.seed == result.best_seed), None)
     lines = [
         "Metrics are of the validation split, which no training saw; ± is one standard error over its "

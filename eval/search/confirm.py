@@ -11,7 +11,7 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE, judge
 from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.accuracy.runners import predict
-from qdqbench.eval.bench.engines import Latency, build_and_prove, export
+from qdqbench.eval.bench.engines import Latency, build_and_prove, write_engine_graph
 from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
@@ -175,7 +175,9 @@ def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
     """Logits of the chosen recipe's engine."""
     session = work.session
     folder: Path = session.folder / "confirmed"
-    graph = export(session, work.recalibrated(recipe, plan), recipe, plan, folder / "model.int8.onnx")
+    graph = write_engine_graph(
+        session, work.recalibrated(recipe, plan), recipe, plan, folder / "model.int8.onnx"
+    )
     path = build_and_prove(session, graph, folder / "model.int8.engine")
     found = {}
     cache, outputs = folder / "runtime.cache", session.config.task.kind.outputs

@@ -5,7 +5,7 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.engines import EngineTimer, Latency, alone_on_gpu, export
+from qdqbench.eval.bench.engines import EngineTimer, Latency, alone_on_gpu, write_engine_graph
 from qdqbench.eval.placement.cost_model import Placement, load_cost_model, shape_of
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import Workspace
@@ -94,14 +94,16 @@ def _engine(
     def measure(recipe: Recipe, plan: Plan) -> Latency:
         if not timer:  # minutes after the command started: a study of other settings is refused before
             twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-fp16"})
-            graph = export(session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx").path
+            graph = write_engine_graph(
+                session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx"
+            ).path
             timer.append(stack.enter_context(EngineTimer(session, graph, folder, [shape])))
         if not plan.int8 and known:  # it is its own twin
             return known[0].model_copy(
                 update={"ms": known[0].twin_ms, "speedup": 1.0, "low": None, "high": None}
             )
         work.progress("building and timing")
-        exported = export(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
+        exported = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
         found = timer[0].measure(exported)[shape]
         known[:] = [found]
         return found

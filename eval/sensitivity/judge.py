@@ -14,7 +14,7 @@ from qdqbench.quantize.tasks.task import Task
 FEW = 64  # samples; below it the standard error of a metric means little
 
 
-def judge(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Effect:
+def effect_of(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Effect:
     """Everything that is reported of one choice of INT8 tensors; arguments as of `eval.compare.compare`.
 
     Raises:

@@ -12,7 +12,7 @@ from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.accuracy.switches import Switches
 from qdqbench.eval.sensitivity import choice as sensitivity_choice
 from qdqbench.eval.sensitivity.candidates import Candidate, Choices, choices
-from qdqbench.eval.sensitivity.judge import judge, limits_noted
+from qdqbench.eval.sensitivity.judge import effect_of, limits_noted
 from qdqbench.eval.sensitivity.ledger import LEDGER_FILE as PARTIAL
 from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import (
@@ -196,7 +196,7 @@ class Measurement:
     def _judged(self, key: str, logits: Callable[[], Float32], cost: float) -> Effect:
         def value() -> dict[str, Any]:
             config, reference = self.session.config, self.bench.reference
-            found = judge(config.task, reference, logits(), self.draw[1].labels, config.seed)
+            found = effect_of(config.task, reference, logits(), self.draw[1].labels, config.seed)
             return found.model_dump(mode="json")
 
         self._say(key)

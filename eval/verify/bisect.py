@@ -15,7 +15,7 @@ import onnx
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.causes import Evidence, likely_cause
-from qdqbench.eval.verify.tensors import TensorError, compared
+from qdqbench.eval.verify.tensors import TensorError, compare_tensors
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
@@ -90,7 +90,7 @@ def bisect(  # noqa: PLR0913
     for block in stitched.blocks:
         made, truth = got[block.output], expected[block.output]
         limit = allowed.get(block.name, BLOCK_LIMIT)
-        result.blocks[block.name] = compared(block.output, made, truth, mask, limit)
+        result.blocks[block.name] = compare_tensors(block.output, made, truth, mask, limit)
     bad = [name for name, row in result.blocks.items() if not row.holds or name in suspects]
     if not bad:
         result.notes.append(
@@ -160,7 +160,7 @@ class _Search:
         feeds = {name: array for name, array in self.feeds.items() if name in names}
         self.got, self.expected = self.run_engine(marked, feeds), self.run_reference(marked, feeds)
         self.result.engines += 1
-        return [compared(t, self.got[t], self.expected[t], self.mask, self.limit) for t in chunk]
+        return [compare_tensors(t, self.got[t], self.expected[t], self.mask, self.limit) for t in chunk]
 
     def _mender(self, chunk: list[str]) -> str:
         """The first tensor of a chunk whose mark alone makes the fault vanish."""
@@ -189,7 +189,7 @@ class _Search:
 
     def _output_holds(self) -> bool:
         output, limit = self.block.output, self.result.blocks[self.block.name].limit
-        return compared(output, self.got[output], self.expected[output], self.mask, limit).holds
+        return compare_tensors(output, self.got[output], self.expected[output], self.mask, limit).holds
 
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:

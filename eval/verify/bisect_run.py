@@ -10,7 +10,7 @@ from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.bisect import BisectResult, Feeds, bisect, run_onnxruntime
 from qdqbench.eval.verify.cut_engine import engine_of
 from qdqbench.eval.verify.engine import batch_of, block_cases, widest
-from qdqbench.eval.verify.tensors import compared
+from qdqbench.eval.verify.tensors import compare_tensors
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.engine.sidecar import check_sidecar
@@ -66,4 +66,4 @@ def bisect_run(folder: Path) -> BisectResult:
 
 def _relative(got: Array, reference: Array, batch: Mapping[str, Array]) -> float:
     mask = np.asarray(batch["attention_mask"], bool)
-    return compared("", got, reference, mask, 0.0).error or 0.0
+    return compare_tensors("", got, reference, mask, 0.0).error or 0.0

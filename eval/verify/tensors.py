@@ -25,7 +25,7 @@ class TensorError(Strict):
         return within and self.systematic <= self.systematic_limit
 
 
-def compared(tensor: str, got: Array, expected: Array, mask: Array, limit: float) -> TensorError:
+def compare_tensors(tensor: str, got: Array, expected: Array, mask: Array, limit: float) -> TensorError:
     """Relative error of one tensor; padded positions of [batch, length, ...] tensors are left out."""
     made, truth = (kept_positions(array, mask) for array in (got, expected))
     made, truth = (values.reshape(len(values), -1) for values in (made, truth))

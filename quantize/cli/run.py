@@ -141,7 +141,7 @@ def qat(  # noqa: PLR0913  (a command's options)
         with progress.stages(quiet=json) as shown:
             results = run_until(session, None, follow(session, shown))
         assert results is not None
-        judge(results, folder, json=json)
+        require_gate(results, folder, json=json)
 
 
 def _plan(session: "Session", json: bool) -> None:
@@ -170,12 +170,12 @@ def _say(found: "Results | Proof | None", folder: Path, *, json: bool) -> None:
     from qdqbench.quantize.core.results import Results
 
     if isinstance(found, Results):
-        judge(found, folder, json=json)
+        require_gate(found, folder, json=json)
     elif found is not None:
         _judge_build(found, folder, json)
 
 
-def judge(results: "Results", folder: Path, *, json: bool) -> None:
+def require_gate(results: "Results", folder: Path, *, json: bool) -> None:
     """Print what a run came to.
 
     Raises:

@@ -92,7 +92,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     task, path = given("stsb"), recipe()
     options = ["sensitivity", path, *task.options, "--samples", 40, "--batch-size", 7]
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
-    real, limit, measured = sensitivity.judge, [9], []
+    real, limit, measured = sensitivity.effect_of, [9], []
 
     def judge(*arguments):
         if len(measured) == limit[0]:
@@ -100,7 +100,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
         measured.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(sensitivity, "judge", judge)
+    monkeypatch.setattr(sensitivity, "effect_of", judge)
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
     assert (done.code, listing(out)) == (1, ["sensitivity.partial.jsonl"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.search.trial import accuracy
-from qdqbench.eval.sensitivity.judge import judge
+from qdqbench.eval.sensitivity.judge import effect_of
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks.task import GLUE
 
@@ -32,7 +32,7 @@ def test_divergence_of_scores_is_relative_to_their_spread(rows, offset):
     assert divergence(STSB, 10 * scores, 10 * (scores + offset)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("command", [accuracy, judge])
+@pytest.mark.parametrize("command", [accuracy, effect_of])
 def test_search_and_sensitivity_take_the_mean_and_refuse_constant_scores(command):
     random = np.random.default_rng(0)
     labels, scores = random.normal(size=30).astype(np.float32), random.normal(size=(30, 1)).astype(np.float32)

@@ -335,7 +335,9 @@ def test_the_score_is_named_after_the_measure_that_it_is(
     run = run_of(0, log=[row])
     assert training_charts.score_name([run]) == name
     assert training_charts.points_of(run, name) == [(5, values.get(name, score))]
-    assert dict(training_report.section_of(run).facts)[f"held-out {training_charts.measure(name)}"] == (  # type: ignore[union-attr]
+    assert dict(training_report.section_of(run).facts)[
+        f"held-out {training_charts.labelled_measure(name)}"
+    ] == (  # type: ignore[union-attr]
         f"{values.get(name, score):.4f}"
     )
 

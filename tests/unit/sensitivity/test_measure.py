@@ -16,7 +16,7 @@ from scipy import special
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.sensitivity.candidates import Choices, choices
 from qdqbench.eval.sensitivity.choice import attention_of, choose_point, kept_counts, measure_curve, write_up
-from qdqbench.eval.sensitivity.judge import judge
+from qdqbench.eval.sensitivity.judge import effect_of
 from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -97,12 +97,12 @@ def test_judge_says_what_was_lost() -> None:
     before = np.where(labels[:, None] == [0, 1], 1.0, -1.0).astype(np.float32)
     after = before.copy()
     after[0] = after[0][::-1]
-    found = judge(GLUE["sst2"], before, after, labels, seed=0)
+    found = effect_of(GLUE["sst2"], before, after, labels, seed=0)
     assert (found.metric, found.drop, found.disagreements) == (0.875, 0.125, 1)
     kl = 2 / (1 + math.exp(-2)) - 2 / (1 + math.exp(2))  # (p - q) times the difference of the logits
     assert found.divergence == pytest.approx(kl / 8)
     assert found.divergence_stderr == pytest.approx(kl / 8)  # one of eight
-    same = judge(GLUE["sst2"], before, before, labels, seed=0)
+    same = effect_of(GLUE["sst2"], before, before, labels, seed=0)
     assert (same.divergence, same.drop, same.sqnr_db, same.within_noise) == (0, 0, None, True)
 
 

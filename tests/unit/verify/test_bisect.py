@@ -13,7 +13,7 @@ from onnx import helper
 
 from qdqbench.eval.verify.bisect import BisectResult, bisect, bisect_lines, run_onnxruntime
 from qdqbench.eval.verify.bisect_run import bisect_run
-from qdqbench.eval.verify.tensors import compared, kept_positions
+from qdqbench.eval.verify.tensors import compare_tensors, kept_positions
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.encoders.family import BERT
@@ -246,12 +246,12 @@ def test_padding_is_left_out(shape: tuple[int, ...], count: int) -> None:
 @given(seed=st.integers(0, 99), factor=st.floats(0.1, 10))
 def test_error_of_a_tensor(seed: int, factor: float) -> None:
     truth = np.random.default_rng(seed).normal(size=(4, 6, 8)).astype(np.float32)
-    row = compared("t", truth * np.float32(factor), truth, np.ones((4, 6), bool), 0.05)
+    row = compare_tensors("t", truth * np.float32(factor), truth, np.ones((4, 6), bool), 0.05)
     assert row.error == pytest.approx(abs(factor - 1), rel=1e-3, abs=1e-5)
     assert row.holds == (
         row.error is not None and row.error <= 0.05 and row.systematic <= row.systematic_limit
     )
-    assert not compared("t", truth * np.nan, truth, np.ones((4, 6), bool), 0.05).holds
+    assert not compare_tensors("t", truth * np.nan, truth, np.ones((4, 6), bool), 0.05).holds
 
 
 def test_without_a_run_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
