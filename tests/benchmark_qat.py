@@ -3,7 +3,7 @@
     python tests/benchmark_qat.py --batch 32 --length 128 --model minilm
 
 Variants: `plain`, the model before quantization; `sdpa`, the same with PyTorch's fused attention;
-`modelopt`, with ModelOpt's quantizers; `native`, with `quantize/native_quant.py`; `learnt`, native with
+`modelopt`, with ModelOpt's quantizers; `native`, with `quantize/fakequant/native.py`; `learnt`, native with
 learnt scales. Weights are random, scales come from one random batch. All live in one process and take
 turns, a block of steps each, so that every ratio is of neighbours in time. Prints a table for each
 precision: the median of the blocks' step times, the median and quartiles of the ratios to `plain`, kernels

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskKind:
-    """What differs between kinds of tasks. A new kind is one more of these, and a line in `task.kind_of`.
+    """What differs between kinds of tasks. A new kind is one more of these, and a line in `task.task_kind`.
 
     Answers are what a model gives, [n, num_labels]; predictions are what is scored, [n].
     """
