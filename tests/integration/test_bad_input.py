@@ -362,7 +362,7 @@ def test_out_cannot_be_written(sst2, tmp_path, qdqbench, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "mkstemp", refuse)
+        patch.setattr(tempfile, "mkdtemp", refuse)
         done = qdqbench("run", *sst2.options, "--out", tmp_path / "run")
     one_sentence(done, 1, "cannot write .*run", "Permission denied", "--out")
     nothing_half_written(tmp_path / "run")
