@@ -15,8 +15,10 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.encoders.family import BERT, Family, family_of
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
+from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8

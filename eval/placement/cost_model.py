@@ -19,7 +19,8 @@ from pydantic import PrivateAttr, model_validator
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.strict import Frozen, Strict, read
-from qdqbench.quantize.encoders.family import ENCODER_KINDS, family_of
+from qdqbench.quantize.families.family import ENCODER_KINDS
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan
 
 DATA = "cost_data.json"  # beside this file

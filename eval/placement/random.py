@@ -3,7 +3,7 @@
 import numpy as np
 
 from qdqbench.eval.placement.space import Space, Unit
-from qdqbench.quantize.encoders.family import ENCODER_KINDS
+from qdqbench.quantize.families.family import ENCODER_KINDS
 
 Chosen = tuple[frozenset[Unit], frozenset[int]]  # INT8 units, layers with INT8 attention
 

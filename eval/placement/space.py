@@ -12,8 +12,9 @@ from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.encoders.family import ENCODER_KINDS, Family, Place, family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.families.family import ENCODER_KINDS, Family, Place
+from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.recipe.plan import Plan, matched, resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
 from qdqbench.quantize.recipe.sections import Rule
@@ -42,7 +43,7 @@ class Space:
     @property
     def family(self) -> Family:
         """The family that the recipe is for."""
-        return family_of(self.base.model.family)
+        return family_named(self.base.model.family)
 
     @property
     def ranking(self) -> dict[str, list[Any]]:

@@ -26,8 +26,8 @@ from qdqbench.eval.report.svg import (
     svg_of,
 )
 from qdqbench.quantize.core.results import LayerRow, Results, StageResult
-from qdqbench.quantize.encoders.any_family import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
+from qdqbench.quantize.families.any_family import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.graph.index import module_of
 
 KIND_STYLES = {  # a kind looks the same in every chart; colour is never the only difference

@@ -17,7 +17,7 @@ from qdqbench.eval.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
@@ -241,7 +241,7 @@ def _lines(plan: QatPlan) -> list[tuple[str, str]]:
         proof += f" in INT8 ({runs.backend}, from its layer table)"
         if runs.not_int8:
             proof += f"; NOT in INT8: {', '.join(runs.not_int8)}"
-    kinds = Counter(map(family_of(plan.family).kind, plan.quantized))
+    kinds = Counter(map(family_named(plan.family).kind, plan.quantized))
     delta, error = gap.delta[plan.metric], gap.delta_stderr[plan.metric]
     noise = " (within noise: there may be nothing to win back)" if gap.within_noise else ""
     settings = plan.settings

@@ -7,8 +7,8 @@ from qdqbench.eval.accuracy.switches import EMBEDDINGS, LAYERNORMS
 from qdqbench.eval.sensitivity.results import Group
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import Limits, limits_of
-from qdqbench.quantize.encoders.family import ENCODER_KINDS, KINDS, SMOOTHED, Family
 from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.families.family import ENCODER_KINDS, KINDS, SMOOTHED, Family
 from qdqbench.quantize.recipe.plan import Plan, Scaling, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from qdqbench.eval.report import svg
 from qdqbench.eval.sensitivity.results import CandidateRow, Sensitivity
-from qdqbench.quantize.encoders.any_family import part_of
-from qdqbench.quantize.encoders.family import QKV
+from qdqbench.quantize.families.any_family import part_of
+from qdqbench.quantize.families.family import QKV
 
 CHART_COLUMNS = (*QKV, "output", "ffn-in", "ffn-out", "attention")
 DECADES = 3.0  # below the largest value; what is smaller has the palest colour

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from qdqbench.quantize.core.arrays import Float32, Int64
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant import quantizers
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import IndexedBatch
 

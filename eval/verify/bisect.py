@@ -19,7 +19,7 @@ from qdqbench.eval.verify.tensors import TensorError, compare_tensors
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.encoders.family import Family
+from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values
 from qdqbench.quantize.graph.read import read_model
 

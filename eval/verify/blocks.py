@@ -16,8 +16,9 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import Family, family_of
 from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import module_of, prune, tensor_values
 
 if TYPE_CHECKING:

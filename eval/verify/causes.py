@@ -10,7 +10,7 @@ from onnx import TensorProto
 from qdqbench.eval.verify.tensors import kept_positions
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import FP16_MAX
-from qdqbench.quantize.encoders.family import Family
+from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 
 EXPLAINED = 0.3  # of the error may stay behind when a factor or an offset explains it

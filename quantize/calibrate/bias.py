@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Batch
-from qdqbench.quantize.encoders.family import Family, family_of
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     import torch

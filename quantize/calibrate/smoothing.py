@@ -31,9 +31,9 @@ from qdqbench.quantize.calibrate.record import Smoothing
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant.quantizers import quantizers_off
 from qdqbench.quantize.fakequant.residual import QUANTIZER
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ import numpy as np
 from qdqbench.quantize.calibrate.record import ChannelSplit
 from qdqbench.quantize.calibrate.smoothing import column_ranges
 from qdqbench.quantize.core.arrays import Float64, Int64
-from qdqbench.quantize.encoders.family import Family, family_of
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     import torch

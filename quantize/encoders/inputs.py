@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Array
-from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.families.known import family_of
 
 TOKENS, MASK = "input_ids", "attention_mask"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import sha256
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
-from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks.classification import CLASSIFICATION

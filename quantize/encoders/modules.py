@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qdqbench.quantize.encoders.family import family_of
+from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

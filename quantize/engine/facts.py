@@ -12,7 +12,6 @@ from onnx import TensorProto
 
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.encoders.any_family import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.engine.kernels import (
     is_gelu,
     kernel_kind,
@@ -29,6 +28,7 @@ from qdqbench.quantize.engine.layers import (
     is_int8,
     name_parts,
 )
+from qdqbench.quantize.families.any_family import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.encoders.any_family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
 from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
+from qdqbench.quantize.families.any_family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
 
 KernelKind = Literal[
     "gemm", "attention", "softmax", "LayerNorm", "GELU", "embeddings", "mask", "layout", "quantize",

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.modelopt import ShortQuantizer, forget_scale, prepared
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
+from qdqbench.quantize.families.known import family_of
 
 import_modelopt()
 

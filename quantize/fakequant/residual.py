@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.encoders.family import Family
 from qdqbench.quantize.fakequant.quantizers import import_modelopt
+from qdqbench.quantize.families.family import Family
 
 if TYPE_CHECKING:
     import torch

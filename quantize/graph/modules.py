@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.recipe.plan import resolve
@@ -20,7 +20,7 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
         UserError: unreadable file or recipe, or rules that match nothing in it.
     """
     loaded, graph = load_recipe(recipe), read_model(onnx_file).graph
-    family = family_of(loaded.model.family)
+    family = family_named(loaded.model.family)
     modules: dict[str, ModuleInfo] = {}
     for node in graph.node:
         if node.op_type in ("MatMul", "Gemm"):

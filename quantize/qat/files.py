@@ -12,8 +12,8 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.training_results import TrainingRun
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.qat.modelopt import save_modelopt
 from qdqbench.quantize.rundir.session import QAT, Session

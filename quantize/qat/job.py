@@ -9,9 +9,9 @@ from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.calibrate.splitting import keep_equal
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks import metrics

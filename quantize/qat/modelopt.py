@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import family_of
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.train.checkpoints import WEIGHTS
 

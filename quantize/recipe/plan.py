@@ -10,8 +10,10 @@ from typing import Any
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.family import BERT, SMOOTHED, Family, family_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.family import SMOOTHED, Family
+from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 
@@ -56,7 +58,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
             tensor is not INT8 for the linears that read it, or linears that the recipe's model family does
             not have.
     """
-    family = family_of(recipe.model.family)
+    family = family_named(recipe.model.family)
     if unmatched := [rule for rule in recipe.rules if not matched(rule, modules, prefix)]:
         raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in unmatched))
     formats: dict[str, str] = {}
@@ -97,7 +99,7 @@ def _scaling(
     section = recipe.calibration
     found = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
-    kind = family_of(recipe.model.family).kind
+    kind = family_named(recipe.model.family).kind
     smoothed = [n for n in found if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
     found |= {name: replace(found[name], smooth=section.smooth) for name in smoothed}
     idle = []

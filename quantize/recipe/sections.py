@@ -2,9 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from qdqbench.quantize.core.strict import Frozen, Positive
+from qdqbench.quantize.families.known import FAMILIES
 
 Range = tuple[Positive, Positive, Positive]
 WeightMethod = Literal["max", "mse"]
@@ -40,9 +49,18 @@ def _method(text: str) -> str:
 class ModelSection(Frozen):
     """Which models the recipe is for."""
 
-    family: Literal["bert"] = Field(
-        default="bert", description="Encoder family; its config has this `model_type`."
+    family: str = Field(
+        default="bert",
+        description="Encoder family; `qdqbench recipes list` says which model types it holds.",
+        json_schema_extra={"enum": [family.name for family in FAMILIES]},
     )
+
+    @field_validator("family")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in (known := [family.name for family in FAMILIES]):
+            raise ValueError(f"{name!r} is no family that is known here; choose from {', '.join(known)}")
+        return name
 
 
 class Precision(Frozen):

@@ -9,8 +9,8 @@ import torch
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, onnxruntime_cpu, sdpa_model
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.families.bert import BERT
 
 from ...support.tiny_bert import exported, padded_batch
 

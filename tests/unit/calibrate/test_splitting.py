@@ -13,10 +13,10 @@ from hypothesis.extra import numpy as hnp
 from qdqbench.quantize.calibrate import ptq, smoothing, splitting
 from qdqbench.quantize.calibrate.record import CalibrationRecord, ChannelSplit
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant import quantizers as quantizers_module
+from qdqbench.quantize.families.bert import BERT
 
 from ...support.tiny_bert import (
     INT8,

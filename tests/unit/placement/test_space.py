@@ -19,8 +19,8 @@ from qdqbench.eval.placement.space import (
 )
 from qdqbench.eval.search import start
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes, short_yaml
 from qdqbench.quantize.tasks.task import Task

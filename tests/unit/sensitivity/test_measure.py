@@ -20,8 +20,8 @@ from qdqbench.eval.sensitivity.judge import effect_of
 from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.family import KINDS
 from qdqbench.quantize.encoders.modules import ModuleInfo
+from qdqbench.quantize.families.family import KINDS
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.tasks.task import GLUE

@@ -16,7 +16,7 @@ from qdqbench.eval.verify.bisect_run import bisect_run
 from qdqbench.eval.verify.tensors import compare_tensors, kept_positions
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.encoders.family import BERT
+from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.graph.index import GraphIndex
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor

@@ -13,8 +13,8 @@ from qdqbench.eval.verify.blocks import HEAD, Stitched, computed_floats, extract
 from qdqbench.eval.verify.checks import BlockSums
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck
-from qdqbench.quantize.encoders.family import BERT
 from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.families.bert import BERT
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, quantized, run_onnx, tensor
 from ...support.tiny_layer import healthy, store

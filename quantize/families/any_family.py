@@ -6,7 +6,7 @@ For names in ONNX files, engines and results, where no configuration says of whi
 import re
 from collections.abc import Iterable
 
-from qdqbench.quantize.encoders.family import FAMILIES
+from qdqbench.quantize.families.known import FAMILIES
 
 ANY_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
 ANY_HEAD = re.compile(

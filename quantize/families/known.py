@@ -1,0 +1,46 @@
+"""The families that are supported, and which of them a model is of."""
+
+from typing import Any
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.family import Family
+
+FAMILIES = (BERT,)  # whose whole path is tested
+
+
+def family_of(of: Any, model: str = "") -> Family:
+    """The family of a model type such as "bert", or of a transformers configuration; `model` is for messages.
+
+    Raises:
+        UserError: it is not supported.
+    """
+    model_type = of if isinstance(of, str) else of.model_type
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise UserError(
+        f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
+        f"(config.json, key model_type)"
+    )
+
+
+def family_named(name: str) -> Family:
+    """The family that a recipe names; the schema has refused all other names."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def require_family(recipe: str, family: str, model: str, config: Any) -> Family:
+    """The family of a model, which must be the one that a recipe is for: `family` is its `model.family`.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = family_of(config, model)
+    if found.name != family:
+        raise UserError(
+            f"recipe {recipe} is for model family {family!r}, but model {model} is a {config.model_type!r}; "
+            f"take a recipe of family {found.name}"
+        )
+    return found
