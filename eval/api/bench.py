@@ -14,6 +14,7 @@ from qdqbench.eval.bench.target import Target, check_lengths, model_target, real
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.session import read_config
 
@@ -54,7 +55,7 @@ def bench(  # noqa: PLR0913
 
     Args:
         target: run directory; or `model` is given.
-        model: model folder, or "bert-base" or "bert-large" with random weights.
+        model: model folder, or a name of `families.shapes` with random weights, such as "bert-base".
         recipe: with `model`: name or YAML file; None: the default.
         batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8.
         length: tokens per sequence; None: 128.
@@ -132,7 +133,9 @@ def _check_arguments(
     target: Path | None, model: str | None, recipe: str | None, profile: str, compile_mode: str
 ) -> None:
     if (target is None) == (model is None):
-        raise UserError("give either a run directory or --model (a folder, bert-base or bert-large)")
+        raise UserError(
+            f"give either a run directory or --model (a folder, or one of {', '.join(MODEL_SHAPES)})"
+        )
     if target is not None and recipe is not None:
         raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
     if profile not in ("static", "recipe"):

@@ -16,9 +16,9 @@ from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
-from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
     from qdqbench.quantize.core.results import EngineResult
 
-# Devlin et al. 2019, "BERT", section 3; the vocabulary is that of the uncased models
-MODEL_SHAPES = {
-    "bert-base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
-    "bert-large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
-}
 RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
 RANDOM_IDS = "random token ids: accuracy means nothing"
 TWINS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
@@ -215,21 +210,21 @@ def _calibrate(session: Session) -> list[Path]:
     return [path]
 
 
-def write_random_model(folder: Path, shape: dict[str, int], seed: int) -> None:
-    """Save a BERT classifier of a shape with seeded random weights; an existing one is kept."""
+def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
+    """Save a classifier of a shape with seeded random weights; an existing one is kept."""
     import torch
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
     stamp = folder / "seed.json"
     wanted = {**shape, "seed": seed}
     if stamp.is_file() and files.read_json(stamp) == wanted:
         return
     stamp.unlink(missing_ok=True)
-    settings: dict[str, Any] = {**shape, BERT.intermediate: 4 * shape["hidden_size"], "num_labels": 2}
-    config = BertConfig(**settings)
     with torch.random.fork_rng(devices=[]), quiet("transformers"):
         torch.manual_seed(seed)
-        BertForSequenceClassification(config).save_pretrained(folder)
+        config = AutoConfig.for_model(**shape, num_labels=2)
+        classifier: Any = AutoModelForSequenceClassification
+        classifier.from_config(config).save_pretrained(folder)
     files.write_json(stamp, wanted)
 
 

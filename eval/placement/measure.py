@@ -27,6 +27,7 @@ from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
@@ -35,9 +36,7 @@ from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import RunConfig, Session
 
 BASE_RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
-MEASURED_MODELS = target.MODEL_SHAPES | {
-    "minilm": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12}
-}
+MEASURED_MODELS = ("minilm", "bert-base", "bert-large")
 PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"}
 
 
@@ -216,7 +215,7 @@ def _session(model: str, folder: Path, seed: int) -> Session:
     source, own = model, model in MEASURED_MODELS
     if own:
         source = str(folder / "model")
-        target.write_random_model(folder / "model", MEASURED_MODELS[model], seed)
+        target.write_random_model(folder / "model", MODEL_SHAPES[model], seed)
     config = RunConfig(
         recipe=_plain(BASE_RECIPE),
         model=source,

@@ -17,7 +17,10 @@ class Wanted:
     """What is measured, and how."""
 
     model: Annotated[
-        str | None, typer.Option(help="Model folder, or bert-base or bert-large with random weights.")
+        str | None,
+        typer.Option(
+            help="Model folder, or a published size with random weights: bert-base, xlm-roberta-base..."
+        ),
     ] = None
     recipe: Annotated[
         str | None, typer.Option(help=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
