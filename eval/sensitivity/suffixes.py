@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.core.arrays import Batch, Float32, Int64
+from qdqbench.quantize.encoders.runs import first_inputs, resumed
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.sections import Calibration
@@ -23,9 +24,8 @@ class Held:
     """One batch at the input of an encoder layer."""
 
     rows: Int64  # of the draw, [B]
+    batch: Batch
     hidden: torch.Tensor  # [B, L, hidden]
-    rest: tuple[Any, ...]  # the layer's other arguments: the mask
-    keywords: dict[str, Any]
 
 
 class Suffixes:
@@ -39,27 +39,18 @@ class Suffixes:
         """
         self.model, self.batches, self.samples = model, batches, samples
         family = family_of(model.config)
-        self.layers: list[Any] = [model.get_submodule(name) for name in family.layer_names(model)]
-        self.head: list[Any] = [model.get_submodule(name) for name in family.head_names(model)]
-        if adds := family.residuals[0].module:  # apart from the layer, with these two tensors as its inputs
-            self.layers[-1].get_submodule(adds).register_forward_pre_hook(
+        self.layers = family.runs(model)
+        for residual in family.residuals[:1]:  # a module with these two tensors as its inputs
+            model.get_submodule(f"{self.layers[-1]}.{residual.module}").register_forward_pre_hook(
                 lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
             )
 
     def start(self) -> tuple[list[Held], Float32]:
         """States at the input of the first layer, and logits, in whatever precision the model is now."""
-        states: list[Held] = []
-
-        def keep(_: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            states.append(Held(np.empty(0, np.int64), inputs[0], inputs[1:], keywords))
-
-        hook = self.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
-        try:
+        with first_inputs(self.model) as found:
             logits = self.full()
-        finally:
-            hook.remove()
-        rows = [rows for rows, _ in self.batches]
-        return [replace(state, rows=of) for state, of in zip(states, rows, strict=True)], logits
+        states = zip(self.batches, found, strict=True)
+        return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
 
     def full(self) -> Float32:
         """Logits [n, num_labels] of the whole model."""
@@ -70,20 +61,19 @@ class Suffixes:
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
-                hidden = state.hidden
-                for module in self.layers[layer:]:
-                    hidden = _run(module, replace(state, hidden=hidden))
-                for module in self.head:
-                    hidden = module(hidden)
-                yield state.rows, hidden
+                with resumed(self.model, layer, state.hidden):
+                    yield state.rows, quantizers.forward(self.model, state.batch)
 
-        with torch.inference_mode():
-            return self._gather(logits())
+        return self._gather(logits())
 
     def advance(self, states: list[Held], layer: int) -> list[Held]:
         """States behind `layer`."""
-        with torch.inference_mode():
-            return [replace(state, hidden=_run(self.layers[layer], state)) for state in states]
+        found = []
+        for state in states:
+            with resumed(self.model, layer, state.hidden, layer + 1) as made:
+                quantizers.forward(self.model, state.batch)
+            found.append(replace(state, hidden=made[0]))
+        return found
 
     def _gather(self, parts: Iterator[tuple[Int64, torch.Tensor]]) -> Float32:
         logits = np.empty((self.samples, int(self.model.config.num_labels or 0)), dtype=np.float32)
@@ -125,8 +115,3 @@ def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Cal
     finally:
         for handle in hooks:
             handle.remove()
-
-
-def _run(layer: Any, state: Held) -> torch.Tensor:
-    output = layer(state.hidden, *state.rest, **state.keywords)
-    return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]

@@ -7,7 +7,10 @@ with what) is as in the deployed graph.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
@@ -106,17 +110,17 @@ def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
     found: dict[str, str] = {}
     if family.layer_end is None:
         raise Uncut(f"the layers of family {family.name} do not end with a LayerNorm, where blocks are cut")
-    for node in graph.node:
-        module = module_of(node.name)
+    embedded = [f".{path}" for path in (family.embeddings_norm, family.embeddings_linear) if path]
+    layers = 0
+    # a LayerNorm may be several nodes, of which the last makes its output
+    computing = (node for node in graph.node if node.op_type != "Cast")
+    for module, nodes in groupby(computing, lambda node: module_of(node.name)):
         place = family.place(module)
         if place and place.path == family.layer_end:
-            name = f"layer.{place.number}"
-        elif f".{module}".endswith(f".{family.embeddings_norm}"):
-            name = EMBEDDINGS
-        else:
-            continue
-        if node.op_type != "Cast":
-            found[name] = node.output[0]  # the last node of a LayerNorm in several nodes
+            found[f"layer.{layers}"] = list(nodes)[-1].output[0]
+            layers += 1
+        elif f".{module}".endswith(tuple(embedded)):
+            found[EMBEDDINGS] = list(nodes)[-1].output[0]
     if EMBEDDINGS not in found or len(found) < 2:
         raise Uncut(
             "the graph does not name its embeddings and encoder layers, so it cannot be cut into blocks; "
@@ -185,77 +189,48 @@ def reference_blocks(
         By block name: "embeddings", "layer.0", ..., "head".
     """
     found: dict[str, BlockTensors] = {}
+    names = family_of(model.config).runs(model)
     twins = dict(unquantized.named_modules()) if unquantized is not None else {}
-    hooks = []
-    for name, path in _torch_blocks(model).items():
-        module = model.get_submodule(path)
-        hooks.append(module.register_forward_pre_hook(_rounded(half), with_kwargs=True))
-        hooks.append(module.register_forward_hook(_recorder(found, name, twins.get(path)), with_kwargs=True))
-    try:
+    numbers = count()
+
+    def rounded(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_half(args[0]) if half else args[0], *args[1:])
+
+    def keep(path: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        made = hidden_of(output)
+        exact = hidden_of(twins[path](*args, **kwargs)) if twins else made
+        found[f"layer.{next(numbers)}"] = BlockTensors(_array(args[0]), _array(made), _array(exact))
+        last[:] = [made]
+
+    last: list[torch.Tensor] = []
+    with ExitStack() as hooks:
+        for path in dict.fromkeys(names):
+            module = model.get_submodule(path)
+            hooks.enter_context(module.register_forward_pre_hook(rounded))
+            hooks.enter_context(module.register_forward_hook(partial(keep, path), with_kwargs=True))
+        forward(model, batch)
+    hidden = _half(last[0]) if half else last[0]
+    (made, logits), (exact, exact_logits) = (
+        _around(each, batch, hidden) for each in (model, unquantized or model)
+    )
+    first = {EMBEDDINGS: BlockTensors(None, made, exact)}
+    return first | found | {HEAD: BlockTensors(_array(hidden), logits, exact_logits)}
+
+
+def _around(
+    model: "PreTrainedModel", batch: dict[str, Int64], hidden: "torch.Tensor"
+) -> tuple[Float32, Float32]:
+    """What a model makes of the tokens before its layers, and of a hidden state behind them."""
+    runs = len(family_of(model.config).runs(model))
+    with first_inputs(model) as embedded, resumed(model, runs, hidden):
         logits = forward(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    pooled = found[HEAD]
-    pooled.output = _array(logits)
-    pooled.unquantized = pooled.output if unquantized is None else _head(unquantized, pooled)
-    return found
+    return _array(embedded[0]), _array(logits)
 
 
-def _torch_blocks(model: "PreTrainedModel") -> dict[str, str]:
-    """Module of each block by block name; the head's is the one where it starts."""
-    family = family_of(model.config)
-    found = {EMBEDDINGS: f"{model.base_model_prefix}.{family.embeddings}"}
-    found |= {f"layer.{family.layer_of(name)}": name for name in family.layer_names(model)}
-    return found | {HEAD: _head_names(model)[0]}
+def _half(value: "torch.Tensor") -> "torch.Tensor":
+    return value.half().float()
 
 
-def _head_names(model: "PreTrainedModel") -> list[str]:
-    try:
-        return family_of(model.config).head_names(model)
-    except UserError as error:
-        raise Uncut(str(error)) from error
-
-
-def _rounded(half: bool) -> Any:
-    """Pre-hook that rounds a hidden state through FP16; tokens pass."""
-
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not half:
-            return args, kwargs
-        if args and args[0].is_floating_point():
-            return (args[0].half().float(), *args[1:]), kwargs
-        if "hidden_states" in kwargs:
-            kwargs = kwargs | {"hidden_states": kwargs["hidden_states"].half().float()}
-        return args, kwargs
-
-    return hook
-
-
-def _recorder(found: dict[str, BlockTensors], name: str, twin: Any) -> Any:
-    """Hook that keeps a block's input and output, and the output of the FP32 twin of the block."""
-
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        taken = None if name == EMBEDDINGS or hidden is None else _array(hidden)
-        made = _array(output)
-        found[name] = BlockTensors(taken, made, made if twin is None else _array(twin(*args, **kwargs)))
-
-    return hook
-
-
-def _head(model: "PreTrainedModel", tensors: BlockTensors) -> Float32:
-    """Logits of the FP32 model from what the first module of its head made."""
-    import torch
-
-    with torch.inference_mode():
-        made = torch.from_numpy(tensors.unquantized).to(next(model.parameters()).device)
-        for name in _head_names(model)[1:]:
-            made = model.get_submodule(name)(made)
-        return _array(made)
-
-
-def _array(value: "torch.Tensor | tuple[torch.Tensor, ...]") -> Float32:
-    tensor = value[0] if isinstance(value, tuple) else value
-    array: Float32 = tensor.detach().float().cpu().numpy()
+def _array(value: "torch.Tensor") -> Float32:
+    array: Float32 = value.detach().float().cpu().numpy()
     return array

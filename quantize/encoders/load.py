@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import sha256
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.families.family import SUM
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.machine.quiet import quiet
@@ -55,6 +56,7 @@ def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFI
             f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it "
             f"is not fine-tuned for {kind.name}; fine-tune it first"
         )
+    _add_sums(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -67,7 +69,15 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     _require_replaceable(model.config, type(model).__name__)
     _register_attention()
     model.set_attn_implementation(ATTENTION)
+    _add_sums(model)
     return cast("Any", model).float().eval()  # type: ignore[no-any-return]
+
+
+def _add_sums(model: "PreTrainedModel") -> None:
+    if any(each.class_name == SUM for each in family_of(model.config).residuals):
+        from qdqbench.quantize.encoders.sums import add_sums
+
+        add_sums(model)
 
 
 def load_encoder(  # noqa: PLR0913

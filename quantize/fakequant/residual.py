@@ -30,7 +30,7 @@ def registered(family: Family, wanted: Collection[str] = ("all",)) -> Iterator[N
     Nothing is registered where no module's residual is `wanted` in INT8.
     """
     mtq = import_modelopt()
-    classes = family.residual_classes() if wanted else ()
+    classes = _classes(family) if wanted else []
     for each in classes:
         mtq.register(each, _quantized_class())
     try:
@@ -38,6 +38,12 @@ def registered(family: Family, wanted: Collection[str] = ("all",)) -> Iterator[N
     finally:
         for each in classes:
             mtq.unregister(each)
+
+
+def _classes(family: Family) -> list[type]:
+    from qdqbench.quantize.encoders.sums import residual_classes
+
+    return residual_classes(family)
 
 
 def _quantized_class() -> type:

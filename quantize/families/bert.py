@@ -26,7 +26,6 @@ BERT = Family(
     embeddings="embeddings",
     embeddings_norm="embeddings.LayerNorm",
     pooler="pooler",
-    head=("classifier",),
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
     activation="hidden_act",
     intermediate="intermediate_size",

@@ -1,6 +1,5 @@
 """Encoder families as data: what a family calls its modules, and the few ways in which its models differ."""
 
-import importlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV = ("query", "key", "value", "query, key, value")
+SUM = "Sum"  # class of a residual for which a layer is given a module: `quantize/encoders/sums.py`
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 
@@ -54,14 +54,11 @@ class Family:
     outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
     attention: str
     attention_class: str
-    residuals: tuple[Residual, ...]  # that of the attention first
+    residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
     norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
     embeddings: str  # in the base model
     embeddings_norm: str  # in the base model
     pooler: str | None  # in the base model
-    # modules that make the logits from the last hidden state or from what the pooler made, one after the
-    # other; none where the model does more between them
-    head: tuple[str, ...]
     dropouts: tuple[str, ...]  # fields of the config, as all that follow
     activation: str  # of the feed-forward
     intermediate: str  # width of the feed-forward
@@ -70,6 +67,9 @@ class Family:
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     sliding_window: bool = False  # some layers attend to near tokens only
+    layers_return_tuples: bool = False
+    shared_layers: bool = False  # each layer is a group, whose weights run several times
+    embeddings_linear: str | None = None  # in the base model, where one stands before the layers
 
     def place(self, name: str) -> Place | None:
         """Where in the encoder a module is; None outside of its layers."""
@@ -162,20 +162,13 @@ class Family:
         found = ((name, self.place(name)) for name, _ in model.named_modules())
         return [name for name, place in found if place and not place.path]
 
-    def head_names(self, model: "PreTrainedModel") -> list[str]:
-        """The modules from the last hidden state to the logits, one after the other.
-
-        Raises:
-            UserError: the family's models do more than that between them.
-        """
-        if not self.head:
-            raise UserError(f"the head of family {self.name} cannot be run apart from the model")
-        return [*([f"{model.base_model_prefix}.{self.pooler}"] if self.pooler else []), *self.head]
-
-    def residual_classes(self) -> list[type]:
-        """Classes of transformers that add a residual."""
-        modeling = importlib.import_module(self.modeling)
-        return list(dict.fromkeys(getattr(modeling, each.class_name) for each in self.residuals))
+    def runs(self, model: "PreTrainedModel") -> list[str]:
+        """The encoder layers of a model as they run: a shared one once for each of its runs."""
+        names = self.layer_names(model)
+        if not self.shared_layers:
+            return names
+        runs = int(model.config.num_hidden_layers or 0)
+        return [names[int(run / (runs / len(names)))] for run in range(runs)]  # as transformers rounds it
 
     def positions(self, config: Any) -> int:
         """Most tokens that a sample can have."""

@@ -3,10 +3,12 @@
 from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.families.albert import ALBERT
 from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.distilbert import DISTILBERT
 from qdqbench.quantize.families.family import Family
 
-FAMILIES = (BERT,)  # whose whole path is tested
+FAMILIES = (BERT, DISTILBERT, ALBERT)  # whose whole path is tested
 
 
 def family_of(of: Any, model: str = "") -> Family:

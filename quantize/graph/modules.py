@@ -4,8 +4,9 @@ from pathlib import Path
 
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.families.known import family_named
-from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.graph.residuals import residuals
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 
@@ -19,20 +20,19 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     Raises:
         UserError: unreadable file or recipe, or rules that match nothing in it.
     """
-    loaded, graph = load_recipe(recipe), read_model(onnx_file).graph
+    loaded, model = load_recipe(recipe), read_model(onnx_file)
     family = family_named(loaded.model.family)
     modules: dict[str, ModuleInfo] = {}
-    for node in graph.node:
+    for node in model.graph.node:
         if node.op_type in ("MatMul", "Gemm"):
             modules.setdefault(module_of(node.name), ModuleInfo("Linear"))
         elif node.op_type == "LayerNormalization":
-            norm = module_of(node.name)
-            modules[norm] = ModuleInfo("LayerNorm")
-            if family.residual_readers(around := norm.rpartition(".")[0]):
-                modules[around] = ModuleInfo("Residual")
+            modules[module_of(node.name)] = ModuleInfo("LayerNorm")
         elif node.op_type == "Softmax":
             modules[module_of(node.name)] = ModuleInfo("Attention", head_size=64)
             modules[f"{module_of(node.name)}.softmax"] = ModuleInfo("Softmax")
+    added = [found.module for found in residuals(GraphIndex(model))]
+    modules |= {name: ModuleInfo("Residual") for name in added if family.residual_readers(name)}
     prefix = next(iter(modules), "").partition(".")[0]
     plan = resolve(loaded, modules, prefix)
     return {*plan.int8, *plan.attention, *plan.residual}
