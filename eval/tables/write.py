@@ -19,7 +19,7 @@ from qdqbench.eval.bench.report import (
 )
 from qdqbench.eval.bench.results import BENCH_FILE as BENCH
 from qdqbench.eval.bench.results import Bench, rate_of, read_bench, speedup_of, without_unmasked
-from qdqbench.eval.report.formats import cleaned, text
+from qdqbench.eval.report.formats import cleaned, size, text
 from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
 from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
@@ -149,7 +149,13 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     notes = [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
     if not bench.complete:
         notes.insert(0, "- interrupted: not every shape was measured")
-    return [title, table(header, rows), *_throughput(bench, labels), "\n".join(notes)]
+    return [
+        title,
+        table(header, rows),
+        *_throughput(bench, labels),
+        *_memory(bench, labels),
+        "\n".join(notes),
+    ]
 
 
 def _built_as(bench: Bench) -> list[str]:
@@ -181,6 +187,23 @@ def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:
     if not rows:
         return []
     return ["Sequences per second:", table(["shape", "streams", *map(text, labels.values())], rows)]
+
+
+def _memory(bench: Bench, labels: dict[str, str]) -> list[str]:
+    """Size of each engine and of one context of it, by shape; nothing without engines."""
+    sizes = {
+        (cell_text(bench, cell), row.contestant): f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
+        for cell in bench.cells
+        for row in cell.rows
+        if row.engine_bytes is not None and row.activation_bytes is not None
+    }
+    names = [name for name in labels if any(name == engine for _, engine in sizes)]
+    rows = [
+        [text(shape), *(sizes.get((shape, name), "") for name in names)]
+        for shape in dict.fromkeys(shape for shape, _ in sizes)
+    ]
+    header = ["shape", *(text(labels[name]) for name in names)]
+    return ["Memory on the GPU, engine + one context:", table(header, rows)] if rows else []
 
 
 def _bench_key(bench: Bench) -> tuple[Any, ...]:

@@ -242,3 +242,15 @@ def test_no_mean_is_taken_over_results_of_different_settings():
     assert "| mean of 5 |" in tables_markdown([], [], studies)
     studies[0].recipes["bert-int8-linears-per-tensor-qat"]["calibration"]["smooth"] = 0.25
     assert "| mean of 5 |" not in tables_markdown([], [], studies)
+
+
+def test_memory_of_engines_by_shape():
+    _, (bench,) = find_results([GOLDEN / "bert-base"])
+    assert "Memory on the GPU" not in tables_markdown([], [bench])
+    for cell in bench.cells:
+        for row in cell.rows:
+            if row.contestant in ("int8", "fp16"):
+                row.engine_bytes, row.activation_bytes = 181_000_000, 252_000_000
+    made = tables_markdown([], [bench])
+    assert "Memory on the GPU, engine + one context:\n\n| shape | INT8 engine | FP16 engine |\n" in made
+    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.cells)
