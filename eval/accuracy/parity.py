@@ -23,6 +23,7 @@ from onnx import TensorProto, helper
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.arrays import Array, Float32, Int32, Int64
 from qdqbench.quantize.core.results import Comparison, Parity, ParityRow
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, module_of, tensor_values
 
@@ -90,7 +91,7 @@ def compare_layers(
             logits = forward(model, batch).float().cpu().numpy()
         feeds = {b.reference: made.get(b.fed, inputs[b.fed]) for b in boundaries}
         names = [b.tensor for b in boundaries] + list(outputs.values()) + [answers]
-        got = dict(zip(names, session.run(names, batch | feeds), strict=True))
+        got = dict(zip(names, session.run(names, inputs_of(model, batch) | feeds), strict=True))
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
                 _count(counts[name], got[boundary.tensor], inputs[name], scale)

@@ -100,7 +100,10 @@ def onnxruntime_runner(path: Path) -> Predict:
         UserError: ONNX Runtime refuses the file.
     """
     session = session_of(path.read_bytes(), str(path))
-    return lambda batch: np.asarray(session.run(None, batch)[0], dtype=np.float32)
+    names = [each.name for each in session.get_inputs()]
+    return lambda batch: np.asarray(
+        session.run(None, {name: batch[name] for name in names})[0], dtype=np.float32
+    )
 
 
 def session_of(model: bytes, name: str, *, optimized: bool = False) -> Any:

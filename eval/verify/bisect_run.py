@@ -13,6 +13,7 @@ from qdqbench.eval.verify.engine import batch_of, block_cases, widest
 from qdqbench.eval.verify.tensors import compare_tensors
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
@@ -53,7 +54,7 @@ def bisect_run(folder: Path) -> BisectResult:
     costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
     return bisect(
         path,
-        batch,
+        inputs_of(reference, batch),
         run_engine,
         run_onnxruntime,
         family=session.plan.family,

@@ -70,7 +70,7 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
     """
     mtq = import_modelopt()
     config = modelopt_config(plan)
-    with _silent(), residual.registered(plan.family, plan.residual):
+    with _silent(), residual.registered(model, plan.residual):
         mtq.quantize(model, config, None)
     found = enabled_quantizers(model)
     wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}

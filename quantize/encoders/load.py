@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import sha256
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
-from qdqbench.quantize.families.family import SUM
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.machine.quiet import quiet
@@ -74,7 +73,7 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
 
 
 def _add_sums(model: "PreTrainedModel") -> None:
-    if any(each.class_name == SUM for each in family_of(model.config).residuals):
+    if family_of(model.config).given_sums:
         from qdqbench.quantize.encoders.sums import add_sums
 
         add_sums(model)

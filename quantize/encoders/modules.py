@@ -20,7 +20,7 @@ class ModuleInfo:
 
 
 def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
-    """Every module by name with its class, as recipes match it; classes decide, never names.
+    """Every module by name with its class, as recipes match it: its class, or its place in the family.
 
     Raises:
         UserError: the model's family is not supported.
@@ -28,21 +28,19 @@ def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
     from torch import nn
 
     family = family_of(model.config)
-    adders = tuple(each.class_name for each in family.residuals)
     table: dict[str, ModuleInfo] = {}
     for name, module in model.named_modules():
-        class_name = type(module).__name__  # ModelOpt puts a prefix before it
         if isinstance(module, nn.Linear):
             kind = "Linear"
         elif isinstance(module, nn.LayerNorm):
             kind = "LayerNorm"
         elif isinstance(module, nn.Embedding):
             kind = "Embedding"
-        elif class_name.endswith(family.attention_class):
+        elif family.is_attention(name):
             table[name] = ModuleInfo("Attention", head_size=int(getattr(module, family.head_size)))
             table[f"{name}.softmax"] = ModuleInfo("Softmax")
             continue
-        elif class_name.endswith(adders):
+        elif family.adds_residual(name):
             kind = "Residual"
         else:
             kind = "other"

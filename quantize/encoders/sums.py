@@ -1,12 +1,9 @@
 """Layers that add their residuals themselves get a module for each sum, where a quantizer has a place."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
-
-from qdqbench.quantize.families.family import SUM, Family
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Sum(nn.Module):
-    """What a layer made, and the residual; the name is `SUM` of the families."""
+    """What a layer made, and the residual."""
 
     def forward(self, hidden_states: "torch.Tensor", input_tensor: "torch.Tensor") -> "torch.Tensor":
         """Both [B, L, hidden]."""
@@ -43,10 +40,3 @@ def add_sums(model: "PreTrainedModel") -> None:
         if type(module) is TransformerBlock:
             module.attention_sum, module.ffn_sum = Sum(), Sum()
             module.__class__ = SummedTransformerBlock
-
-
-def residual_classes(family: Family) -> list[type]:
-    """Classes that add a residual, of transformers or `Sum`."""
-    names = dict.fromkeys(each.class_name for each in family.residuals)
-    modeling = importlib.import_module(family.modeling)
-    return [Sum if name == SUM else getattr(modeling, name) for name in names]

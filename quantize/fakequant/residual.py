@@ -12,25 +12,26 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.fakequant.quantizers import import_modelopt
-from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 
 QUANTIZER = "residual_quantizer"
 
 
 @contextmanager
-def registered(family: Family, wanted: Collection[str] = ("all",)) -> Iterator[None]:
-    """Let ModelOpt give a family's residuals a quantizer while the block runs.
+def registered(model: "PreTrainedModel", wanted: Collection[str] = ("all",)) -> Iterator[None]:
+    """Let ModelOpt give a model's residuals a quantizer while the block runs.
 
     Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
     saved state only where the same classes are registered. So restore one with this too.
     Nothing is registered where no module's residual is `wanted` in INT8.
     """
     mtq = import_modelopt()
-    classes = _classes(family) if wanted else []
+    classes = family_of(model.config).residual_classes(model) if wanted else ()
     for each in classes:
         mtq.register(each, _quantized_class())
     try:
@@ -38,12 +39,6 @@ def registered(family: Family, wanted: Collection[str] = ("all",)) -> Iterator[N
     finally:
         for each in classes:
             mtq.unregister(each)
-
-
-def _classes(family: Family) -> list[type]:
-    from qdqbench.quantize.encoders.sums import residual_classes
-
-    return residual_classes(family)
 
 
 def _quantized_class() -> type:

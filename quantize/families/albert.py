@@ -5,7 +5,6 @@ from qdqbench.quantize.families.family import Family
 ALBERT = Family(
     name="albert",
     model_types=("albert",),
-    modeling="transformers.models.albert.modeling_albert",
     layers="encoder.albert_layer_groups",
     linears={
         "albert_layers.0.attention.query": "query",
@@ -21,7 +20,6 @@ ALBERT = Family(
         "classifier": "classifier",
     },
     attention="albert_layers.0.attention",
-    attention_class="AlbertAttention",
     residuals=(),  # added inside of the attention, where a quantizer has no place
     norms={
         "albert_layers.0.attention.LayerNorm": "attention",

@@ -5,7 +5,6 @@ from qdqbench.quantize.families.family import Family, Residual
 BERT = Family(
     name="bert",
     model_types=("bert",),
-    modeling="transformers.models.bert.modeling_bert",
     layers="encoder.layer",
     linears={
         "attention.self.query": "query",
@@ -17,10 +16,9 @@ BERT = Family(
     },
     outside={"pooler.dense": "pooler", "classifier": "classifier"},
     attention="attention.self",
-    attention_class="BertSelfAttention",
     residuals=(
-        Residual("attention.output", "BertSelfOutput", ("query", "key", "value")),
-        Residual("output", "BertOutput", ("ffn-in",)),
+        Residual("attention.output", ("query", "key", "value")),
+        Residual("output", ("ffn-in",)),
     ),
     norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
     embeddings="embeddings",

@@ -1,11 +1,10 @@
 """DistilBERT (Sanh et al. 2019, arXiv 1910.01108)."""
 
-from qdqbench.quantize.families.family import SUM, Family, Residual
+from qdqbench.quantize.families.family import Family, Residual
 
 DISTILBERT = Family(
     name="distilbert",
     model_types=("distilbert",),
-    modeling="transformers.models.distilbert.modeling_distilbert",
     layers="transformer.layer",
     linears={
         "attention.q_lin": "query",
@@ -17,10 +16,9 @@ DISTILBERT = Family(
     },
     outside={"pre_classifier": "pooler", "classifier": "classifier"},
     attention="attention",
-    attention_class="DistilBertSelfAttention",
     residuals=(
-        Residual("attention_sum", SUM, ("query", "key", "value")),
-        Residual("ffn_sum", SUM, ("ffn-in",)),
+        Residual("attention_sum", ("query", "key", "value")),
+        Residual("ffn_sum", ("ffn-in",)),
     ),
     norms={"sa_layer_norm": "attention", "output_layer_norm": "ffn"},
     embeddings="embeddings",
@@ -30,4 +28,5 @@ DISTILBERT = Family(
     activation="activation",
     intermediate="hidden_dim",
     inputs=("input_ids", "attention_mask"),
+    given_sums=True,
 )

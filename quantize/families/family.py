@@ -21,7 +21,6 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV = ("query", "key", "value", "query, key, value")
-SUM = "Sum"  # class of a residual for which a layer is given a module: `quantize/encoders/sums.py`
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 
@@ -38,7 +37,6 @@ class Residual:
     """A tensor that a layer adds to what a linear made."""
 
     module: str  # that adds it, inside a layer; empty: the layer itself
-    class_name: str
     readers: tuple[Role, ...]  # linears that read the same tensor; none behind a LayerNorm of its own
 
 
@@ -48,12 +46,10 @@ class Family:
 
     name: str  # `model.family` of a recipe
     model_types: tuple[str, ...]  # of config.json
-    modeling: str  # module of transformers with the classes that are named here
     layers: str  # path of the layers inside the base model; * stands for a number
     linears: Mapping[str, Role]
     outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
     attention: str
-    attention_class: str
     residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
     norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
     embeddings: str  # in the base model
@@ -67,6 +63,7 @@ class Family:
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     sliding_window: bool = False  # some layers attend to near tokens only
+    given_sums: bool = False  # layers are given a module for each residual: `quantize/encoders/sums.py`
     layers_return_tuples: bool = False
     shared_layers: bool = False  # each layer is a group, whose weights run several times
     embeddings_linear: str | None = None  # in the base model, where one stands before the layers
@@ -169,6 +166,21 @@ class Family:
             return names
         runs = int(model.config.num_hidden_layers or 0)
         return [names[int(run / (runs / len(names)))] for run in range(runs)]  # as transformers rounds it
+
+    def is_attention(self, name: str) -> bool:
+        """Whether a module computes softmax(q k) v."""
+        place = self.place(name)
+        return place is not None and place.path == self.attention
+
+    def adds_residual(self, name: str) -> bool:
+        """Whether a module adds a residual to what a linear made."""
+        place = self.place(name)
+        return place is not None and any(each.module == place.path for each in self.residuals)
+
+    def residual_classes(self, model: "PreTrainedModel") -> list[type]:
+        """Classes of a model's modules that add a residual, each once."""
+        adders = (type(module) for name, module in model.named_modules() if self.adds_residual(name))
+        return list(dict.fromkeys(adders))
 
     def positions(self, config: Any) -> int:
         """Most tokens that a sample can have."""

@@ -24,7 +24,6 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, import_modelopt
-from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.train.checkpoints import WEIGHTS
 
@@ -72,7 +71,7 @@ def load_modelopt(folder: Path) -> "PreTrainedModel":
         if not ModeloptStateManager.is_converted(model):  # it is where transformers was patched
             with (
                 contextlib.redirect_stdout(io.StringIO()),
-                residual.registered(family_of(model.config), names),
+                residual.registered(model, names),
             ):
                 restore_from_modelopt_state(model, state)
         model.load_state_dict(load_file(folder / WEIGHTS))

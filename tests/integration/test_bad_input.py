@@ -95,8 +95,8 @@ DAMAGED = {
         [r"cannot load tokenizer", r"config\.json|JSON"],
     ),
     "other-architecture": (
-        lambda m, d: config_edited(m, model_type="roberta"),
-        [r"'roberta'", r"supported here: bert"],
+        lambda m, d: config_edited(m, model_type="mobilebert"),
+        [r"'mobilebert'", r"supported here: bert"],
     ),
     "unknown-architecture": (
         lambda m, d: config_edited(m, model_type="nonesuch"),

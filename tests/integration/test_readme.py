@@ -171,7 +171,8 @@ def test_every_yaml_is_a_recipe(text):
 def test_every_shipped_recipe_is_described():
     text = (ROOT / "recipes" / "README.md").read_text().partition("## Measured")[0]
     table = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
-    assert sorted(table) == sorted(shipped_recipes())
+    of_family = {name: load_recipe(name).model.family for name in shipped_recipes()}
+    assert sorted(table) == sorted({name.removeprefix(f"{family}-") for name, family in of_family.items()})
     for name in shipped_recipes():
         assert load_recipe(name).description
 

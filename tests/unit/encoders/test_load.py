@@ -186,9 +186,9 @@ class TestTanhGelu:
 
 class TestRefused:
     def test_another_architecture(self, folder: Path) -> None:
-        edit_json(folder / "config.json", model_type="roberta")
+        edit_json(folder / "config.json", model_type="mobilebert")
         message = failure(load_model, folder)
-        assert "is a 'roberta'; supported here: bert, " in message
+        assert "is a 'mobilebert'; supported here: bert, " in message
         assert "(config.json, key model_type)" in message
 
     def test_an_unknown_architecture(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A description of a family says everything that differs: BERT's, and two others that are only tried here."""
+"""A description of a family says everything that differs; and no other file says any of it."""
 
 import ast
 import re
@@ -15,93 +15,42 @@ from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
 from qdqbench.quantize.encoders.inputs import inputs_of, widened
 from qdqbench.quantize.encoders.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.encoders.sums import residual_classes
 from qdqbench.quantize.families import known as family_module
 from qdqbench.quantize.families.albert import ALBERT
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.distilbert import DISTILBERT
-from qdqbench.quantize.families.family import Family, Residual
-from qdqbench.quantize.families.known import family_of, require_family
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
+from qdqbench.quantize.families.roberta import ROBERTA
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.sections import ModelSection
 from qdqbench.quantize.tasks.classification import CLASSIFICATION
 
+from ...support.families import new_model
 from ...support.tiny_bert import INT8, new_bert, recipe_with
 
-ROBERTA = Family(
-    name="roberta",
-    model_types=("roberta",),
-    modeling="transformers.models.roberta.modeling_roberta",
-    layers="encoder.layer",
-    linears=BERT.linears,
-    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
-    attention="attention.self",
-    attention_class="RobertaSelfAttention",
-    residuals=(
-        Residual("attention.output", "RobertaSelfOutput", ("query", "key", "value")),
-        Residual("output", "RobertaOutput", ("ffn-in",)),
-    ),
-    norms=BERT.norms,
-    embeddings="embeddings",
-    embeddings_norm="embeddings.LayerNorm",
-    pooler=None,
-    dropouts=BERT.dropouts,
-    activation="hidden_act",
-    intermediate="intermediate_size",
-    inputs=("input_ids", "attention_mask"),
-    positions_follow_padding=True,
+KINDS = ["qkv", "qkv", "qkv", "output", "ffn-in", "ffn-out"] * 2
+
+
+every_model = pytest.mark.parametrize(
+    ("family", "model_type"), [pytest.param(f, name, id=name) for f in FAMILIES for name in f.model_types]
 )
-KINDS = ["qkv", "qkv", "qkv", "output", "ffn-in", "ffn-out"] * 2 + ["pooler", "classifier"]
-OF_ALBERT = ["embeddings", *KINDS]
 
 
-@pytest.fixture
-def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family_module, "FAMILIES", (BERT, ROBERTA, DISTILBERT, ALBERT))
-
-
-def new_model(family: Family) -> Any:
-    from transformers import (
-        AlbertConfig,
-        AlbertForSequenceClassification,
-        DistilBertConfig,
-        DistilBertForSequenceClassification,
-        RobertaConfig,
-        RobertaForSequenceClassification,
-    )
-
-    if family is BERT:
-        return new_bert().eval()
-    if family is ROBERTA:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        config = RobertaConfig(vocab_size=40, max_position_embeddings=130, **sizes)
-        return RobertaForSequenceClassification(config).eval()
-    if family is ALBERT:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
-        groups = AlbertConfig(
-            vocab_size=40, embedding_size=16, num_hidden_groups=2, max_position_embeddings=128, **sizes
-        )
-        return AlbertForSequenceClassification(groups).eval()
-    narrow = DistilBertConfig(
-        vocab_size=40, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=128
-    )
-    return DistilBertForSequenceClassification(narrow).eval()
-
-
-every_family = pytest.mark.parametrize("family", [BERT, ROBERTA, DISTILBERT, ALBERT], ids=lambda f: f.name)
-
-
-@every_family
-def test_a_description_finds_its_parts_in_a_model(families: None, family: Family) -> None:
-    model = new_model(family)
+@every_model
+def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: str) -> None:
+    model = new_model(model_type)
     assert family_of(model.config) is family
     table, names = module_table(model), {name for name, _ in model.named_modules()}
 
     def of(kind: str) -> list[str]:
         return [name for name, info in table.items() if info.kind == kind]
 
-    assert sorted(map(family.kind, of("Linear"))) == sorted(OF_ALBERT if family is ALBERT else KINDS)
+    inside = [name for name in of("Linear") if family.place(name)]
+    assert sorted(map(family.kind, inside)) == sorted(KINDS)
+    outside = [family.kind(name) for name in of("Linear") if name not in inside]
+    assert [kind for kind in outside if kind != "embeddings"] == ["pooler", "classifier"]
     layers = family.layer_names(model)
     assert of("Attention") == [f"{layer}.{family.attention}" for layer in layers]
     assert [table[name].head_size for name in of("Attention")] == [16, 16]
@@ -119,12 +68,12 @@ def test_a_description_finds_its_parts_in_a_model(families: None, family: Family
     assert getattr(model.config, family.intermediate) == 64
 
 
-@every_family
-def test_residuals_and_the_linears_that_read_them(families: None, family: Family) -> None:
-    model = prepare_model(new_model(family))
+@every_model
+def test_residuals_and_the_linears_that_read_them(family: Family, model_type: str) -> None:
+    model = prepare_model(new_model(model_type))
     table = module_table(model)
     found = [name for name, info in table.items() if info.kind == "Residual"]
-    classes = residual_classes(family)
+    classes = family.residual_classes(model)
     assert found == [name for name, module in model.named_modules() if type(module) in classes]
     if family is ALBERT:  # inside of modules that do more
         assert found == []
@@ -140,11 +89,11 @@ def is_reader(family: Family, name: str) -> bool:
     return family.kind(name) in ("qkv", "ffn-in")
 
 
-@every_family
-def test_every_dropout_is_turned_off(families: None, family: Family, tmp_path: Path) -> None:
+@every_model
+def test_every_dropout_is_turned_off(family: Family, model_type: str, tmp_path: Path) -> None:
     from torch import nn
 
-    model = new_model(family)
+    model = new_model(model_type)
     for field in family.dropouts:
         setattr(model.config, field, 0.3)
     model.save_pretrained(tmp_path)
@@ -163,13 +112,13 @@ def test_a_dropout_that_follows_another_field_still_does(tmp_path: Path) -> None
     assert (config.hidden_dropout_prob, config.classifier_dropout) == (0.2, None)
 
 
-@every_family
+@every_model
 def test_a_sample_as_long_as_the_positions_runs_and_a_longer_one_does_not(
-    families: None, family: Family
+    family: Family, model_type: str
 ) -> None:
     import torch
 
-    model = new_model(family)
+    model = new_model(model_type)
     assert family.positions(model.config) == 128
     for length in (128, 129):
         batch = {name: torch.ones(1, length, dtype=torch.long) * 7 for name in BERT.inputs}
@@ -182,17 +131,17 @@ def test_a_sample_as_long_as_the_positions_runs_and_a_longer_one_does_not(
                 model(**inputs_of(model, batch))
 
 
-@every_family
-def test_the_graph_has_the_inputs_of_the_family(families: None, family: Family, tmp_path: Path) -> None:
-    new_model(family).save_pretrained(tmp_path)
+@every_model
+def test_the_graph_has_the_inputs_of_the_family(family: Family, model_type: str, tmp_path: Path) -> None:
+    new_model(model_type).save_pretrained(tmp_path)
     graph = trace(load_model(str(tmp_path)), 20, CLASSIFICATION.outputs).graph
     assert [value.name for value in graph.input] == list(family.inputs)
 
 
-def test_a_shared_layer_runs_several_times(families: None) -> None:
+def test_a_shared_layer_runs_several_times() -> None:
     groups = [f"albert.encoder.albert_layer_groups.{number}" for number in (0, 1)]
-    assert ALBERT.runs(new_model(ALBERT)) == [groups[0], groups[0], groups[1], groups[1]]
-    assert BERT.runs(new_model(BERT)) == BERT.layer_names(new_model(BERT))
+    assert ALBERT.runs(new_model("albert")) == [groups[0], groups[0], groups[1], groups[1]]
+    assert BERT.runs(new_model("bert")) == BERT.layer_names(new_model("bert"))
 
 
 def test_numbers_may_stand_inside_the_path_of_the_layers() -> None:
@@ -206,14 +155,18 @@ class TestOtherNamesAreLoud:
         with pytest.raises(UserError, match=r"family bert has no linears such as .*attention\.q_lin"):
             BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
 
-    def test_a_recipe_of_another_family(self, families: None) -> None:
-        table = module_table(new_model(DISTILBERT))
+    def test_a_recipe_of_another_family(
+        self,
+    ) -> None:
+        table = module_table(new_model("distilbert"))
         recipe = recipe_with(rules=[{"match": "transformer.layer.*", "type": "Linear", **INT8}])
         with pytest.raises(UserError, match=r"family bert has no linears such as distilbert\.transformer"):
             resolve(recipe, table, "distilbert")
 
-    def test_a_model_of_another_family_than_the_recipe(self, families: None) -> None:
-        config = new_model(ROBERTA).config
+    def test_a_model_of_another_family_than_the_recipe(
+        self,
+    ) -> None:
+        config = new_model("roberta").config
         with pytest.raises(UserError, match=r"recipe mine is for model family 'bert', but .* is a 'roberta'"):
             require_family("mine", "bert", "folder", config)
         assert require_family("mine", "roberta", "folder", config) is ROBERTA
@@ -238,8 +191,8 @@ def distilbert_recipe(rules: list[Any]) -> Any:
     return made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
 
 
-def test_a_plan_of_another_family(families: None) -> None:
-    table = module_table(new_model(DISTILBERT))
+def test_a_plan_of_another_family() -> None:
+    table = module_table(new_model("distilbert"))
     every = {"match": "transformer.layer.*", "type": "Linear", **INT8}
     plan = resolve(distilbert_recipe([every]), table, "distilbert")
     assert {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name} == {

@@ -9,6 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import (
     MAX_RECIPE_BYTES,
     Recipe,
@@ -19,16 +21,7 @@ from qdqbench.quantize.recipe.schema import (
 )
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "recipe_bert_int8_linears.yaml"
-SHIPPED = [
-    "bert-fp16",
-    "bert-int8-attention",
-    "bert-int8-attention-qat",
-    "bert-int8-ffn",
-    "bert-int8-linears",
-    "bert-int8-linears-per-tensor",
-    "bert-int8-linears-per-tensor-qat",
-    "bert-int8-residual-qat",
-]
+SHIPPED = list(shipped_recipes())
 HEAD = "version: 1\nname: a\n"
 INT8 = "weights: int8/channel, input: int8/tensor"
 
@@ -42,8 +35,17 @@ def refusal(text: str) -> str:
     return message
 
 
-def test_what_is_shipped() -> None:
-    assert list(shipped_recipes()) == SHIPPED
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_has_recipes(family: Family) -> None:
+    own = {name for name, file in shipped_recipes().items() if file.parent.name == family.name}
+    assert {f"{family.name}-fp16", f"{family.name}-int8-linears"} <= own
+    for name in own:
+        assert name.startswith(f"{family.name}-")
+        assert (load_recipe(name).name, load_recipe(name).model.family) == (name, family.name)
+
+
+def test_no_recipe_is_of_an_unknown_family() -> None:
+    assert {file.parent.name for file in shipped_recipes().values()} <= {family.name for family in FAMILIES}
 
 
 @pytest.mark.parametrize("name", SHIPPED)

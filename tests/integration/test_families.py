@@ -1,0 +1,57 @@
+"""The whole path of every family on a tiny random model: what the recipe asks for is proven and reported."""
+
+import pytest
+
+from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+
+from ..support.families import LAYERS, write_model
+from .test_run import edited, needs_rtx
+from .tiny import EVAL_ROWS, results, tokenizer, write_data
+
+pytestmark = pytest.mark.slow
+
+
+def of_families():
+    """INT8 attention takes the linears with it, so the linears alone are a second way where both are there.
+
+    BERT's recipes are run by `test_run`.
+    """
+    for family in FAMILIES[1:]:
+        names = [f"{family.name}-int8-{what}" for what in ("attention", "linears")]
+        for number, name in enumerate(name for name in names if name in shipped_recipes()):
+            yield pytest.param(family, name, id=name, marks=pytest.mark.long if number else ())
+
+
+@pytest.fixture(scope="session")
+def sentences(tmp_path_factory):
+    """A folder with labelled sentences."""
+    write_data(folder := tmp_path_factory.mktemp("sentences"), "sst2")
+    return folder
+
+
+@needs_rtx
+@pytest.mark.parametrize(("family", "name"), [*of_families()])
+def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
+    vocabulary = list(tokenizer().get_vocab())  # in order of the ids
+    model = write_model(tmp_path / "model", family.model_types[0], vocabulary)
+    # random answers lie on the edge, so how many turn says nothing
+    recipe = edited(tmp_path / f"{name}.yaml", lambda recipe: recipe["gate"].update(max_drop=1.0), name)
+    out = tmp_path / "run"
+    done = qdqbench("run", recipe, "--model", model, "--task", "sst2", "--data", sentences, "--out", out)
+    assert (done.code, done.err) == (0, "")
+    found, asked = results(out), load_recipe(name)
+    linears = LAYERS * len(family.linears)
+    assert len(found["quantized_layers"]) == linears
+    assert {family.layer_of(linear) for linear in found["quantized_layers"]} == set(range(LAYERS))
+    attentions = LAYERS * (asked.attention == "int8")
+    engine = found["engine"]
+    assert engine["int8_gemms"] == engine["expected_int8_gemms"] == linears + 2 * attentions
+    assert engine["not_int8"] == []
+    assert engine["attention_int8"] == engine["expected_attention_int8"] == attentions
+    assert found["parity"]["passed"]
+    assert found["parity"]["padded"]
+    assert found["findings"] == []
+    for stage in ("fp32", "fake_quant", "onnxruntime"):
+        assert found["stages"][stage]["n"] == EVAL_ROWS
+    assert name in (out / "report.md").read_text()

@@ -1,0 +1,62 @@
+"""A tiny random classifier of every model type, with its tokenizer, as a user would bring it.
+
+A new family adds its model types to `SIZES`: what its configuration calls otherwise than BERT's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.machine.quiet import quiet
+
+from .tiny_bert import VOCABULARY
+
+LAYERS, HIDDEN, HEADS, INTERMEDIATE, POSITIONS = 2, 32, 2, 64, 128
+_NARROW = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+_NARROW |= {"intermediate_size": INTERMEDIATE, "max_position_embeddings": POSITIONS}
+_BEHIND_PADDING = _NARROW | {"max_position_embeddings": POSITIONS + 2}  # as the padding index is 1
+SIZES: dict[str, dict[str, Any]] = {
+    "bert": _NARROW,
+    "roberta": _BEHIND_PADDING,
+    "xlm-roberta": _BEHIND_PADDING,
+    "camembert": _BEHIND_PADDING,
+    "albert": _NARROW | {"num_hidden_layers": 2 * LAYERS, "num_hidden_groups": LAYERS, "embedding_size": 16},
+    "distilbert": {
+        "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": INTERMEDIATE,
+        "max_position_embeddings": POSITIONS,
+    },
+}  # fmt: skip
+
+
+def new_model(model_type: str, *, labels: int = 2, entries: int = len(VOCABULARY), seed: int = 0) -> Any:
+    """A classifier whose random weights are wide enough that every layer matters to the logits."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(model_type, vocab_size=entries, num_labels=labels, **SIZES[model_type])
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    norms = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.LayerNorm)}
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(1 + 0.1 * noise if id(value) in norms else 0.2 * noise)
+    return model
+
+
+def new_tokenizer(pad_id: int, vocabulary: Sequence[str] = VOCABULARY) -> Any:
+    """WordPiece over a vocabulary that starts with [PAD], which gets the id that a model has it at."""
+    from transformers import BertTokenizer
+
+    pad, *others = vocabulary
+    entries = [*others[:pad_id], pad, *others[pad_id:]]
+    return BertTokenizer(vocab={word: i for i, word in enumerate(entries)}, model_max_length=POSITIONS)
+
+
+def write_model(folder: Path, model_type: str, vocabulary: Sequence[str] = VOCABULARY, **given: Any) -> Path:
+    """Save a new model and its tokenizer."""
+    model = new_model(model_type, entries=len(vocabulary), **given)
+    with quiet("transformers"):
+        model.save_pretrained(folder)
+    new_tokenizer(model.config.pad_token_id, vocabulary).save_pretrained(folder)
+    return folder
