@@ -22,7 +22,7 @@ from qdqbench.quantize.core.results import (
     Timing,
 )
 from qdqbench.quantize.core.training_results import TrainingRun
-from qdqbench.quantize.encoders.load import describe_model
+from qdqbench.quantize.encoders.identity import describe_model
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified

@@ -1,17 +1,18 @@
-"""Load a BERT-class classifier and its tokenizer, with an attention whose every tensor can be quantized."""
+"""Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.files import sha256
+from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.encoders.identity import explained, model_commit
+from qdqbench.quantize.encoders.pooling import (
+    FIELD,
+    Pooling,
+    chosen_pooling,
+    read_sentence_folder,
+)
 from qdqbench.quantize.families.known import family_of
-from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.kind import TaskKind
@@ -20,40 +21,46 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TANH = "gelu_pytorch_tanh"
+POOLED = "AutoModel"  # class of a kind of task whose models are an encoder with pooling
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """A loaded model's identity."""
-
-    name: str
-    sha256: str  # of config and weights, so that a changed model is never mistaken for the old one
-    architecture: str
-    num_labels: int
-    problem_type: str | None
-    label_names: list[str]
-    revision: str | None = None  # commit of a hub model
-
-
-def load_model(name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION) -> "PreTrainedModel":
+def load_model(
+    name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION, pooling: Pooling | None = None
+) -> "PreTrainedModel":
     """FP32 model with its head, in eval mode, from a folder or a hub id; never runs code from the repository.
 
-    `revision` is the branch, tag or commit of a hub model; None: its default branch.
+    Args:
+        name: a sentence-transformers folder, too, where the kind of task is about embeddings.
+        revision: branch, tag or commit of a hub model; None: its default branch.
+        kind: of task.
+        pooling: of an encoder that does not say itself how its tokens become an embedding.
 
     Raises:
-        UserError: not found, no classifier head in the weights, or an unsupported architecture.
+        UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
+            known, not supported or said twice.
     """
     _register_attention()
-    with quiet("transformers"), _explained(name):
+    pools = kind.model_class == POOLED
+    with quiet("transformers"), explained(name):
         commit = model_commit(name, revision)
-        config = _supported_config(name, commit)
+        folder = read_sentence_folder(name, commit) if pools else None
+        inside = folder.encoder if folder else ""
+        config = _supported_config(name, commit, inside)
+        if pools:
+            chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
+            setattr(config, FIELD, chosen.model_dump(mode="json"))
         _require_replaceable(config, name)
-        model, loading = _pretrained(name, kind, commit, config, attn_implementation=ATTENTION)
-    lost = sorted(loading["missing_keys"])
+        options = {"attn_implementation": ATTENTION, "subfolder": inside}
+        model, loading = _pretrained(name, kind, commit, config, **options)
+        lost = {*loading["missing_keys"]}
+        if folder and folder.dense:
+            from qdqbench.quantize.encoders.embedder import load_dense
+
+            lost -= load_dense(model, name, folder.dense, commit)
     if lost:
         raise UserError(
-            f"model {name} lacks weights for {', '.join(lost[:4])}{' and more' if len(lost) > 4 else ''}: it "
-            f"is not fine-tuned for {kind.name}; fine-tune it first"
+            f"model {name} lacks weights for {name_list(sorted(lost))}: it is not fine-tuned for "
+            f"{kind.name}; fine-tune it first"
         )
     _add_sums(model)
     return model.eval()  # type: ignore[no-any-return]
@@ -99,7 +106,7 @@ def load_encoder(  # noqa: PLR0913
     Raises:
         UserError: not found, unsupported, without encoder weights, or no such classifier to keep.
     """
-    with quiet("transformers"), _explained(name):
+    with quiet("transformers"), explained(name):
         commit = model_commit(name, revision)
         config = _supported_config(name, commit)
         known = config.num_labels
@@ -136,7 +143,13 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     import torch
     import transformers
 
-    return getattr(transformers, kind.model_class).from_pretrained(
+    if kind.model_class == POOLED:
+        from qdqbench.quantize.encoders.embedder import embedder_class
+
+        made: Any = embedder_class(config.__class__)
+    else:
+        made = getattr(transformers, kind.model_class)
+    return made.from_pretrained(
         name,
         revision=commit,
         config=config,
@@ -148,23 +161,10 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     )
 
 
-def model_commit(name: str, revision: str | None = None) -> str | None:
-    """Commit of a hub model; None for a folder.
-
-    Raises:
-        UserError: it cannot be found out, or a folder is given with a revision.
-    """
-    if not Path(name).is_dir():
-        return commit_of(name, "model", revision)
-    if revision is not None:
-        raise UserError(f"model {name} is a folder, which has no revision {revision!r}; drop --revision")
-    return None
-
-
-def _supported_config(name: str, commit: str | None) -> Any:
+def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
     family_of(config, name)
     return config
 
@@ -178,18 +178,25 @@ def _require_replaceable(config: Any, name: str) -> None:
         )
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
-    """Fast tokenizer of the model; name and revision as `load_model`.
+def load_tokenizer(
+    name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
+) -> "PreTrainedTokenizerBase":
+    """Fast tokenizer of the model; arguments as `load_model`.
 
     Raises:
         UserError: no tokenizer files, or only a slow tokenizer.
     """
     from transformers import AutoTokenizer
 
-    with quiet("transformers"), _explained(name, "tokenizer"):
+    with quiet("transformers"), explained(name, "tokenizer"):
         commit = model_commit(name, revision)
+        folder = read_sentence_folder(name, commit) if kind.model_class == POOLED else None
         tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=commit, trust_remote_code=False, use_fast=True
+            name,
+            revision=commit,
+            trust_remote_code=False,
+            use_fast=True,
+            subfolder=folder.encoder if folder else "",
         )
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
@@ -197,39 +204,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokeniz
         # transformers makes one up when there are no files, and then every word is unknown
         raise UserError(f"model {name} has no tokenizer files; save its tokenizer beside the weights")
     return tokenizer
-
-
-def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:
-    """Identity of a loaded model; for a folder the hash covers its config and safetensors files."""
-    config = model.config
-    problem = config.problem_type or ("regression" if config.num_labels == 1 else None)
-    return ModelInfo(
-        name=name,
-        sha256=model_fingerprint(name, revision),
-        architecture=type(model).__name__,
-        num_labels=int(config.num_labels or 0),
-        problem_type=problem,
-        label_names=[str(name) for _, name in sorted((config.id2label or {}).items())],
-        revision=model_commit(name, revision),
-    )
-
-
-def model_fingerprint(name: str, revision: str | None = None) -> str:
-    """SHA-256 over the files that define a model: config, weights, tokenizer; of id and commit on the hub.
-
-    Raises:
-        UserError: the commit of a hub model cannot be found out.
-    """
-    folder = Path(name)
-    digest = hashlib.sha256()
-    with _explained(name):
-        commit = model_commit(name, revision)
-    if commit is not None:
-        return hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".txt"):
-            digest.update(f"{file.name} {sha256(file)}\n".encode())
-    return digest.hexdigest()
 
 
 def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
@@ -256,18 +230,3 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
             if isinstance(found, GELUActivation):
                 setattr(module, child, ACT2FN[TANH])
     setattr(model.config, field, TANH)
-
-
-@contextmanager
-def _explained(name: str, what: str = "model") -> Iterator[None]:
-    """Turn the many ways in which a load fails into one sentence."""
-    where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
-    try:
-        yield
-    except HubError as error:
-        raise UserError(f"cannot load {what} {name} ({where}): {error}") from error
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qdqbench.quantize.encoders.pooling import POOLING_CLASS
 from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ class ModuleInfo:
     """What matching needs to know of one module."""
 
     # Linear, LayerNorm, Embedding, Attention, Softmax (virtual, one per attention), Residual (what adds one
-    # before its LayerNorm) or other
+    # before its LayerNorm), Pooling (from the last hidden state to a sentence embedding) or other
     kind: str
     head_size: int | None = None  # of an Attention
 
@@ -42,6 +43,8 @@ def module_table(model: "PreTrainedModel") -> dict[str, ModuleInfo]:
             continue
         elif family.adds_residual(name):
             kind = "Residual"
+        elif type(module).__name__ == POOLING_CLASS:
+            kind = "Pooling"
         else:
             kind = "other"
         table[name] = ModuleInfo(kind)

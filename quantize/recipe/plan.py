@@ -84,7 +84,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
         high=tuple(name for name in linears if name not in int8),
         attention=attention,
         residual=residual,
-        fp32=tuple(name for name in modules if inherited[name] == "fp32"),
+        fp32=tuple(n for n, info in modules.items() if inherited[n] == "fp32" or info.kind == "Pooling"),
         scaling=scaling | {name: scaling[first] for name, (first, *_) in readers.items()},
         family=family,
     )

@@ -11,7 +11,8 @@ from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
-from qdqbench.quantize.encoders.load import load_model, load_tokenizer, model_fingerprint, use_tanh_gelu
+from qdqbench.quantize.encoders.identity import model_fingerprint
+from qdqbench.quantize.encoders.load import load_model, load_tokenizer, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families.known import require_family
 from qdqbench.quantize.recipe.plan import Plan, resolve

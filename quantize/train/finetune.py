@@ -12,8 +12,9 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
+from qdqbench.quantize.encoders.identity import model_commit, model_fingerprint
 from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.encoders.load import load_encoder, load_tokenizer, model_commit, model_fingerprint
+from qdqbench.quantize.encoders.load import load_encoder, load_tokenizer
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.identity import made_with

@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import (
-    describe_model,
-    load_model,
-    load_tokenizer,
-    model_fingerprint,
-    use_tanh_gelu,
-)
+from qdqbench.quantize.encoders.identity import describe_model, model_fingerprint
+from qdqbench.quantize.encoders.load import load_model, load_tokenizer, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.machine.quiet import quiet

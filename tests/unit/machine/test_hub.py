@@ -8,7 +8,9 @@ import pytest
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from qdqbench.quantize.encoders import load as models
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders import identity
+from qdqbench.quantize.encoders.load import load_model, load_tokenizer
 from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.task import get_task
@@ -81,13 +83,13 @@ def test_without_a_connection_the_cache_tells(hub: FakeHub, tmp_path: Path) -> N
 
 def test_a_changed_model_is_another_model(hub: FakeHub, tmp_path: Path) -> None:
     hub.commits = {("model", "o/m", None): A}
-    before = models.model_fingerprint("o/m")
-    assert models.model_fingerprint("o/m") == before
+    before = identity.model_fingerprint("o/m")
+    assert identity.model_fingerprint("o/m") == before
     commit_of.cache_clear()
     hub.commits = {("model", "o/m", None): B, ("model", "o/m", "v1"): A}
-    assert models.model_fingerprint("o/m") != before
-    assert models.model_fingerprint("o/m", "v1") == before
-    assert models.model_commit("o/m") == B
+    assert identity.model_fingerprint("o/m") != before
+    assert identity.model_fingerprint("o/m", "v1") == before
+    assert identity.model_commit("o/m") == B
 
 
 def test_what_is_loaded_is_the_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +104,8 @@ def test_what_is_loaded_is_the_commit(hub: FakeHub, monkeypatch: pytest.MonkeyPa
     hub.commits = {("model", "o/m", "v1"): B}
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", asked)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", asked)
-    for load in (models.load_model, models.load_tokenizer):
-        with pytest.raises(models.UserError, match="not here"):
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(UserError, match="not here"):
             load("o/m", "v1")
     assert seen == [("o/m", B)] * 2
 
@@ -126,10 +128,10 @@ def test_a_changed_set_is_another_set(hub: FakeHub) -> None:
 
 
 def test_what_is_not_on_the_hub_is_one_sentence(hub: FakeHub, tmp_path: Path) -> None:
-    with pytest.raises(models.UserError, match=r"cannot load model o/m \(no such folder here.*no such model"):
-        models.model_fingerprint("o/m")
-    with pytest.raises(models.UserError, match=r"cannot load --data hub:o/d: no such dataset.*--data FOLDER"):
+    with pytest.raises(UserError, match=r"cannot load model o/m \(no such folder here.*no such model"):
+        identity.model_fingerprint("o/m")
+    with pytest.raises(UserError, match=r"cannot load --data hub:o/d: no such dataset.*--data FOLDER"):
         sources.source_fingerprint(get_task("sst2"), "hub:o/d", "train")
-    with pytest.raises(models.UserError, match="is a folder, which has no revision 'v1'; drop --revision"):
-        models.model_fingerprint(str(tmp_path), "v1")
+    with pytest.raises(UserError, match="is a folder, which has no revision 'v1'; drop --revision"):
+        identity.model_fingerprint(str(tmp_path), "v1")
     assert sources.source_commit(get_task("sst2"), str(tmp_path)) is None

@@ -1,0 +1,158 @@
+"""How the tokens of a text become its embedding: as sentence-transformers says it, or the user."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.strict import Frozen
+
+MODULES = "modules.json"
+FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
+POOLING_CLASS = "SentencePooling"  # of the module that pools
+Mode = Literal["mean", "cls", "last"]
+_MODES: dict[str, Mode] = {  # of 1_Pooling/config.json: flags, in newer files names
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+}
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, behind a Dense
+_ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
+_SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"
+
+
+class Dense(Frozen):
+    """A linear and its activation between pooling and normalization."""
+
+    width: int  # of the embedding
+    bias: bool
+    activation: str  # one of `ACTIVATIONS`
+
+
+class Pooling(Frozen):
+    """What comes behind the last hidden state."""
+
+    mode: Mode
+    normalize: bool = False  # to length 1
+    dense: Dense | None = None
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """What a sentence-transformers folder holds."""
+
+    encoder: str  # folder inside of it; empty: itself
+    pooling: Pooling
+    dense: str = ""  # folder of the Dense
+    longest: int | None = None  # tokens at which sentence-transformers cuts a text
+    notes: tuple[str, ...] = ()
+
+
+def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
+    """What a sentence-transformers folder or hub model says; None where it is another kind of model.
+
+    Raises:
+        UserError: it has modules, or ways of pooling, that are not supported; names them all.
+    """
+    if (listed := _read(name, MODULES, commit)) is None:
+        return None
+    modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
+    there = [kind for kind in _ORDER if kind in modules]
+    if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
+        found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
+        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
+    encoder, pooling = modules["Transformer"], _read(name, f"{modules['Pooling']}/config.json", commit) or {}
+    dense = modules.get("Dense", "")
+    own = _read(name, "config_sentence_transformers.json", commit) or {}
+    files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
+    texts: Any = next((read for file in files if (read := _read(name, f"{encoder}/{file}", commit))), {})
+    notes = []
+    if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
+        notes.append(
+            f"the model has prompts ({', '.join(prompts)}); none is put before a text here, so give texts "
+            "with them"
+        )
+    if texts.get("do_lower_case"):
+        notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
+    return SentenceFolder(
+        encoder,
+        Pooling(
+            mode=_mode(name, pooling), normalize="Normalize" in modules, dense=_dense(name, dense, commit)
+        ),
+        dense,
+        texts.get("max_seq_length"),
+        tuple(notes),
+    )
+
+
+def _mode(name: str, pooling: dict[str, Any]) -> Mode:
+    named = pooling.get("pooling_mode") or []
+    asked = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    asked += [named] if isinstance(named, str) else named
+    if len(asked) != 1 or asked[0] not in _MODES:
+        raise UserError(
+            f"model {name} pools by {', '.join(asked) or 'nothing'}; supported here is one of mean, cls and "
+            "last token"
+        )
+    return _MODES[asked[0]]
+
+
+def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
+    if not folder:
+        return None
+    settings = _read(name, f"{folder}/config.json", commit) or {}
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[
+        2
+    ]
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"model {name} has the activation {activation!r} behind its Dense ({folder}/config.json); "
+            f"supported here: {', '.join(ACTIVATIONS)}"
+        )
+    return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
+
+
+def chosen_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: Pooling | None) -> Pooling:
+    """The pooling of a model: what its folder says, what was saved with it, or what was asked for.
+
+    Args:
+        name: of the model, for errors.
+        folder: of sentence-transformers, if it is one.
+        saved: `FIELD` of its configuration, if there is one.
+        asked: by --pooling and --normalize.
+
+    Raises:
+        UserError: nobody says it, or two say different things.
+    """
+    known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
+    if known is None and asked is None:
+        raise UserError(
+            f"model {name} does not say how the tokens of a text become its embedding (it has no {MODULES}); "
+            "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
+        )
+    if known and asked and (known.mode, known.normalize) != (asked.mode, asked.normalize):
+        normal = "with" if known.normalize else "without"
+        raise UserError(
+            f"model {name} says itself that it pools by {known.mode}, {normal} normalization; drop --pooling "
+            "and --normalize"
+        )
+    found = known or asked
+    assert found is not None
+    return found
+
+
+def cached_path(name: str, file: str, commit: str | None) -> Path | None:
+    """A file of a folder or hub model; None where it has none."""
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None
+
+
+def _read(name: str, file: str, commit: str | None) -> Any:
+    path = cached_path(name, file.lstrip("/"), commit)
+    return json.loads(path.read_text(encoding="utf-8")) if path else None
