@@ -32,13 +32,16 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
                 smoothing.columns[name] = values
         smoothing.inputs |= {n: v for n, v in given.inputs.items() if of(n) is record and n in plan.int8}
         smoothing.rows |= {n: v for n, v in given.rows.items() if of(n) is record}
+    centers = {n: v for record in (plain, fused) for n, v in record.centers.items() if of(n) is record}
+    softmax = {name: fused.softmax[name] for name in plan.attention if name in fused.softmax}
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
     for name, each in fused.splits.items():
         rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
         if name not in splits and rows in quantizers:
             quantizers[rows] = _without_copies(quantizers[rows], each.extra)
-    return fused.model_copy(update={"quantizers": quantizers, "smoothing": smoothing, "splits": splits})
+    parts = {"smoothing": smoothing, "splits": splits, "centers": centers, "softmax": softmax}
+    return fused.model_copy(update={"quantizers": quantizers, **parts})
 
 
 def _without_copies(state: QuantizerState, extra: int) -> QuantizerState:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate import smoothing, splitting
+from qdqbench.quantize.calibrate import smoothing, softmax, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
@@ -36,7 +36,6 @@ from qdqbench.quantize.recipe.sections import Calibration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-SOFTMAX_AMAX = 1.0  # probabilities; scale 1/127
 
 
 def modelopt_config(plan: Plan) -> dict[str, Any]:
@@ -53,8 +52,8 @@ def modelopt_config(plan: Plan) -> dict[str, Any]:
         entries.append({"quantizer_name": f"{name}.input_quantizer", "cfg": per_tensor})
     for name in plan.attention:
         entries += [{"quantizer_name": f"{name}.{x}_bmm_quantizer", "cfg": per_tensor} for x in "qkv"]
-        softmax = {**per_tensor, "constant_amax": SOFTMAX_AMAX}
-        entries.append({"quantizer_name": f"{name}.p_bmm_quantizer", "cfg": softmax})
+        given = {**per_tensor, "constant_amax": softmax.PLAIN}  # until `calibrate` chooses another
+        entries.append({"quantizer_name": f"{name}.p_bmm_quantizer", "cfg": given})
     entries += [{"quantizer_name": f"{n}.{residual.QUANTIZER}", "cfg": per_tensor} for n in plan.residual]
     return {"quant_cfg": entries, "algorithm": None}
 
@@ -97,8 +96,8 @@ def calibrate(
         plan: what becomes INT8, and how its scales are found.
         batches: int64 [B, L] arrays input_ids, attention_mask and token_type_ids. Batches of equal length
             hold no padding, so no quantizer sees a padded position (Model-Optimizer issue 1261). They are
-            gone through once, once more before that where the plan smooths or outliers are split, and in part
-            after it where biases are corrected.
+            gone through once, once more before that where the plan smooths or outliers are split, once more
+            where it has INT8 attention, and in part after it where biases are corrected.
         settings: the recipe's calibration section.
         progress: called with the number of samples of each batch.
 
@@ -126,6 +125,11 @@ def calibrate(
 
     quantizers = insert_quantizers(model, plan)
     moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
+    chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
+    centers = softmax.deltas_of(model, plan, chosen.centers)
+    apply_biases(model, centers)
+    for name, amax in chosen.amax.items():
+        quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install(quantizers, plan)
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
@@ -149,7 +153,9 @@ def calibrate(
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
         splits=splits,
         smoothing=moved,
+        centers=centers,
         biases=biases,
+        softmax=chosen.loss,
         seed=settings.seed,
         data={"samples": len(lengths), **_lengths(lengths)},
         notes=notes,
@@ -165,6 +171,13 @@ def _prepare(
     ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds)
     moved = smoothing.smooth(model, plan, ranges)
     return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
+
+
+def _by_error(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
+    """Whether the form of the INT8 softmax is chosen; `auto` reads the lengths first."""
+    if settings.softmax != "auto" or not plan.attention:
+        return settings.softmax == "error"
+    return any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
 
 
 def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> None:
@@ -184,6 +197,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     require_shared(record.quantizers, plan)
     smoothing.apply(model, record.smoothing)
     splitting.apply(model, record.splits)
+    apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
     for name, quantizer in quantizers.items():

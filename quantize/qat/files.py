@@ -46,7 +46,7 @@ def remove_checkpoints(session: Session) -> None:
 
 
 def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> CalibrationRecord:
-    """The calibration record with the final amax; corrections of biases are in the trained biases.
+    """The calibration record with the final amax; what was added to biases is in the trained ones.
 
     Raises:
         CheckFailed: an amax that is no longer plausible.
@@ -56,7 +56,7 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
         for name, quantizer in enabled_quantizers(model).items()
     }
     require_plausible(states)
-    return record.model_copy(update={"quantizers": states, "biases": {}})
+    return record.model_copy(update={"quantizers": states, "centers": {}, "biases": {}})
 
 
 def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:

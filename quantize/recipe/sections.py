@@ -174,6 +174,12 @@ class Calibration(Frozen):
         default=False,
         description="Add the mean error of each INT8 linear of the encoder to its bias, where that helps it.",
     )
+    softmax: Literal["auto", "max", "error"] = Field(
+        default="auto",
+        description="INT8 softmax: max (scale 1/127), error (values centred, and an amax per layer, as the "
+        "output of each attention is nearest to FP32), or auto (error where calibration saw a sample of more "
+        "than 128 tokens, else max).",
+    )
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the draw.")
 
 

@@ -1,0 +1,204 @@
+"""What INT8 costs the softmax, layer by layer and length by length, and the form of it that costs the least.
+
+With scale 1/127 probabilities under 1/254 become zero, and the longer the input, the more of the attention
+they hold. A smaller amax keeps them and clips the peaks. Two things are chosen by the error of the output of
+the attention, P v, over the calibration data; the fused kernel stays as it is, and neither costs it any time:
+
+- **The values are centred.** Rows of P sum to 1, so P (v - m) + m = P v for any m of each channel. With m the
+  mean of v over the calibration data, what P loses is lost of v - m, which is small where v is nearly the
+  same for all tokens. Exact in FP32: -m goes into the bias of the value projection, and m times its weight
+  into that of the output projection. Bias correction (Nagel et al. 2019, arXiv 1906.04721) puts back the mean
+  of the loss; this gives each row back what it lost itself.
+- **The amax** of the softmax output, per layer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.calibrate.record import SoftmaxLoss
+from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.fakequant.quantizers import INT8_MAX, quantizers_off
+from qdqbench.quantize.recipe.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+PLAIN = 1.0  # amax of probabilities; scale 1/127
+AMAXES = tuple(2 ** (-half / 2) for half in range(9))  # what `error` tries: 1 to 1/16
+LONG = 128  # tokens; `auto` chooses by the error where calibration saw more
+LENGTHS = (64, 128, 256, 384, 512)  # upper edges of the rows in the record
+CHUNK = 2**23  # probabilities that are rounded at a time
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What was chosen for the INT8 attentions of a model."""
+
+    amax: dict[str, float]  # of the softmax output, by attention
+    centers: dict[str, Float64]  # mean of v, [heads * head size], where centring it helps
+    loss: dict[str, list[SoftmaxLoss]]  # in that form, by length
+
+
+@dataclass
+class _Sums:
+    """Of one attention and one range of lengths; tensors are float64 on the model's device."""
+
+    rows: int = 0
+    power: Any = 0.0  # of P v
+    values: Any = 0.0  # sum of v over tokens, [heads, head size]
+    tokens: int = 0
+    tries: dict[float, "_Try"] = field(default_factory=dict)  # by amax
+
+    def add(self, p: "torch.Tensor", v: "torch.Tensor") -> None:
+        """Add some inputs: probabilities [B, heads, L, L] and values [B, heads, L, head size]."""
+        exact = p @ v
+        self.rows += p.shape[0] * p.shape[1] * p.shape[2]
+        self.tokens += v.shape[0] * v.shape[2]
+        self.power = self.power + exact.square().double().sum()
+        self.values = self.values + v.double().sum((0, 2))
+        for amax, tried in self.tries.items():
+            scale = amax / INT8_MAX
+            rounded = (p / scale).round_().clamp_(max=INT8_MAX).mul_(scale)
+            lost = exact - rounded @ v
+            mass = 1 - rounded.sum(-1)
+            tried.zeroed = tried.zeroed + p[rounded == 0].double().sum()
+            tried.clipped = tried.clipped + (p - amax).clamp_(min=0).double().sum()
+            tried.rr = tried.rr + lost.square().double().sum()
+            tried.dr = tried.dr + (mass[..., None] * lost).double().sum((0, 2))
+            tried.dd = tried.dd + mass.square().double().sum((0, 2))
+
+
+@dataclass
+class _Try:
+    """Of one amax: d is what a row of P loses in all, r is what P v loses by it."""
+
+    zeroed: Any = 0.0  # mass that becomes 0
+    clipped: Any = 0.0  # mass above the amax
+    rr: Any = 0.0
+    dr: Any = 0.0  # [heads, head size]
+    dd: Any = 0.0  # [heads]
+
+    def error(self, center: "torch.Tensor | None") -> float:
+        """Sum of |r - d m|^2: what is lost of v - m."""
+        found = self.rr
+        if center is not None:
+            found = found - 2 * (center * self.dr).sum() + (center.square().sum(-1) * self.dd).sum()
+        return max(float(found), 0.0)
+
+
+def choose(
+    model: "PreTrainedModel", plan: Plan, run: Callable[["PreTrainedModel"], None], *, by_error: bool
+) -> Softmax:
+    """Choose the form of every INT8 softmax from one pass over the data, without quantization.
+
+    The error that is compared is the mean of the relative squared errors over the ranges of `LENGTHS`, so
+    that short inputs count even where most are long.
+
+    Args:
+        model: with quantizers; left as it is.
+        run: passes batches without padding through the model.
+        by_error: choose; else amax 1 and no centring, and their loss.
+    """
+    sums: dict[str, dict[int, _Sums]] = {name: {} for name in plan.attention}
+    if not sums:
+        return Softmax({}, {}, {})
+    with ExitStack() as hooks, quantizers_off(model):
+        for name, by_length in sums.items():
+            amaxes = AMAXES if by_error else (PLAIN,)
+            hooks.enter_context(_watched(model, plan, name, by_length, amaxes))
+        run(model)
+    found = Softmax({}, {}, {})
+    for name, by_length in sums.items():
+        means: list[Any] = [None]
+        if by_error and all(bias_of(model, plan, name, role) is not None for role in ("value", "output")):
+            parts = list(by_length.values())
+            means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
+        # a tie goes to the form that changes less
+        _, amax, at = min(
+            (float(np.mean([_relative(part, amax, center) for part in by_length.values()])), -amax, at)
+            for amax in next(iter(by_length.values())).tries
+            for at, center in enumerate(means)
+        )
+        found.amax[name] = -amax
+        found.loss[name] = [
+            _loss(length, part, -amax, means[at]) for length, part in sorted(by_length.items())
+        ]
+        if at:
+            found.centers[name] = means[at].flatten().cpu().numpy()
+    return found
+
+
+def deltas_of(model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]) -> dict[str, list[float]]:
+    """What centring adds to the biases of a model, float32 values by linear."""
+    import torch
+
+    added: dict[str, list[float]] = {}
+    for name, center in centers.items():
+        value, output = (plan.family.require_beside(name, role) for role in ("value", "output"))
+        weight: Any = model.get_submodule(output).weight
+        moved = weight.detach().double() @ torch.from_numpy(center).to(weight.device)
+        added |= {value: (-center).astype(np.float32).tolist(), output: moved.float().cpu().tolist()}
+    return added
+
+
+def bias_of(model: "PreTrainedModel", plan: Plan, attention: str, role: Any) -> "torch.Tensor | None":
+    """Bias of the value or the output projection of an attention; None where it has none of its own."""
+    linear = plan.family.beside(attention, role)
+    return getattr(model.get_submodule(linear), "bias", None) if linear else None
+
+
+def _relative(part: _Sums, amax: float, center: "torch.Tensor | None") -> float:
+    return part.tries[amax].error(center) / max(float(part.power), 1e-30)
+
+
+def _loss(length: int, part: _Sums, amax: float, center: "torch.Tensor | None") -> SoftmaxLoss:
+    tried = part.tries[amax]
+    return SoftmaxLoss(
+        length=length,
+        zeroed=float(tried.zeroed) / part.rows,
+        clipped=float(tried.clipped) / part.rows,
+        error=float(np.sqrt(_relative(part, amax, center))),
+    )
+
+
+@contextmanager
+def _watched(
+    model: "PreTrainedModel", plan: Plan, name: str, sums: dict[int, _Sums], amaxes: tuple[float, ...]
+) -> Iterator[None]:
+    """Add up what an attention's softmax and values are, by the length of the input."""
+    import torch
+
+    module: Any = model.get_submodule(name)
+    values: list[torch.Tensor] = []
+
+    def keep(_: Any, inputs: tuple[Any, ...]) -> None:
+        values[:] = [inputs[0].detach()]
+
+    def add(_: Any, inputs: tuple[Any, ...]) -> None:
+        heads, length, size = _heads(model, plan, name, values[0]), *values[0].shape[-2:]
+        value = values.pop().reshape(-1, heads, length, size)
+        weights = inputs[0].detach().reshape(-1, heads, length, length)
+        edge = next((edge for edge in LENGTHS if length <= edge), length)
+        part = sums.setdefault(edge, _Sums(tries={amax: _Try() for amax in amaxes}))
+        some = max(1, CHUNK // weights[0].numel())
+        for p, v in zip(torch.split(weights, some), torch.split(value, some), strict=True):
+            part.add(p, v)
+
+    with (
+        module.v_bmm_quantizer.register_forward_pre_hook(keep),
+        module.p_bmm_quantizer.register_forward_pre_hook(add),
+    ):
+        yield
+
+
+def _heads(model: "PreTrainedModel", plan: Plan, name: str, value: "torch.Tensor") -> int:
+    """Heads of an attention; some families fold them into the batch."""
+    if value.ndim == 4:
+        return int(value.shape[1])
+    output: Any = model.get_submodule(plan.family.require_beside(name, "output"))
+    return int(output.in_features) // int(value.shape[-1])
