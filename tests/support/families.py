@@ -20,6 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "roberta": _BEHIND_PADDING,
     "xlm-roberta": _BEHIND_PADDING,
     "camembert": _BEHIND_PADDING,
+    "electra": _NARROW | {"embedding_size": 16},
     "albert": _NARROW | {"num_hidden_layers": 2 * LAYERS, "num_hidden_groups": LAYERS, "embedding_size": 16},
     "distilbert": {
         "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": INTERMEDIATE,
