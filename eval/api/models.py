@@ -85,7 +85,8 @@ def quantize(
     if chosen.export.gelu == "tanh":
         use_tanh_gelu(twin, type(model).__name__)
     plan = resolve(chosen, module_table(twin), twin.base_model_prefix)
-    batches = _Batches(samples, chosen.calibration.batch_size, int(twin.config.pad_token_id or 0))
+    longest = plan.family.positions(twin.config)
+    batches = _Batches(samples, chosen.calibration.batch_size, longest)
     record = ptq.calibrate(twin, plan, batches, chosen.calibration, progress)
     record.data["source"] = "samples in memory"
     return Quantized(twin, chosen, plan, record)
@@ -125,23 +126,23 @@ class _Batches:
 
     samples: Samples
     batch_size: int
-    pad_id: int
+    longest: int  # tokens of a sample
 
     def __post_init__(self) -> None:
         if iter(self.samples) is self.samples:
             raise UserError("calibration goes over its samples more than once; give a list, not an iterator")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = (row for given in self.samples for row in _rows(given))
-        for _, batch in equal_length_batches(rows, self.batch_size, pad_id=self.pad_id):
+        rows = (row for given in self.samples for row in _rows(given, self.longest))
+        for _, batch in equal_length_batches(rows, self.batch_size, pad_id=0):  # of one length: no padding
             yield batch
 
 
-def _rows(given: Mapping[str, Any]) -> Iterator[Sample]:
+def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
     """The samples of an item, without padding.
 
     Raises:
-        UserError: no input_ids, or arrays of different shapes.
+        UserError: no input_ids, arrays of different shapes, or more tokens than the model has positions.
     """
     if "input_ids" not in given:
         raise UserError(f"a calibration sample has {', '.join(given) or 'nothing'}, but no input_ids")
@@ -155,6 +156,10 @@ def _rows(given: Mapping[str, Any]) -> Iterator[Sample]:
             "give one shape"
         )
     for row, kept in enumerate(mask.astype(bool)):
+        if kept.sum() > longest:
+            raise UserError(
+                f"a calibration sample has {kept.sum()} tokens, but the model has {longest} positions; cut it"
+            )
         if kept.any():
             yield Sample(row, ids[row][kept], types[row][kept], False)
 

@@ -17,7 +17,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
 from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.families.known import family_named, family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import Recipe
@@ -55,7 +55,7 @@ class Target:
     @property
     def family(self) -> Family:
         """The family that the recipe, and so the model, is of."""
-        return family_of(self.session.recipe.model.family)
+        return family_named(self.session.recipe.model.family)
 
     @property
     def vocabulary(self) -> int:
@@ -157,7 +157,7 @@ def real_split(
     split = load_split(chosen, data or session.data_source, chosen.eval_splits[0], limit=limit)
     longest = session.recipe.export.max_length
     encoded = encode(split, chosen, loaded, longest)
-    pad_id = int(loaded.pad_token_id or 0)
+    pad_id = int(loaded.pad_token_id)
     largest = max(int(ids.max()) for ids in encoded.input_ids)
     if largest >= target.vocabulary:
         raise UserError(

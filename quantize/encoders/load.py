@@ -161,6 +161,18 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     )
 
 
+def load_config(name: str, revision: str | None = None) -> Any:
+    """Configuration of a supported model, of sentence-transformers too; arguments as `load_model`.
+
+    Raises:
+        UserError: not found, or an unsupported architecture.
+    """
+    with quiet("transformers"), explained(name):
+        commit = model_commit(name, revision)
+        folder = read_sentence_folder(name, commit)
+        return _supported_config(name, commit, folder.encoder if folder else "")
+
+
 def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
     from transformers import AutoConfig
 
@@ -181,10 +193,10 @@ def _require_replaceable(config: Any, name: str) -> None:
 def load_tokenizer(
     name: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
 ) -> "PreTrainedTokenizerBase":
-    """Fast tokenizer of the model; arguments as `load_model`.
+    """Fast tokenizer with a pad token; arguments as `load_model`.
 
     Raises:
-        UserError: no tokenizer files, or only a slow tokenizer.
+        UserError: no tokenizer files, only a slow tokenizer, or one that cannot pad.
     """
     from transformers import AutoTokenizer
 
@@ -203,6 +215,24 @@ def load_tokenizer(
     if tokenizer.vocab_size <= len(tokenizer.all_special_ids):
         # transformers makes one up when there are no files, and then every word is unknown
         raise UserError(f"model {name} has no tokenizer files; save its tokenizer beside the weights")
+    if tokenizer.pad_token_id is None:
+        raise UserError(
+            f"the tokenizer of model {name} has no pad token; name one in tokenizer_config.json, "
+            "key pad_token"
+        )
+    return tokenizer
+
+
+def tokenizer_of(
+    model: str, revision: str | None = None, kind: TaskKind = CLASSIFICATION
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a supported model, held to its configuration; arguments as `load_model`.
+
+    Raises:
+        UserError: as `load_tokenizer` and `load_config`, or it pads otherwise than the model expects.
+    """
+    tokenizer, config = load_tokenizer(model, revision, kind), load_config(model, revision)
+    family_of(config).require_padding(config, tokenizer.pad_token_id, model)
     return tokenizer
 
 

@@ -12,7 +12,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.encoders.identity import model_fingerprint
-from qdqbench.quantize.encoders.load import load_model, load_tokenizer, use_tanh_gelu
+from qdqbench.quantize.encoders.load import load_model, tokenizer_of, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families.known import require_family
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -108,12 +108,12 @@ class Session:
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's fast tokenizer."""
-        return load_tokenizer(self.model_name, self.config.revision)
+        return tokenizer_of(self.model_name, self.config.revision)
 
     @property
     def pad_id(self) -> int:
         """Token id of padding."""
-        return int(self.tokenizer.pad_token_id or 0)
+        return int(self.tokenizer.pad_token_id)
 
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""

@@ -14,7 +14,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.identity import model_commit, model_fingerprint
 from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.encoders.load import load_encoder, load_tokenizer
+from qdqbench.quantize.encoders.load import load_encoder, tokenizer_of
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.identity import made_with
@@ -76,7 +76,7 @@ class _Data:
 
     @property
     def pad_id(self) -> int:
-        return int(self.tokenizer.pad_token_id or 0)
+        return int(self.tokenizer.pad_token_id)
 
 
 def finetune(request: Request, accelerator: "Accelerator") -> Finetuning:
@@ -133,7 +133,7 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
 
 def _load(request: Request) -> _Data:
     task, length = request.task, request.max_length
-    tokenizer = load_tokenizer(request.base, request.revision)
+    tokenizer = tokenizer_of(request.base, request.revision)
     drawn = {"limit": request.limit, "seed": 0} if request.limit else {}
     split = load_split(task, request.data, task.train_split, **drawn)
     judging = {name: load_split(task, request.data, name) for name in task.eval_splits}

@@ -49,8 +49,8 @@ def copied(sst2, tmp_path):
     return model, data
 
 
-def config_edited(model, **changes):
-    path = model / "config.json"
+def config_edited(model, file="config.json", **changes):
+    path = model / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -115,6 +115,10 @@ DAMAGED = {
             path.unlink() for path in m.iterdir() if path.name not in ("config.json", "model.safetensors")
         ],
         [r"tokenizer"],
+    ),
+    "no-pad-token": (
+        lambda m, d: config_edited(m, "tokenizer_config.json", pad_token=None),
+        [r"tokenizer of model .* has no pad token", r"key pad_token"],
     ),
     "shapes-differ": (
         lambda m, d: config_edited(m, intermediate_size=96),

@@ -81,6 +81,7 @@ def test_an_export_holds_to_the_recipe(made, tmp_path):
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "have shapes"),
         (iter([{"input_ids": [1, 2]}]), "more than once; give a list"),
         ([], "no samples"),
+        ([{"input_ids": [7] * 129}], "has 129 tokens, but the model has 128 positions"),
     ],
 )
 def test_samples_that_cannot_be_read_are_one_sentence(samples, message, model):

@@ -11,11 +11,20 @@ import pytest
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.identity import describe_model, model_fingerprint
-from qdqbench.quantize.encoders.load import load_model, load_tokenizer, use_tanh_gelu
+from qdqbench.quantize.encoders.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_of,
+    use_tanh_gelu,
+)
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.rundir.session import require_fit
 
+from ...support.families import write_model
 from ...support.tiny_bert import (
     ATTENTIONS,
     LAYERS,
@@ -239,6 +248,26 @@ class TestRefused:
     def test_a_broken_tokenizer(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{")
         assert "cannot load tokenizer" in failure(load_tokenizer, folder)
+
+    def test_a_tokenizer_that_cannot_pad(self, folder: Path) -> None:
+        edit_json(folder / "tokenizer_config.json", pad_token=None)
+        assert "has no pad token; name one in tokenizer_config.json" in failure(load_tokenizer, folder)
+
+    def test_padding_that_is_not_what_positions_are_counted_by(self, tmp_path: Path) -> None:
+        write_model(tmp_path, "roberta")
+        tokenizer_of(str(tmp_path))
+        edit_json(tmp_path / "config.json", pad_token_id=0)
+        assert "pads with id 1, but the model counts its positions by pad_token_id 0" in failure(
+            tokenizer_of, tmp_path
+        )
+
+    def test_positions_behind_the_padding_are_fewer(self, tmp_path: Path) -> None:
+        config = load_config(str(write_model(tmp_path, "camembert")))
+        recipe = load_recipe("roberta-int8-linears")
+        require_fit(recipe, "mine", config)
+        config.max_position_embeddings -= 1
+        with pytest.raises(UserError, match="max_length is 128, but model mine has 127 positions"):
+            require_fit(recipe, "mine", config)
 
 
 def test_code_in_the_repository_never_runs(folder: Path) -> None:
