@@ -8,12 +8,13 @@ A few tokens with huge outliers can rule a mean that is wrong for all others: a 
 the output of its layer nearer to FP32 is taken back.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Batch
+from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of one layer for one batch
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets for one batch besides the hidden state
 
 
 def correct_biases(
@@ -41,38 +42,41 @@ def correct_biases(
     """
     import torch
 
-    family, linears = family_of(model.config), list(linears)
+    family = family_of(model.config)
+    linears = [name for name in linears if model.get_submodule(name).bias is not None]
+    if not linears:
+        return {}
     layers = {name: model.get_submodule(name) for name in family.layer_names(model)}
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
         with quantizers_off(model):
-            exact = _calls(model, next(iter(layers.values())), _some(batches))
-        calls = exact
+            exact, given = _calls(model, layers, _some(batches))
+        states = exact
         for name, layer in layers.items():
-            groups = _steps(name, linears, model, family)
+            run = partial(_run, layer, given[name])
+            groups = _steps(name, linears, family)
             with (
                 quantizers_off(model),
                 _means(model, [name for group in groups for name in group]) as targets,
             ):
-                exact = _run(layer, exact)
+                exact = run(exact)
             with _rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
-                added |= _correct_layer(model, layer, groups, targets, calls, exact)
-                calls = _run(layer, calls)
+                added |= _correct_layer(model, groups, targets, partial(run, states), exact)
+                states = run(states)
     return added
 
 
-def _correct_layer(  # noqa: PLR0913, PLR0917
+def _correct_layer(
     model: "PreTrainedModel",
-    layer: Any,
     groups: list[list[str]],
     targets: "dict[str, torch.Tensor]",
-    calls: list[Call],
-    exact: list[Call],
+    run: "Callable[[], list[torch.Tensor]]",
+    exact: "list[torch.Tensor]",
 ) -> dict[str, list[float]]:
     """Correct the groups of one layer, each for what it gets after the one before was corrected."""
     added: dict[str, list[float]] = {}
     with _means(model, groups[0] if groups else []) as means:
-        error = _error(_run(layer, calls), exact)
+        error = _error(run(), exact)
     for number, group in enumerate(groups):
         step = {name: (targets[name] - means[name]).float().cpu().tolist() for name in group}
         linears: dict[str, Any] = {name: model.get_submodule(name) for name in group}
@@ -80,28 +84,33 @@ def _correct_layer(  # noqa: PLR0913, PLR0917
         apply_biases(model, step)
         following = groups[number + 1] if number + 1 < len(groups) else []
         with _means(model, following) as next_means:
-            now = _error(_run(layer, calls), exact)
+            now = _error(run(), exact)
         if now < error:
             added, error = added | step, now
         else:
             for name, bias in before.items():
                 linears[name].bias.copy_(bias)
             with _means(model, following) as next_means:
-                _run(layer, calls)
+                run()
         means = next_means
     return added
 
 
-def _error(calls: list[Call], exact: list[Call]) -> float:
+def _error(made: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
     """Squared error of a layer's output over every batch."""
-    pairs = zip(calls, exact, strict=True)
-    return sum(float((_hidden(ours) - _hidden(theirs)).double().square().sum()) for ours, theirs in pairs)
+    pairs = zip(made, exact, strict=True)
+    return sum(float((ours - theirs).double().square().sum()) for ours, theirs in pairs)
 
 
-def _hidden(call: Call) -> "torch.Tensor":
-    args, kwargs = call
-    value: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-    return value
+def bias_notes(model: "PreTrainedModel", linears: Iterable[str]) -> list[str]:
+    """One sentence where INT8 linears of encoder layers have no bias that could be corrected."""
+    family = family_of(model.config)
+    found = [name for name in linears if family.layer_of(name) is not None]
+    lost = [name for name in found if model.get_submodule(name).bias is None]
+    if not lost:
+        return []
+    count = f"{len(lost)} of {len(found)}"
+    return [f"bias correction left out {count} INT8 linears, which have no bias: {name_list(lost)}"]
 
 
 def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> None:
@@ -114,11 +123,11 @@ def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> Non
             bias += torch.tensor(values, dtype=bias.dtype, device=bias.device)
 
 
-def _steps(layer: str, linears: Iterable[str], model: "PreTrainedModel", family: Family) -> list[list[str]]:
+def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:
     """Linears of a layer in the order in which they run; q, k and v run side by side."""
     groups: dict[str, list[str]] = {}
     for name in linears:
-        if name.startswith(f"{layer}.") and model.get_submodule(name).bias is not None:
+        if name.startswith(f"{layer}."):
             groups.setdefault(family.kind(name), []).append(name)
     return list(groups.values())
 
@@ -132,30 +141,30 @@ def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
             return
 
 
-def _calls(model: "PreTrainedModel", first: Any, batches: Iterable[Batch]) -> list[Call]:
-    """Arguments of the first layer for every batch."""
-    calls: list[Call] = []
+def _calls(
+    model: "PreTrainedModel", layers: Mapping[str, Any], batches: Iterable[Batch]
+) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
+    """What the first layer reads for every batch, and what each layer gets besides: masks, positions."""
+    states: list[torch.Tensor] = []
+    given: dict[str, list[Given]] = {name: [] for name in layers}
 
-    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
+    def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name == next(iter(layers)):
+            states.append(args[0])
+        given[name].append((args[1:], kwargs))
 
-    with first.register_forward_pre_hook(keep, with_kwargs=True):
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
         for batch in batches:
             forward(model, batch)
-    return calls
+    return states, given
 
 
-def _run(layer: Any, calls: list[Call]) -> list[Call]:
-    """One layer over every batch; the arguments of the next layer."""
-    following = []
-    for args, kwargs in calls:
-        output = layer(*args, **kwargs)
-        hidden = output[0] if isinstance(output, tuple) else output
-        if args:
-            following.append(((hidden, *args[1:]), kwargs))
-        else:
-            following.append((args, kwargs | {"hidden_states": hidden}))
-    return following
+def _run(layer: Any, given: list[Given], states: "list[torch.Tensor]") -> "list[torch.Tensor]":
+    """One layer over every batch; what the next layer reads."""
+    outputs = [layer(state, *args, **kwargs) for state, (args, kwargs) in zip(states, given, strict=True)]
+    return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
 
 @contextmanager

@@ -39,16 +39,18 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
     for name, each in fused.splits.items():
         rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
         if name not in splits and rows in quantizers:
-            quantizers[rows] = _without_copies(quantizers[rows], each.extra)
+            quantizers[rows] = _without_copies(quantizers[rows], each.extra, 1 + family.gated)
     parts = {"smoothing": smoothing, "splits": splits, "centers": centers, "softmax": softmax}
     return fused.model_copy(update={"quantizers": quantizers, **parts})
 
 
-def _without_copies(state: QuantizerState, extra: int) -> QuantizerState:
-    """Amax of the rows that the model has, which come first."""
+def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerState:
+    """Amax of the rows that the model has, which come first: of the channels, and of their gates."""
     if not isinstance(state.amax, list):
         return state
-    return state.model_copy(update={"amax": state.amax[:-extra]})
+    width = len(state.amax) // parts
+    kept = [value for n, value in enumerate(state.amax) if n % width < width - extra]
+    return state.model_copy(update={"amax": kept})
 
 
 def without_corrections(recipe: Recipe) -> Recipe:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibrate import smoothing, softmax, splitting
-from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
+from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_biases
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
     ChannelSplit,
@@ -148,6 +148,7 @@ def calibrate(
 
         with native(model) if model.device.type == "cuda" else contextlib.nullcontext():
             biases = correct_biases(model, plan.int8, batches)
+        notes += bias_notes(model, plan.int8)
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},

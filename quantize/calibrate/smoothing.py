@@ -11,7 +11,7 @@ s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and multiplies column j of its weigh
 
 In an INT8 attention channel d of q is multiplied by t_d and that of k divided by it, which leaves every score
 as it was; t_d makes their largest magnitudes equal, as in Nagel et al. 2019 (arXiv 1906.04721, section 4.1)
-for two layers.
+for two layers. Rotary positions mix two channels of a head, which then share one t.
 
 Linears that read the same tensor share one s, so that their GEMMs can still be merged. Every s is a power of
 two: the model's outputs stay the same bit for bit until something is quantized.
@@ -33,6 +33,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.fakequant.quantizers import quantizers_off
 from qdqbench.quantize.fakequant.residual import QUANTIZER
+from qdqbench.quantize.families.family import Family, Rows
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -62,8 +63,11 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
     rows = _move_into_rows(model, plan, wanted, ranges)
     for name in heads:
         query, key = _scored(plan, name)
-        balance = _power_of_two(np.sqrt(_ratio(ranges.outputs[key], ranges.outputs[query])))
-        rows.rows[query], rows.rows[key] = balance.tolist(), (1 / balance).tolist()
+        size = int(getattr(model.get_submodule(name), plan.family.head_size))
+        ours, theirs = (_head_ranges(ranges, made, size, plan.family) for made in (query, key))
+        balance = _power_of_two(np.sqrt(_ratio(theirs, ours)))
+        _scale_rows(rows, model, query, balance)
+        _scale_rows(rows, model, key, 1 / balance)
     apply(model, rows)
     left = {name: how for name, how in wanted.items() if name not in rows.columns}
     inputs = _move_from_inputs(model, left, sources, ranges)
@@ -77,10 +81,26 @@ def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
     return {name: how for name, how in found.items() if how != "none"}
 
 
-def _scored(plan: Plan, attention: str) -> tuple[str, str]:
-    """Linears that make q and k of an attention."""
-    family = plan.family
-    return family.require_beside(attention, "query"), family.require_beside(attention, "key")
+def _scored(plan: Plan, attention: str) -> tuple[Rows, Rows]:
+    """What makes q and k of an attention."""
+    return plan.family.made_by(attention, "query"), plan.family.made_by(attention, "key")
+
+
+def _head_ranges(ranges: "Ranges", made: Rows, size: int, family: Family) -> Float64:
+    """Largest magnitude of each channel of q or k; the same for both of a pair that is rotated together."""
+    found: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
+    if family.rotary:
+        pairs = found.reshape(-1, 2, size // 2)
+        found = np.broadcast_to(pairs.max(axis=1, keepdims=True), pairs.shape).ravel()
+    return found
+
+
+def _scale_rows(found: Smoothing, model: "PreTrainedModel", made: Rows, factors: Float64) -> None:
+    """Add factors of q, k or v to those of the linear that makes it."""
+    before = found.rows.get(made.linear) or [1.0] * len(_weight(model, made.linear))
+    parts = np.reshape(np.array(before), (made.parts, -1))
+    parts[made.part] *= factors
+    found.rows[made.linear] = parts.ravel().tolist()
 
 
 def _move_into_rows(
@@ -89,10 +109,10 @@ def _move_into_rows(
     """Factors of output projections that go into the rows of the value projections."""
     found = Smoothing()
     for name, how in wanted.items():
-        value = plan.family.beside(name, "value")
-        if value is not None and plan.family.role(name) == "output" and how != "gain":
+        if plan.family.role(name) == "output" and how != "gain":
             scale = _scales([_weight(model, name)], ranges.inputs[name], float(how))
-            found.rows[value], found.columns[name] = (1 / scale).tolist(), scale.tolist()
+            found.columns[name] = scale.tolist()
+            _scale_rows(found, model, plan.family.made_by(name, "value"), 1 / scale)
     return found
 
 
@@ -214,8 +234,8 @@ def measure_ranges(
 ) -> Ranges:
     """Ranges of the inputs of linears that the plan smooths and `also`, and of q and k of its attentions."""
     inputs = [*_smoothed(plan, plan.int8), *also]
-    outputs = [linear for name in _smoothed(plan, plan.attention) for linear in _scored(plan, name)]
-    return largest_of(model, inputs, outputs, run)
+    outputs = [made.linear for name in _smoothed(plan, plan.attention) for made in _scored(plan, name)]
+    return largest_of(model, inputs, list(dict.fromkeys(outputs)), run)
 
 
 @dataclass

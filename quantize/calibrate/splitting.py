@@ -4,7 +4,8 @@ In BERT one or two channels of a feed-forward carry a massive activation (Sun et
 and meet a weight of like size (Yu et al. 2024, arXiv 2411.07191), so that no factor between the two helps.
 Zhao et al. 2019 (arXiv 1901.09504) split such a channel: n copies of it, each with 1/n of the product. Here n
 is a power of two, one part of which divides the activation and the other the weight. The copies are rows of
-the first linear and columns of the second; the activation is divided by a Mul before its Q.
+the first linear and columns of the second; the activation is divided by a Mul before its Q. Of a gated
+feed-forward (GeGLU) the rows of a channel's gate are copied with it.
 
 Equal copies would all be rounded in the same direction, and their errors would add up to that of the channel
 before. So each copy divides its activation a little more than the one before, and its weight less (`SPREAD`);
@@ -88,42 +89,47 @@ def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
     import torch
     from torch import nn
 
+    family = family_of(model.config)
     for name, found in splits.items():
         first, second = _linears(model, name)
         layout = layout_of(found, second.in_features)
         index = torch.from_numpy(layout.channels).to(second.weight.device)
+        rows = torch.from_numpy(rows_of(layout.channels, second.in_features, family)).to(index.device)
         with torch.no_grad():
-            first.weight = nn.Parameter(first.weight[index])
+            first.weight = nn.Parameter(first.weight[rows])
             if first.bias is not None:
-                first.bias = nn.Parameter(first.bias[index])
+                first.bias = nn.Parameter(first.bias[rows])
             second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
-        first.out_features = second.in_features = len(index)
+        first.out_features, second.in_features = len(rows), len(index)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
     if len(splits) == model.config.num_hidden_layers:
         # so that it can be saved, and loaded again
-        setattr(model.config, family_of(model.config).intermediate, len(index))
+        setattr(model.config, family.intermediate, len(index))
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
     """To be called after each step of a training: copies follow their original again, bit for bit."""
     import torch
 
-    ties = []
+    ties, family = [], family_of(model.config)
     for name, found in splits.items():
         first, second = _linears(model, name)
-        width = second.in_features - found.extra
+        wide, device = second.in_features, second.weight.device
+        width = wide - found.extra
         layout = layout_of(found, width)
-        index = torch.from_numpy(layout.channels[width:]).to(second.weight.device)
+        index = torch.from_numpy(layout.channels[width:]).to(device)
+        copies = torch.from_numpy(rows_of(np.arange(width, wide), wide, family)).to(device)
+        own = torch.from_numpy(rows_of(layout.channels[width:], wide, family)).to(device)
         # a power of two lies between the two, so this product has the bits of that in `apply`
         columns = layout.columns[width:] / layout.columns[layout.channels[width:]]
-        ties.append((first, second, width, index, second.weight.new_tensor(columns)))
+        ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
 
     def tie() -> None:
         with torch.no_grad():
-            for first, second, width, index, columns in ties:
-                first.weight[width:] = first.weight[index]
+            for first, second, (copies, own), (width, index), columns in ties:
+                first.weight[copies] = first.weight[own]
                 if first.bias is not None:
-                    first.bias[width:] = first.bias[index]
+                    first.bias[copies] = first.bias[own]
                 second.weight[:, width:] = second.weight[:, index] * columns
 
     return tie
@@ -136,13 +142,20 @@ def merge(
     merged = dict(weights)
     for name, found in splits.items():
         key = f"{name}.weight"
-        width = weights[key].shape[1] - found.extra
+        wide = weights[key].shape[1]
+        width = wide - found.extra
+        rows = rows_of(np.arange(width), wide, family)
         columns = layout_of(found, width).columns[:width]
         merged[key] = weights[key][:, :width] / weights[key].new_tensor(columns)  # powers of two
         for part in ("weight", "bias"):
             if (key := f"{family.require_beside(name, 'ffn-in')}.{part}") in weights:
-                merged[key] = weights[key][:width]
+                merged[key] = weights[key][rows]
     return merged
+
+
+def rows_of(channels: Int64, width: int, family: Family) -> Int64:
+    """Rows of the first linear that make these of `width` channels: their own, and those of their gates."""
+    return np.concatenate([channels + half * width for half in range(1 + family.gated)])
 
 
 @dataclass(frozen=True)

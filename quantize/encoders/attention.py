@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.core.errors import UserError
-
 if TYPE_CHECKING:
     import torch
 ATTENTION = "qdq_eager"
@@ -14,7 +12,8 @@ def _register_attention() -> None:
     """Eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
 
     ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
-    softmax Q/DQ into the fake-quant model and the traced graph alike.
+    softmax Q/DQ into the fake-quant model and the traced graph alike. A sliding window is in the mask alone,
+    [B, 1, L, L] then, and [B, 1, 1, L] without one.
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,10 +26,8 @@ def _register_attention() -> None:
         attention_mask: "torch.Tensor | None",
         scaling: float | None = None,
         dropout: float = 0.0,
-        sliding_window: int | None = None,
         **_: Any,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        _refuse_window(sliding_window)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = torch.matmul(query, key.transpose(2, 3)) * scaling
         if attention_mask is not None:
@@ -43,24 +40,20 @@ def _register_attention() -> None:
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
     def mask(
+        *,
         attention_mask: "torch.Tensor | None" = None,
         dtype: "torch.dtype" = torch.float32,
         local_size: int | None = None,
-        **_: Any,
+        **sizes: Any,
     ) -> "torch.Tensor | None":
-        _refuse_window(local_size)
-        if attention_mask is None:
-            return None
-        return (1.0 - attention_mask[:, None, None, :].to(dtype)) * MASK_FILL
+        seen = attention_mask if attention_mask is None else attention_mask[:, None, None, :]
+        if local_size is not None:  # to both sides
+            rows, columns = (
+                torch.arange(sizes[n], device=sizes["device"]) for n in ("q_length", "kv_length")
+            )
+            near = (rows[:, None] - columns).abs() <= local_size
+            seen = near[None, None] if seen is None else near & seen.bool()
+        return None if seen is None else (1.0 - seen.to(dtype)) * MASK_FILL
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, mask)
-
-
-def _refuse_window(size: int | None) -> None:
-    """The mask hides padding alone, so a layer with a window would attend to all tokens without a word."""
-    if size is not None:
-        raise UserError(
-            f"the model attends to a sliding window of {size} tokens, which the attention that can be "
-            "quantized does not have; take a model with full attention"
-        )

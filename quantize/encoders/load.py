@@ -182,8 +182,7 @@ def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 
 def _require_replaceable(config: Any, name: str) -> None:
-    family = family_of(config, name)
-    if family.sliding_window or not family.attention_interface:
+    if not family_of(config, name).attention_interface:
         raise UserError(
             f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
             "can be quantized"
@@ -237,16 +236,18 @@ def tokenizer_of(
 
 
 def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
-    """Replace every GELU by its tanh form, in place (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2).
+    """Replace every GELU of the layers by its tanh form, in place.
 
-    The forms differ by 5e-4 at most, a small part of an INT8 step behind a feed-forward layer.
+    Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2. The forms differ by 5e-4 at most, a small part of
+    an INT8 step behind a feed-forward layer.
 
     Raises:
         UserError: the model's activation is not the exact GELU.
     """
     from transformers.activations import ACT2FN, GELUActivation
 
-    field = family_of(model.config).activation
+    family = family_of(model.config)
+    field = family.activation
     activation = getattr(model.config, field)
     if activation == TANH:
         return
@@ -255,8 +256,8 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
             f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
             "layers; set export.gelu to exact"
         )
-    for module in model.modules():
+    for path, module in model.named_modules():
         for child, found in module.named_children():
-            if isinstance(found, GELUActivation):
+            if isinstance(found, GELUActivation) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
     setattr(model.config, field, TANH)

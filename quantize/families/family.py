@@ -32,6 +32,14 @@ class Place(NamedTuple):
     path: str  # inside the layer; empty for the layer itself
 
 
+class Rows(NamedTuple):
+    """One of equal parts of the rows of a linear's weight."""
+
+    linear: str
+    part: int
+    parts: int
+
+
 @dataclass(frozen=True)
 class Residual:
     """A tensor that a layer adds to what a linear made."""
@@ -61,8 +69,9 @@ class Family:
     inputs: tuple[str, ...]  # of `forward`, in the order of the graph's inputs
     head_size: str = "attention_head_size"  # attribute of the attention
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
+    gated: bool = False  # the first feed-forward makes every channel, then the gate of every channel
+    rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
-    sliding_window: bool = False  # some layers attend to near tokens only
     given_sums: bool = False  # layers are given a module for each residual: `quantize/encoders/sums.py`
     layers_return_tuples: bool = False
     shared_layers: bool = False  # each layer is a group, whose weights run several times
@@ -122,6 +131,18 @@ class Family:
         if (found := self.beside(name, role)) is None:
             raise UserError(f"family {self.name} has no linear of its own for {role} beside {name}")
         return found
+
+    def made_by(self, name: str, role: Role) -> Rows:
+        """What makes q, k or v in the layer that a module is in: a linear of its own, or a part of one.
+
+        Raises:
+            UserError: the family has no such linear.
+        """
+        place = self.place(name)
+        for path, roles in ((path, found.split(", ")) for path, found in self.linears.items()):
+            if place and role in roles:
+                return Rows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
+        raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
     def splittable(self, linears: Iterable[str]) -> list[str]:
         """Second feed-forward linears, whose outlier channels can be split."""

@@ -8,9 +8,10 @@ from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.distilbert import DISTILBERT
 from qdqbench.quantize.families.electra import ELECTRA
 from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.modernbert import MODERNBERT
 from qdqbench.quantize.families.roberta import ROBERTA
 
-FAMILIES = (BERT, ROBERTA, ELECTRA, DISTILBERT, ALBERT)  # whose whole path is tested
+FAMILIES = (BERT, ROBERTA, ELECTRA, DISTILBERT, ALBERT, MODERNBERT)  # whose whole path is tested
 
 
 def family_of(of: Any, model: str = "") -> Family:

@@ -81,7 +81,7 @@ def trace(
     device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
     buffer = io.BytesIO()
-    with _exporting(model):
+    with _silent_exporter():
         try:
             torch.onnx.export(
                 model,
@@ -169,13 +169,8 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
 
 
 @contextlib.contextmanager
-def _exporting(model: "PreTrainedModel") -> Iterator[None]:
-    """Tuples instead of output classes, and none of the exporter's advice on its own deprecation."""
-    before = model.config.return_dict
-    model.config.return_dict = False
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        model.config.return_dict = before
+def _silent_exporter() -> Iterator[None]:
+    """None of the exporter's advice on its own deprecation."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -26,6 +26,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": INTERMEDIATE,
         "max_position_embeddings": POSITIONS,
     },
+    "modernbert": _NARROW | {
+        "local_attention": 8, "classifier_pooling": "mean", "pad_token_id": 0, "cls_token_id": 2,
+        "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3,
+    },
 }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from qdqbench.eval.accuracy import switches
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
 from qdqbench.quantize.encoders.inputs import inputs_of, widened
 from qdqbench.quantize.encoders.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.encoders.modules import module_table
@@ -19,7 +18,7 @@ from qdqbench.quantize.families import known as family_module
 from qdqbench.quantize.families.albert import ALBERT
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.distilbert import DISTILBERT
-from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.family import ENCODER_KINDS, Family
 from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
 from qdqbench.quantize.families.roberta import ROBERTA
 from qdqbench.quantize.graph.export import trace
@@ -29,9 +28,6 @@ from qdqbench.quantize.tasks.classification import CLASSIFICATION
 
 from ...support.families import new_model
 from ...support.tiny_bert import INT8, new_bert, recipe_with
-
-KINDS = ["qkv", "qkv", "qkv", "output", "ffn-in", "ffn-out"] * 2
-
 
 every_model = pytest.mark.parametrize(
     ("family", "model_type"), [pytest.param(f, name, id=name) for f in FAMILIES for name in f.model_types]
@@ -48,7 +44,8 @@ def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: st
         return [name for name, info in table.items() if info.kind == kind]
 
     inside = [name for name in of("Linear") if family.place(name)]
-    assert sorted(map(family.kind, inside)) == sorted(KINDS)
+    assert len(inside) == len(family.layer_names(model)) * len(family.linears)
+    assert {family.kind(name) for name in inside} == set(ENCODER_KINDS)
     outside = [family.kind(name) for name in of("Linear") if name not in inside]
     assert [kind for kind in outside if kind != "embeddings"] == ["pooler", "classifier"]
     layers = family.layer_names(model)
@@ -58,10 +55,13 @@ def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: st
     for layer in layers:
         roles = {role: family.beside(layer, role) for role in family.linears.values()}
         assert names.issuperset(roles.values())
-        norms = {f"{layer}.{path}" for path in family.norms}
-        assert norms == {name for name in of("LayerNorm") if name.startswith(f"{layer}.")}
         assert family.behind_attention(str(roles["output"]))
         assert not family.behind_attention(str(roles["ffn-in"]))
+    places = [place.path for name in of("LayerNorm") if (place := family.place(name))]
+    assert set(places) == {*family.norms}
+    assert len(places) == len(layers) * len(family.norms) - (
+        family.name == "modernbert"
+    )  # its first has one less
     base = model.base_model_prefix
     assert {f"{base}.{family.embeddings}", f"{base}.{family.embeddings_norm}"} <= names
     assert hasattr(model.config, family.activation)
@@ -75,7 +75,7 @@ def test_residuals_and_the_linears_that_read_them(family: Family, model_type: st
     found = [name for name, info in table.items() if info.kind == "Residual"]
     classes = family.residual_classes(model)
     assert found == [name for name, module in model.named_modules() if type(module) in classes]
-    if family is ALBERT:  # inside of modules that do more
+    if not family.residuals:  # inside of modules that do more, or read by no linear
         assert found == []
         return
     readers = {reader for name in found for reader in family.residual_readers(name)}
@@ -124,7 +124,7 @@ def test_a_sample_as_long_as_the_positions_runs_and_a_longer_one_does_not(
         batch = {name: torch.ones(1, length, dtype=torch.long) * 7 for name in BERT.inputs}
         batch["attention_mask"] = torch.ones(1, length, dtype=torch.long)
         batch["token_type_ids"] = torch.zeros(1, length, dtype=torch.long)
-        if length == 128:
+        if length == 128 or family.rotary:  # which has no table of positions
             assert model(**inputs_of(model, batch)).logits.isfinite().all()
         else:
             with pytest.raises((IndexError, RuntimeError)):
@@ -175,11 +175,10 @@ class TestOtherNamesAreLoud:
         with pytest.raises(UserError, match=r"is a 'gpt2'; supported here: bert, .*albert"):
             family_of("gpt2")
 
-    @pytest.mark.parametrize("change", [{"sliding_window": True}, {"attention_interface": False}])
     def test_an_attention_that_cannot_be_replaced(
-        self, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+        self, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(family_module, "FAMILIES", (replace(BERT, **change),))
+        monkeypatch.setattr(family_module, "FAMILIES", (replace(BERT, attention_interface=False),))
         with pytest.raises(UserError, match="whose attention cannot be replaced"):
             load_model(str(tiny_bert))
 
@@ -203,22 +202,6 @@ def test_a_plan_of_another_family() -> None:
     rules = [every, {"match": "*.1.attention.out_lin", "precision": "fp16"}]
     with pytest.raises(UserError, match=r"the output linear too .*layer\.1\.attention\.out_lin or set"):
         resolve(distilbert_recipe(rules), table, "distilbert")
-
-
-def test_a_sliding_window_is_refused() -> None:
-    import torch
-    from transformers import ModernBertConfig, ModernBertForSequenceClassification
-
-    _register_attention()
-    config = ModernBertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
-    )  # fmt: skip
-    config._attn_implementation = ATTENTION
-    model = ModernBertForSequenceClassification(config).eval()
-    ids = torch.ones(2, 8, dtype=torch.long)
-    with pytest.raises(UserError, match="sliding window of"):
-        model(input_ids=ids, attention_mask=ids)
 
 
 def test_padding_is_of_the_pad_token_and_masked() -> None:

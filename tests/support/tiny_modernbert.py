@@ -1,0 +1,30 @@
+"""ModernBERT with and without biases, deeper than that of `families`, and in INT8."""
+
+from typing import Any
+from unittest import mock
+
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.encoders.load import prepare_model
+
+from .families import SIZES, new_model
+from .tiny_bert import Quantized, calibration_batches, plan_of, recipe_with
+
+WINDOW = SIZES["modernbert"]["local_attention"] // 2  # tokens to each side, of layers 1 and 2 of 4
+
+
+def new_modernbert(*, biases: bool = False, pooling: str = "mean") -> Any:
+    """Random weights; layers 0 and 3 attend to every token."""
+    fields = {"norm_bias": biases, "attention_bias": biases, "mlp_bias": biases}
+    changes = {"num_hidden_layers": 4, "classifier_pooling": pooling, **fields}
+    with mock.patch.dict(SIZES, modernbert=SIZES["modernbert"] | changes):
+        return new_model("modernbert", labels=3)
+
+
+def quantized(model: Any, *, attention: bool = False, **calibration: Any) -> Quantized:
+    """A model in INT8, changed in place, with max calibration and what is given."""
+    prepare_model(model)
+    recipe = recipe_with(
+        f"modernbert-int8-{'attention' if attention else 'linears'}", calibration=calibration
+    )
+    plan = plan_of(recipe, model)
+    return Quantized(model, plan, ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
