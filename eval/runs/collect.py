@@ -6,12 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import Judgement, judge
 from qdqbench.eval.accuracy.logits import read_logits, score
-from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
+from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import (
     Comparison,
     FileRow,
@@ -31,6 +35,8 @@ from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.tasks.task import SECOND
 from qdqbench.quantize.train.record import RECORD
 
+# of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
+MOST_SOFTMAX_ERROR = 0.2
 ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
 
 
@@ -42,6 +48,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
     stages = stage_results(session)
     trained = quantized and config.recipe.qat is not None
     training = files.read_json(folder / QAT / RECORD) if trained else None
+    calibrated = read_record(session.record_path) if quantized else None
     verification = None if isinstance(verified, Skipped) else verified
     split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
     results = Results(
@@ -59,7 +66,8 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         seed=config.seed,
         quantized_layers=list(session.plan.int8),
         high_precision_layers=list(session.plan.high),
-        quantizers=list(read_record(session.record_path).rows()) if quantized else [],
+        quantizers=list(calibrated.rows()) if calibrated else [],
+        softmax=calibrated.softmax if calibrated else [],
         files=_files(folder),
         findings=files.read_json(folder / "check.json")["findings"],
         parity=_parity(session) if quantized else None,
@@ -71,7 +79,13 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,
         warnings=list(
-            dict.fromkeys([*_warnings(session, stages), *(verification.warnings if verification else [])])
+            dict.fromkeys(
+                [
+                    *_warnings(session, stages),
+                    *(softmax_warnings(session, calibrated) if calibrated else []),
+                    *(verification.warnings if verification else []),
+                ]
+            )
         ),
         environment=environment(),
     )
@@ -161,6 +175,30 @@ def _warnings(session: Session, stages: dict[str, StageResult]) -> list[str]:
         length = session.recipe.export.max_length
         notes.append(f"{truncated} evaluation samples were cut at export.max_length {length} in every stage")
     return notes
+
+
+def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
+    """What the INT8 softmax loses, where that is much, or not known at the lengths of the evaluation data."""
+    if not record.softmax:
+        return []
+    warnings = []
+    if bad := [row for row in record.softmax if row.error > MOST_SOFTMAX_ERROR]:
+        worst = max(bad, key=lambda row: row.error)
+        cure = "" if any(row.centered for row in record.softmax) else "set calibration.softmax: error, or "
+        warnings.append(
+            f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
+            f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "
+            f"rounds to zero); {cure}keep them out with rules of type Attention and precision fp16"
+        )
+    lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
+    seen = max(int(record.data["lengths"]["max"]), LONG)
+    if longer := int((lengths > seen).sum()):
+        warnings.append(
+            f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "
+            f"the INT8 softmax was measured (the longest has {lengths.max()}), and it loses more the longer "
+            "they are; calibrate on samples as long"
+        )
+    return warnings
 
 
 def gate_of(session: Session, results: Results) -> Gate:

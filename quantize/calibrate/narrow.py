@@ -33,7 +33,7 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
         smoothing.inputs |= {n: v for n, v in given.inputs.items() if of(n) is record and n in plan.int8}
         smoothing.rows |= {n: v for n, v in given.rows.items() if of(n) is record}
     centers = {n: v for record in (plain, fused) for n, v in record.centers.items() if of(n) is record}
-    softmax = {name: fused.softmax[name] for name in plan.attention if name in fused.softmax}
+    softmax = [row for row in fused.softmax if row.module in plan.attention]
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
     for name, each in fused.splits.items():

@@ -10,7 +10,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.limits import FP16_MAX
-from qdqbench.quantize.core.results import QuantizerRow
+from qdqbench.quantize.core.results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.fakequant.quantizers import QuantizerKind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
@@ -51,15 +51,6 @@ class ChannelSplit(Strict):
     outliers: dict[int, tuple[int, int]]
 
 
-class SoftmaxLoss(Strict):
-    """What INT8 costs the softmax of an attention on inputs of some lengths; all else in FP32."""
-
-    length: int  # tokens of the longest of them that this row is for
-    zeroed: float  # part of the attention that rounds to zero
-    clipped: float  # part of it above the amax
-    error: float  # of the attention's output: ||P_int8 v - P v|| / ||P v||
-
-
 class CalibrationRecord(Tabular):
     """`calibration.json`: every amax, and the data that it came from."""
 
@@ -72,7 +63,7 @@ class CalibrationRecord(Tabular):
     # linear -> what centring the values of an INT8 attention added to its bias, float32 values
     centers: dict[str, list[float]] = {}
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
-    softmax: dict[str, list[SoftmaxLoss]] = {}  # INT8 attention -> its loss by length
+    softmax: list[SoftmaxRow] = []  # of INT8 attentions
     seed: int
     data: dict[str, Any]  # source, split, fingerprint, samples, tokens, lengths
     notes: list[str]

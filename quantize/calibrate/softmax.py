@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate.record import SoftmaxLoss
 from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.core.results import SoftmaxRow
 from qdqbench.quantize.fakequant.quantizers import INT8_MAX, quantizers_off
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -41,7 +41,7 @@ class Softmax:
 
     amax: dict[str, float]  # of the softmax output, by attention
     centers: dict[str, Float64]  # mean of v, [heads * head size], where centring it helps
-    loss: dict[str, list[SoftmaxLoss]]  # in that form, by length
+    loss: list[SoftmaxRow]  # in that form
 
 
 @dataclass
@@ -106,13 +106,13 @@ def choose(
     """
     sums: dict[str, dict[int, _Sums]] = {name: {} for name in plan.attention}
     if not sums:
-        return Softmax({}, {}, {})
+        return Softmax({}, {}, [])
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
             amaxes = AMAXES if by_error else (PLAIN,)
             hooks.enter_context(_watched(model, plan, name, by_length, amaxes))
         run(model)
-    found = Softmax({}, {}, {})
+    found = Softmax({}, {}, [])
     for name, by_length in sums.items():
         means: list[Any] = [None]
         if by_error and all(bias_of(model, plan, name, role) is not None for role in ("value", "output")):
@@ -125,9 +125,9 @@ def choose(
             for at, center in enumerate(means)
         )
         found.amax[name] = -amax
-        found.loss[name] = [
-            _loss(length, part, -amax, means[at]) for length, part in sorted(by_length.items())
-        ]
+        found.loss.extend(
+            _row(name, edge, part, -amax, means[at]) for edge, part in sorted(by_length.items())
+        )
         if at:
             found.centers[name] = means[at].flatten().cpu().numpy()
     return found
@@ -156,10 +156,13 @@ def _relative(part: _Sums, amax: float, center: "torch.Tensor | None") -> float:
     return part.tries[amax].error(center) / max(float(part.power), 1e-30)
 
 
-def _loss(length: int, part: _Sums, amax: float, center: "torch.Tensor | None") -> SoftmaxLoss:
+def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor | None") -> SoftmaxRow:
     tried = part.tries[amax]
-    return SoftmaxLoss(
+    return SoftmaxRow(
+        module=name,
         length=length,
+        amax=amax,
+        centered=center is not None,
         zeroed=float(tried.zeroed) / part.rows,
         clipped=float(tried.clipped) / part.rows,
         error=float(np.sqrt(_relative(part, amax, center))),

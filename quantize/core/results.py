@@ -88,6 +88,18 @@ class QuantizerRow(Strict):
     amax_over_rms: float | None  # outlier measure of an activation: amax / root mean square
 
 
+class SoftmaxRow(Strict):
+    """What INT8 costs the softmax of an attention on calibration samples of some lengths, alone in INT8."""
+
+    module: str  # the attention
+    length: int  # tokens of the longest samples of this row; shorter ones have a row of their own
+    amax: float
+    centered: bool  # the values are centred, so that what is lost is near to nothing
+    zeroed: float  # part of the attention that rounds to zero
+    clipped: float  # part of it above the amax
+    error: float  # of the attention's output: ||P_int8 v - P v|| / ||P v||
+
+
 class ParityRow(Strict):
     """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
 
@@ -267,6 +279,7 @@ class Results(Tabular):
     quantized_layers: list[str]
     high_precision_layers: list[str]  # linears that stay in FP16 or FP32
     quantizers: list[QuantizerRow]
+    softmax: list[SoftmaxRow] = []
     files: list[FileRow]
     findings: list[FindingRow]
     parity: Parity | None

@@ -68,9 +68,9 @@ def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: fl
     p = torch.full((1, 1, length, length), 1 / length)
     part = summed(p, torch.full((1, 1, length, 2), value), 1.0)
     mean = part.values / part.tokens
-    assert softmax._loss(512, part, 1.0, None).zeroed == pytest.approx(1, rel=1e-4)
-    assert softmax._loss(512, part, 1.0, None).error == pytest.approx(1, rel=1e-4)
-    assert softmax._loss(512, part, 1.0, mean).error < 0.01
+    assert softmax._row("a", 512, part, 1.0, None).zeroed == pytest.approx(1, rel=1e-4)
+    assert softmax._row("a", 512, part, 1.0, None).error == pytest.approx(1, rel=1e-4)
+    assert softmax._row("a", 512, part, 1.0, mean).error < 0.01
 
 
 def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> None:
@@ -82,10 +82,10 @@ def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> Non
     with quantizers.quantizers_off(model):
         torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-4, atol=1e-4)
     for name in ATTENTIONS:
-        before, after = (found.softmax[name] for found in (of_max[2], record))
+        before, after = ([r for r in found.softmax if r.module == name] for found in (of_max[2], record))
         assert [row.length for row in before] == [row.length for row in after] == [64, 128]
         assert np.mean([row.error**2 for row in after]) < np.mean([row.error**2 for row in before])
-        assert all(row.clipped == 0 for row in before)
+        assert all(row.clipped == 0 and not row.centered for row in before)
     assert {record.quantizers[f"{name}.p_bmm_quantizer"].amax for name in ATTENTIONS} <= set(
         np.float32(softmax.AMAXES).tolist()
     )
@@ -107,7 +107,10 @@ def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
     model.get_submodule(LINEARS[2]).bias = None
     record = calibrated(tiny_bert, "error", model)[2]
     assert set(record.centers) == {LINEARS[8], LINEARS[9]}
-    assert set(record.softmax) == set(ATTENTIONS)
+    assert {(row.module, row.centered) for row in record.softmax} == {
+        (ATTENTIONS[0], False),
+        (ATTENTIONS[1], True),
+    }
 
 
 def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert: Path) -> None:
@@ -115,6 +118,6 @@ def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_b
     part = Plan(int8=plan.int8, attention=(ATTENTIONS[1],), scaling=plan.scaling)
     alone = narrowed(part, record, record)
     assert alone.centers == record.centers  # the inputs of the output projections are centred too
-    assert list(alone.softmax) == [ATTENTIONS[1]]
+    assert {row.module for row in alone.softmax} == {ATTENTIONS[1]}
     plain = calibrated(tiny_bert, "max")[2]
     assert set(narrowed(part, plain, record).centers) == {LINEARS[8], LINEARS[9]}
