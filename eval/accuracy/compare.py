@@ -1,7 +1,6 @@
 """A stage against FP32 on the same samples."""
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.quantize.core.arrays import Array, Floats
@@ -12,9 +11,9 @@ from qdqbench.quantize.tasks.task import Task
 
 def compare(
     task: Task,
-    reference_logits: Floats,
-    logits: Floats,
-    labels: metrics.Labels,
+    reference_answers: Floats,
+    answers: Floats,
+    gold: metrics.Gold,
     *,
     seed: int,
 ) -> Comparison:
@@ -22,40 +21,42 @@ def compare(
 
     Both stages answer the same samples, so their errors go together and the difference is known far better
     than either metric; unpaired tests would call real drops noise (Dror et al. 2018, "The Hitchhiker's Guide
-    to Testing Statistical Significance in NLP"). Classes: exact McNemar test (McNemar 1947), the two-sided
-    binomial test on the samples that one stage alone gets right. Every metric: paired bootstrap (Efron and
+    to Testing Statistical Significance in NLP"). Where samples
+    are right or wrong: exact McNemar test (McNemar 1947), the two-sided binomial test on the samples that one
+    stage alone gets right. Every metric: paired bootstrap (Efron and
     Tibshirani 1993), both stages scored on the same resamples.
 
     Args:
-        reference_logits: float32 [n, num_labels] of FP32.
-        logits: The same of the stage.
-        labels: int64 classes or float32 scores, [n].
+        reference_answers: float32 [answers, width] of FP32.
+        answers: The same of the stage.
+        gold: as `metrics.predictions` takes it.
 
     Raises:
-        CheckFailed: wrong shape, NaN or infinite logits.
+        CheckFailed: wrong shape, NaN or infinite answers.
         UserError: regression labels that are all equal.
     """
-    before = metrics.compute(task, reference_logits, labels)
-    after = metrics.compute(task, logits, labels)
+    kind, both = task.kind, (reference_answers, answers)
+    before, after = (metrics.compute(task, each, gold) for each in both)
     delta = {name: after[name] - before[name] for name in task.metrics}
-    systems = [metrics.predictions(task, each, labels) for each in (reference_logits, logits)]
-    found = metrics.bootstrap(task, labels, systems, seed=seed, resamples=metrics.RESAMPLES)
+    systems = [metrics.predictions(task, each, gold) for each in both]
+    found = metrics.bootstrap(task, gold, systems, seed=seed, resamples=metrics.RESAMPLES)
     errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
-    primary, counted = task.metrics[0], task.kind.right_or_wrong
-    difference = logits.astype(np.float64) - reference_logits.astype(np.float64)
+    right = [kind.right(kind.table(each, gold)) for each in systems] if kind.right else None
+    primary = task.metrics[0]
+    difference = answers.astype(np.float64) - reference_answers.astype(np.float64)
     return Comparison(
         delta=delta,
         delta_stderr=errors,
-        n=len(labels),
-        disagreements=int((systems[0] != systems[1]).sum()) if counted else None,
-        mcnemar_p=_mcnemar(systems[0] == labels, systems[1] == labels) if counted else None,
+        n=len(gold),
+        disagreements=int((systems[0] != systems[1]).sum()) if right else None,
+        mcnemar_p=_mcnemar(*right) if right else None,
         within_noise=abs(delta[primary]) <= NOISE * errors[primary],
         mean_abs_logit_diff=float(np.abs(difference).mean()),
-        sqnr_db=_sqnr_db(reference_logits.astype(np.float64), difference),
+        sqnr_db=_sqnr_db(reference_answers.astype(np.float64), difference),
     )
 
 
-def _mcnemar(before: npt.NDArray[np.bool_], after: npt.NDArray[np.bool_]) -> float:
+def _mcnemar(before: Array, after: Array) -> float:
     """Two-sided p of the samples that one stage alone gets right; 1 when there is none."""
     from scipy import stats
 

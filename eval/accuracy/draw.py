@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.tasks.rows import Encoded, encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.sources import Split
 
 if TYPE_CHECKING:

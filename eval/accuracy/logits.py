@@ -1,4 +1,4 @@
-"""Logits of a stage: computed in batches, kept as files, scored."""
+"""Answers of a stage: computed in batches, kept as files, scored."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task, by_split
 
-Logits = dict[str, Floats]
+Logits = dict[str, Floats]  # answers [answers, width] by evaluation split
 
 
 def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
-    """Write logits and labels of every evaluation split as arrays."""
-    total, seen = sum(len(encoded.labels) for _, encoded in session.eval_splits.values()), 0
+    """Write answers and their labels of every evaluation split as arrays."""
+    total, seen = sum(encoded.rows for _, encoded in session.eval_splits.values()), 0
 
     def progress(count: int) -> None:
         nonlocal seen
@@ -43,32 +43,36 @@ def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | 
     return path
 
 
-def read_logits(path: Path) -> tuple[Logits, dict[str, metrics.Labels]]:
-    """Logits and labels of each evaluation split of a stage."""
+def read_logits(path: Path) -> Logits:
+    """What `evaluate_stage` wrote of a stage, without the labels."""
     with np.load(path, allow_pickle=False) as arrays:
         names = [name.removesuffix(".logits") for name in arrays.files if name.endswith(".logits")]
-        return {n: arrays[f"{n}.logits"] for n in names}, {n: arrays[f"{n}.labels"] for n in names}
+        return {n: arrays[f"{n}.logits"] for n in names}
 
 
-def score(task: Task, path: Path, reference: Path | None, seed: int, detail: str) -> StageResult:
+def score(  # noqa: PLR0913, PLR0917
+    task: Task, path: Path, reference: Path | None, gold: dict[str, metrics.Gold], seed: int, detail: str
+) -> StageResult:
     """Metrics of one stage, paired with a reference stage.
+
+    `gold` is what each evaluation split is scored against.
 
     A task with two evaluation splits (MNLI) has metrics and differences of the second under a suffix:
     accuracy_mm. Everything else, the number of samples too, is of the first.
     """
-    logits, labels = read_logits(path)
+    logits = read_logits(path)
     versus = None
     if reference is not None:
-        before = read_logits(reference)[0]
-        found = [compare(task, before[name], logits[name], labels[name], seed=seed) for name in logits]
+        before = read_logits(reference)
+        found = [compare(task, before[name], logits[name], gold[name], seed=seed) for name in logits]
         deltas = by_split(each.delta for each in found)
         errors = by_split(each.delta_stderr for each in found)
         versus = found[0].model_copy(update={"delta": deltas, "delta_stderr": errors})
     return StageResult(
         status="done",
-        metrics=by_split(metrics.compute(task, logits[name], labels[name]) for name in logits),
-        stderr=by_split(metrics.stderr(task, logits[name], labels[name], seed=seed) for name in logits),
-        n=len(next(iter(labels.values()))),
+        metrics=by_split(metrics.compute(task, logits[name], gold[name]) for name in logits),
+        stderr=by_split(metrics.stderr(task, logits[name], gold[name], seed=seed) for name in logits),
+        n=len(next(iter(gold.values()))),
         vs_fp32=versus,
         detail=detail,
     )

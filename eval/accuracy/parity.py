@@ -26,6 +26,7 @@ from qdqbench.quantize.core.results import Comparison, Parity, ParityRow
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, module_of, tensor_values
+from qdqbench.quantize.kinds.kind import joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +79,7 @@ def compare_layers(
         One row per quantized layer; attention tensors and residuals have rows of their own.
     """
     forced, boundaries, outputs = force(onnx_model)
-    answers = onnx_model.graph.output[0].name
+    outputs_of_model = [output.name for output in onnx_model.graph.output]
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
     half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
@@ -88,9 +89,9 @@ def compare_layers(
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
         with _recorded(model, list(counts), [*outputs, *rounded]) as (inputs, made):
-            logits = forward(model, batch).float().cpu().numpy()
+            expected = forward(model, batch).float().cpu().numpy()
         feeds = {b.reference: made.get(b.fed, inputs[b.fed]) for b in boundaries}
-        names = [b.tensor for b in boundaries] + list(outputs.values()) + [answers]
+        names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
         got = dict(zip(names, session.run(names, inputs_of(model, batch) | feeds), strict=True))
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
@@ -99,8 +100,9 @@ def compare_layers(
             difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
             errors[module][0] += float(np.square(difference).sum())
             errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
-        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(got[answers] - logits), nan=1e6).max()))
-        samples += len(logits)
+        answers = joined(got, outputs_of_model)
+        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
+        samples += len(expected)
         padded |= bool((batch["attention_mask"] == 0).any())
     rows = [_row(name, count, errors, epsilon) for name, count in counts.items()]
     return Parity(

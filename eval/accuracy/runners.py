@@ -1,4 +1,4 @@
-"""The same predict function over every stage: batches in, float32 logits [n, num_labels] out."""
+"""The same predict function over every stage: batches in, float32 answers [answers, width] out."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.fakequant.quantizers import forward
-from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
+from qdqbench.quantize.kinds.encoded import Encoded
+from qdqbench.quantize.kinds.kind import joined
+from qdqbench.quantize.tasks.rows import sorted_batches
 
 if TYPE_CHECKING:
     import torch
@@ -28,30 +30,31 @@ def predict(  # noqa: PLR0913
     stage: str,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Float32:
-    """Logits of a whole split, in the split's order.
+    """Answers to a whole split [answers, width], row after row.
 
     Args:
-        run: one batch (int64 [B, L] arrays) to float32 logits [B, num_labels].
-        batch_size: samples per batch, sorted by length so that padding is small.
-        progress: called with the number of samples of each batch.
+        run: one batch (int64 [B, L] arrays) to float32 answers [B, width] or [B, L or more, width].
+        batch_size: rows per batch, sorted by length so that padding is small.
+        progress: called with the number of rows of each batch.
 
     Raises:
         CheckFailed: NaN or infinite logits.
     """
     parts: list[tuple[Int64, Float32]] = []
     for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id):
-        parts.append((rows, run(batch)))
+        parts.append((rows, encoded.kept(rows, run(batch))))
         progress(len(rows))
-    logits = np.empty((len(encoded.labels), parts[0][1].shape[1]), dtype=np.float32)
+    answers = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
     for rows, values in parts:
-        logits[rows] = values
-    bad = int((~np.isfinite(logits)).any(axis=1).sum())
+        answers[encoded.answers_of(rows)] = values
+    bad = int((~np.isfinite(answers)).any(axis=1).sum())
     if bad:
+        what = "samples" if encoded.positions is None else "tokens"
         raise CheckFailed(
-            f"stage {stage} gives NaN or infinite logits for {bad} of {len(logits)} samples; run "
+            f"stage {stage} gives NaN or infinite logits for {bad} of {len(answers)} {what}; run "
             f"`qdqbench check` on the ONNX file (overflow in FP16 is the usual cause)"
         )
-    return logits
+    return answers
 
 
 def torch_runner(model: "PreTrainedModel") -> Predict:
@@ -100,10 +103,16 @@ def onnxruntime_runner(path: Path) -> Predict:
         UserError: ONNX Runtime refuses the file.
     """
     session = session_of(path.read_bytes(), str(path))
-    names = [each.name for each in session.get_inputs()]
-    return lambda batch: np.asarray(
-        session.run(None, {name: batch[name] for name in names})[0], dtype=np.float32
+    return lambda batch: run_session(session, batch)
+
+
+def run_session(session: Any, batch: Batch) -> Float32:
+    """Answers of a graph whose only outputs they are, float32 [B, width] or [B, L, width]."""
+    taken, names = (
+        [each.name for each in values] for values in (session.get_inputs(), session.get_outputs())
     )
+    made = dict(zip(names, session.run(names, {name: batch[name] for name in taken}), strict=True))
+    return np.asarray(joined(made, names), dtype=np.float32)
 
 
 def session_of(model: bytes, name: str, *, optimized: bool = False) -> Any:

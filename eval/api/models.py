@@ -16,6 +16,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.load import prepare_model, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.fakequant.quantizers import outputs_of
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -101,7 +102,7 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
     """
     recipe, notes = quantized.recipe, list[str]()
     settings = ExportSettings.of(recipe, weight_form(recipe))
-    traced = trace(quantized.model, recipe.export.opset)
+    traced = trace(quantized.model, recipe.export.opset, outputs_of(quantized.model))
     write_graph(traced, quantized.plan, settings, Path(path), notes)
     return Exported(Path(path), notes)
 

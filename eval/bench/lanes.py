@@ -9,13 +9,12 @@ import numpy as np
 from qdqbench.eval.bench.loop import Lane
 from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.encoders.inputs import MASK, TOKENS, widened
+from qdqbench.quantize.kinds.kind import joined
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
     import torch
 
-(OUTPUT,) = LOGITS
 PADDING_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
 
 
@@ -132,7 +131,12 @@ class SplitLane:
 
 def _logits(bound: Bound) -> Float32:
     bound.stream.synchronize()
-    return np.array(bound.outputs[OUTPUT].float().cpu().numpy())
+    return by_row(np.array(joined(bound.outputs, sorted(bound.outputs)).float().cpu().numpy()))
+
+
+def by_row(answers: Float32) -> Float32:
+    """Answers [B, width]; of those of tokens [B, L, width] the first one's, whatever the length."""
+    return answers[:, 0] if answers.ndim == 3 else answers
 
 
 class HostLane:
@@ -153,7 +157,7 @@ class HostLane:
 
     def fetch(self) -> Float32:
         """See `Lane`."""
-        return np.concatenate(self.made)
+        return np.concatenate([by_row(made) for made in self.made])
 
 
 class CudaTimer:

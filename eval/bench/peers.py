@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from qdqbench.eval.accuracy.runners import session_of
-from qdqbench.eval.bench.lanes import OUTPUT
+from qdqbench.eval.accuracy.runners import run_session, session_of
 from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import MASK
-from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.fakequant.quantizers import forward, outputs_of
+from qdqbench.quantize.kinds.kind import joined
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 
 PeerPrecision = Literal["fp16", "fp32"]
 WARM_CALLS = 3
+OUTPUT = "answers"  # of a bound model
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
@@ -107,9 +106,9 @@ class TorchRun:
 
 
 def eager_forward(model: "PreTrainedModel") -> "Callable[..., torch.Tensor]":
-    """Keyword inputs to logits."""
-
-    return lambda **inputs: model(**inputs).logits
+    """Keyword inputs to answers."""
+    names = list(outputs_of(model))
+    return lambda **inputs: joined(model(**inputs), names)
 
 
 def compiled_forward(model: "PreTrainedModel", mode: str, *, dynamic: bool) -> "Callable[..., torch.Tensor]":
@@ -153,4 +152,4 @@ def onnxruntime_cpu(path: Path) -> Callable[[Batch], Float32]:
         UserError: ONNX Runtime refuses the file.
     """
     session = session_of(path.read_bytes(), str(path), optimized=True)
-    return lambda batch: np.asarray(session.run([OUTPUT], batch)[0], dtype=np.float32)
+    return lambda batch: run_session(session, batch)

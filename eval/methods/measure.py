@@ -21,13 +21,13 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import Encoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +119,7 @@ class Comparing:
 
     def _count(self, cases: list[_Case]) -> None:
         """Samples that will be run through a model, for the progress bar."""
-        judged = len(self.draw.labels) + sum(len(e.labels) for _, e in self.session.eval_splits.values())
+        judged = self.draw.rows + sum(encoded.rows for _, encoded in self.session.eval_splits.values())
         passes = sum(1 + cases[group[0]].prepares for group in _groups(cases))
         self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
 
@@ -172,17 +172,17 @@ class Comparing:
         seconds += time.perf_counter() - start
         # the same arithmetic, with weights rounded once and not in every batch
         Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
-        config, labels = self.session.config, self.draw.labels
+        config, gold = self.session.config, self.draw.gold
         logits = self._logits(model, self.draw, case.section.method)
-        self._each[at] = each = divergence(config.task, self.reference, logits)
+        self._each[at] = each = divergence(config.task, self.reference, logits, gold)
         wide = widest_weight(states)
         judged = {}
         for name, (_, encoded) in self.session.eval_splits.items():
             answers = self._logits(model, encoded, case.section.method)
             judged[name] = SplitResult(
-                metrics=metrics.compute(config.task, answers, encoded.labels),
+                metrics=metrics.compute(config.task, answers, encoded.gold),
                 vs_fp32=compare(
-                    config.task, self.reference_eval[name], answers, encoded.labels, seed=config.seed
+                    config.task, self.reference_eval[name], answers, encoded.gold, seed=config.seed
                 ),
             )
         return MethodCost(
@@ -191,7 +191,7 @@ class Comparing:
             above_best=0.0,  # these three are known when all rows are there
             above_best_stderr=0.0,
             ties=True,
-            sqnr_db=compare(config.task, self.reference, logits, labels, seed=config.seed).sqnr_db,
+            sqnr_db=compare(config.task, self.reference, logits, gold, seed=config.seed).sqnr_db,
             amax_over_rms=wide[1] if wide else None,
             amax_over_rms_at=wide[0] if wide else None,
             validation=judged,
@@ -230,9 +230,9 @@ class Comparing:
         files.write_text(session.folder / METHODS_RECIPE, text)
         if any(rule.refines for rule in config.recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
-        about = described(session, self.split, len(self.draw.labels))
+        about = described(session, self.split, len(self.draw.gold))
         judges = session.eval_splits.items()
-        about["data"]["evaluation"] = {name: len(encoded.labels) for name, (_, encoded) in judges}
+        about["data"]["evaluation"] = {name: len(encoded.gold) for name, (_, encoded) in judges}
         return Methods(
             **about,
             fp32={name: self._scores(name) for name in session.eval_splits},
@@ -244,11 +244,11 @@ class Comparing:
 
     def _scores(self, name: str) -> Scores:
         task, seed = self.session.config.task, self.session.config.seed
-        logits, labels = self.reference_eval[name], self.session.eval_splits[name][1].labels
+        logits, gold = self.reference_eval[name], self.session.gold[name]
         return Scores(
-            metrics=metrics.compute(task, logits, labels),
-            stderr=metrics.stderr(task, logits, labels, seed=seed),
-            n=len(labels),
+            metrics=metrics.compute(task, logits, gold),
+            stderr=metrics.stderr(task, logits, gold, seed=seed),
+            n=len(gold),
         )
 
 

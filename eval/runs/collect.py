@@ -50,7 +50,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
     training = files.read_json(folder / QAT / RECORD) if trained else None
     calibrated = read_record(session.record_path) if quantized else None
     verification = None if isinstance(verified, Skipped) else verified
-    split_rows = {name: len(encoded.labels) for name, (_, encoded) in session.eval_splits.items()}
+    samples = {name: len(gold) for name, gold in session.gold.items()}
     results = Results(
         created=now(),
         command=config.command,
@@ -60,7 +60,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         data={
             "source": session.data_source,
             "revision": source_commit(config.task, session.data_source),
-            "evaluation": split_rows,
+            "evaluation": samples,
             **_calibration(folder, quantized),
         },
         seed=config.seed,
@@ -120,7 +120,8 @@ def scored(session: Session, stage: str, detail: str = "") -> StageResult:
     """Metrics of a stage that was evaluated, paired with FP32's."""
     folder = session.folder / "logits"
     reference = None if stage == "fp32" else folder / "fp32.npz"
-    return score(session.config.task, folder / f"{stage}.npz", reference, session.config.seed, detail)
+    task, seed = session.config.task, session.config.seed
+    return score(task, folder / f"{stage}.npz", reference, session.gold, seed, detail)
 
 
 def _parity(session: Session) -> Parity:
@@ -132,10 +133,9 @@ def _parity(session: Session) -> Parity:
 def _compared(session: Session, reference: str, stage: str) -> Comparison:
     """A stage against another one, on the same samples of the first evaluation split."""
     folder, task = session.folder / "logits", session.config.task
-    before, labels = read_logits(folder / f"{reference}.npz")
-    after, _ = read_logits(folder / f"{stage}.npz")
+    before, after = (read_logits(folder / f"{name}.npz") for name in (reference, stage))
     first = next(iter(before))
-    return compare(task, before[first], after[first], labels[first], seed=session.config.seed)
+    return compare(task, before[first], after[first], session.gold[first], seed=session.config.seed)
 
 
 def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:

@@ -155,9 +155,9 @@ def _predict(work: Workspace, model: Any) -> Logits:
 def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Comparison], dict[str, float]]:
     """Comparison by split, and metrics of all splits."""
     task, seed = work.session.config.task, work.session.config.seed
-    labels = {split: encoded.labels for split, (_, encoded) in work.session.eval_splits.items()}
-    versus = {name: compare(task, fp32[name], logits[name], labels[name], seed=seed) for name in labels}
-    return versus, by_split(compute(task, logits[name], labels[name]) for name in labels)
+    gold = work.session.gold
+    versus = {name: compare(task, fp32[name], logits[name], gold[name], seed=seed) for name in gold}
+    return versus, by_split(compute(task, logits[name], gold[name]) for name in gold)
 
 
 def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Latency]) -> Latency:

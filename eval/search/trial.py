@@ -21,27 +21,27 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks.metrics import compute
+from qdqbench.quantize.tasks.metrics import Gold, compute
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qdqbench.eval.placement.space import Space
-    from qdqbench.quantize.tasks.rows import Encoded
+    from qdqbench.quantize.kinds.encoded import Encoded
 
 MOST_RECORDS = 3  # calibrations in memory
 LEAST_SAMPLES = 32  # below it a drop means nothing
 
 
-def accuracy(task: Task, reference: Floats, logits: Floats, labels: Any, seed: int) -> Accuracy:
+def accuracy(task: Task, reference: Floats, logits: Floats, gold: Gold, seed: int) -> Accuracy:
     """Everything that a trial records of its accuracy."""
-    found = compare(task, reference, logits, labels, seed=seed)
+    found = compare(task, reference, logits, gold, seed=seed)
     metric = task.metrics[0]
     return Accuracy(
-        divergence=float(divergence(task, reference, logits).mean()),
+        divergence=float(divergence(task, reference, logits, gold).mean()),
         metric=metric,
-        value=compute(task, logits, labels)[metric],
+        value=compute(task, logits, gold)[metric],
         drop=-found.delta[metric] + 0.0,  # no negative zero
         drop_stderr=found.delta_stderr[metric],
         within_noise=found.within_noise,
@@ -94,7 +94,7 @@ class Workspace:
 
     @cached_property
     def fp32_logits(self) -> Floats:
-        """FP32's answers to the draw, float32 [n, num_labels]."""
+        """FP32's answers to the draw, float32 [answers, width]."""
         return self.predict(self.session.fp32_model, self.draw)
 
     def predict(self, model: "PreTrainedModel", encoded: "Encoded") -> Floats:
@@ -141,7 +141,7 @@ class Workspace:
         make = self.recalibrated if whole else self.model
         logits = self.predict(make(recipe, plan), self.draw) if plan.int8 else self.fp32_logits
         task = self.session.config.task
-        return accuracy(task, self.fp32_logits, logits, self.draw.labels, self.session.config.seed)
+        return accuracy(task, self.fp32_logits, logits, self.draw.gold, self.session.config.seed)
 
     def record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
         """The calibration of a recipe: its part of one that holds all candidates, or its own.

@@ -14,17 +14,17 @@ from qdqbench.quantize.tasks.task import Task
 FEW = 64  # samples; below it the standard error of a metric means little
 
 
-def effect_of(task: Task, reference: Float32, logits: Float32, labels: metrics.Labels, seed: int) -> Effect:
+def effect_of(task: Task, reference: Float32, logits: Float32, gold: metrics.Gold, seed: int) -> Effect:
     """Everything that is reported of one choice of INT8 tensors; arguments as of `eval.compare.compare`.
 
     Raises:
         CheckFailed: NaN or infinite logits.
     """
-    found = compare(task, reference, logits, labels, seed=seed)
+    found = compare(task, reference, logits, gold, seed=seed)
     primary = task.metrics[0]
-    each = divergence(task, reference, logits)
+    each = divergence(task, reference, logits, gold)
     return Effect(
-        metric=metrics.compute(task, logits, labels)[primary],
+        metric=metrics.compute(task, logits, gold)[primary],
         drop=-found.delta[primary] + 0.0,  # no negative zero
         drop_stderr=found.delta_stderr[primary],
         within_noise=found.within_noise,

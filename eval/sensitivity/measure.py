@@ -29,11 +29,12 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import Encoded, sorted_batches
+from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.tasks.sources import Split
 
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
@@ -124,17 +125,17 @@ class Measurement:
             switches = Switches(model, self.found.plan, norms())
         encoded = self.draw[1]
         batches = list(sorted_batches(encoded, session.config.batch_size, pad_id=session.pad_id))
-        suffixes = Suffixes(model, batches, len(encoded.labels))
+        suffixes = Suffixes(model, batches, encoded)
         self._say("FP32")
         states, reference = suffixes.start()
         return _Bench(switches, suffixes, reference, states)
 
     def _reference(self) -> dict[str, Any]:
-        task, logits, labels = self.session.config.task, self.bench.reference, self.draw[1].labels
+        task, logits, gold = self.session.config.task, self.bench.reference, self.draw[1].gold
         primary = task.metrics[0]
         return {
-            "metric": metrics.compute(task, logits, labels)[primary],
-            "stderr": metrics.stderr(task, logits, labels, seed=self.session.config.seed)[primary],
+            "metric": metrics.compute(task, logits, gold)[primary],
+            "stderr": metrics.stderr(task, logits, gold, seed=self.session.config.seed)[primary],
         }
 
     def _spanning(self) -> None:
@@ -196,7 +197,7 @@ class Measurement:
     def _judged(self, key: str, logits: Callable[[], Float32], cost: float) -> Effect:
         def value() -> dict[str, Any]:
             config, reference = self.session.config, self.bench.reference
-            found = effect_of(config.task, reference, logits(), self.draw[1].labels, config.seed)
+            found = effect_of(config.task, reference, logits(), self.draw[1].gold, config.seed)
             return found.model_dump(mode="json")
 
         self._say(key)
@@ -257,7 +258,7 @@ class Measurement:
         files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
         (split, encoded), plan = self.draw, self.found.plan
         return Sensitivity(
-            **described(session, split, len(encoded.labels)),
+            **described(session, split, len(encoded.gold)),
             fp32=fp32,
             full=full,
             int8=[name for name in (*plan.int8, *plan.attention) if name in self.found.everything],
@@ -270,7 +271,7 @@ class Measurement:
                 file=sensitivity_choice.CHOICE_FILE,
                 recipe_name=chosen.name,
             ),
-            notes=[*session.notes, *self.found.notes, *limits_noted(config.recipe, len(encoded.labels))],
+            notes=[*session.notes, *self.found.notes, *limits_noted(config.recipe, len(encoded.gold))],
             timings={"candidates_s": self.ledger.seconds, "this_run_s": wall_s},
         )
 

@@ -12,8 +12,9 @@ from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.encoders.runs import first_inputs, resumed
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.rows import IndexedBatch
+from qdqbench.quantize.tasks.task import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,18 +30,20 @@ class Held:
 
 
 class Suffixes:
-    """Logits of a classifier over a draw, computed from the input of any encoder layer on."""
+    """Answers of a model to a draw, computed from the input of any encoder layer on."""
 
-    def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], samples: int) -> None:
-        """`batches` are those of `eval.data.sorted_batches`; `model` computes [CLS] alone where that is all.
+    def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], encoded: Encoded) -> None:
+        """`batches` are those that `sorted_batches` makes of `encoded`.
 
-        The pooler reads the first token only, so behind the attention of the last layer the others are not
-        computed. What the first token gets is not changed by it.
+        Where the head reads the first token only, the others are not computed behind the attention of the
+        last layer. What the first token gets is not changed by it.
         """
-        self.model, self.batches, self.samples = model, batches, samples
+        self.model, self.batches, self.encoded = model, batches, encoded
         family = family_of(model.config)
         self.layers = family.runs(model)
-        for residual in family.residuals[:1]:  # a module with these two tensors as its inputs
+        kind = kind_of(type(model).__name__)
+        cut = kind is not None and kind.reads_first_token
+        for residual in family.residuals[:1] if cut else ():  # a module with these two tensors as its inputs
             model.get_submodule(f"{self.layers[-1]}.{residual.module}").register_forward_pre_hook(
                 lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
             )
@@ -53,11 +56,11 @@ class Suffixes:
         return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
 
     def full(self) -> Float32:
-        """Logits [n, num_labels] of the whole model."""
+        """Answers [answers, width] of the whole model."""
         return self._gather((rows, quantizers.forward(self.model, batch)) for rows, batch in self.batches)
 
     def suffix(self, states: list[Held], layer: int) -> Float32:
-        """Logits [n, num_labels] from states at the input of `layer`; its number may be that of the head."""
+        """Answers [answers, width] from states at the input of `layer`, which may be the head's number."""
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
             for state in states:
@@ -76,10 +79,11 @@ class Suffixes:
         return found
 
     def _gather(self, parts: Iterator[tuple[Int64, torch.Tensor]]) -> Float32:
-        logits = np.empty((self.samples, int(self.model.config.num_labels or 0)), dtype=np.float32)
-        for rows, values in parts:
-            logits[rows] = values.float().cpu().numpy()
-        return logits
+        found = [(rows, self.encoded.kept(rows, made).float().cpu().numpy()) for rows, made in parts]
+        answers = np.empty((self.encoded.answers.sum(), found[0][1].shape[1]), dtype=np.float32)
+        for rows, values in found:
+            answers[self.encoded.answers_of(rows)] = values
+        return answers
 
 
 @contextmanager

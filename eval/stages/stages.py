@@ -121,7 +121,7 @@ def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> P
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     """A seeded draw in random order, so that the batches are padded."""
     _, encoded = next(iter(session.eval_splits.values()))
-    count = len(encoded.labels)
+    count = encoded.rows
     order = np.random.default_rng(session.config.seed).permutation(count)[:PARITY_SAMPLES]
     for start in range(0, len(order), PARITY_BATCH):
         session.progress(start, len(order))

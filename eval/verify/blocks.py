@@ -47,7 +47,7 @@ class Block:
 
     name: str  # "embeddings", "layer.0", ..., "head"
     input: str | None  # graph input that takes the reference's hidden state; None: the tokens
-    output: str  # graph output: hidden state [batch, length, hidden], of the head the logits [batch, labels]
+    output: str  # graph output: hidden state [batch, length, hidden], of the head the answers
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
         blocks.append(Block(name, source, tensor))
         source = replaced[tensor] = f"{tensor}/reference"
         types[source] = FLOATS[values[tensor].elem_type]
-    blocks.append(Block(HEAD, source, graph.output[0].name))
+    blocks.append(Block(HEAD, source, _joined_output(graph)))
     for node in graph.node:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
@@ -103,6 +103,21 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
         for place, title in ((graph.input, replaced[tensor]), (graph.output, tensor)):
             place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
     return Stitched(stitched, tuple(blocks), types, family)
+
+
+def _joined_output(graph: onnx.GraphProto) -> str:
+    """The graph's only output; several become one, stacked along a new last axis as `joined` does it."""
+    if len(graph.output) == 1:
+        return str(graph.output[0].name)
+    parts = [f"{value.name}/part" for value in graph.output]
+    graph.initializer.append(helper.make_tensor("answers/axis", TensorProto.INT64, [1], [-1]))
+    for value, part in zip(graph.output, parts, strict=True):
+        graph.node.append(helper.make_node("Unsqueeze", [value.name, "answers/axis"], [part], name=part))
+    graph.node.append(helper.make_node("Concat", parts, ["answers"], name="answers", axis=-1))
+    kind = graph.output[0].type.tensor_type.elem_type
+    del graph.output[:]
+    graph.output.append(helper.make_tensor_value_info("answers", kind, None))
+    return "answers"
 
 
 def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:

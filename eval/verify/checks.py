@@ -117,14 +117,14 @@ class QuantizationCost:
 
     @classmethod
     def of(cls, reference: Floats, fp32: Floats) -> "QuantizationCost":
-        """From logits [n, labels]; the floor is MIN_LIMIT of the logits' root mean square."""
+        """From answers [answers, width]; the floor is MIN_LIMIT of the logits' root mean square."""
         difference = np.abs(reference.astype(np.float64) - fp32)
         floor = MIN_LIMIT * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
         return cls(max(float(difference.mean()), floor), max(float(difference.max()), 5 * floor))
 
 
 def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:
-    """Logits [batch, labels] of one batch against the reference's."""
+    """Answers [answers, width] of one batch against the reference's."""
     good = np.isfinite(got).all(axis=1)
     difference = np.abs(got[good].astype(np.float64) - reference[good])
     return ShapeCheck(
@@ -137,7 +137,7 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
 
 
 def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
-    """The same samples in three settings: logits [3, samples, labels] must agree within noise."""
+    """The same samples in three settings: answers [3, answers, width] must agree within noise."""
     good = np.isfinite(answers).all(axis=(0, 2))
     spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
     return PaddingCheck(
@@ -155,13 +155,13 @@ def check_answers(  # noqa: PLR0913
     got: Floats,
     reference: Floats,
     fp32: Floats,
-    labels: metrics.Labels,
+    gold: metrics.Gold,
     *,
     cost: QuantizationCost,
     max_drop: float,
     seed: int,
 ) -> AnswersCheck:
-    """The engine's answers to real samples against the reference's, logits [n, labels].
+    """The engine's answers to real samples against the reference's, [answers, width].
 
     The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
     answers that differ beyond those that quantization itself changes, with two standard errors too.
@@ -169,7 +169,7 @@ def check_answers(  # noqa: PLR0913
     """
     from scipy import stats
 
-    metric, n = task.metrics[0], len(labels)
+    metric, n = task.metrics[0], len(gold)
     check = AnswersCheck(
         n=n,
         nonfinite=int((~np.isfinite(got)).any(axis=1).sum()),
@@ -187,7 +187,7 @@ def check_answers(  # noqa: PLR0913
     )
     if check.nonfinite:
         return check
-    found = compare(task, reference, got, labels, seed=seed)
+    found = compare(task, reference, got, gold, seed=seed)
     tests = [stats.ks_2samp(reference[:, i], got[:, i], method="asymp") for i in range(got.shape[1])]
     worst = min(tests, key=lambda test: test.pvalue)
     check.drop = -found.delta[metric]
@@ -195,7 +195,8 @@ def check_answers(  # noqa: PLR0913
     check.mean_abs_logit_diff = found.mean_abs_logit_diff
     check.ks_statistic, check.ks_p = float(worst.statistic), float(worst.pvalue)
     if found.disagreements is not None:
-        own = float(np.mean(task.kind.predict(reference) != task.kind.predict(fp32)))
+        said = (task.kind.predict(answers, gold) for answers in (reference, fp32))
+        own = float(np.mean(np.not_equal(*said)))
         share = own + max_drop
         check.disagreements = found.disagreements
         check.disagreement_limit = n * share + 2 * float(np.sqrt(n * share * max(1 - share, 0)))

@@ -30,14 +30,13 @@ from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.runtime.runner import EngineRunner
-from qdqbench.quantize.tasks import metrics
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
     from qdqbench.quantize.engine.profiles import Profile
     from qdqbench.quantize.engine.sidecar import Sidecar
+    from qdqbench.quantize.kinds.encoded import Encoded
     from qdqbench.quantize.rundir.session import Session
-    from qdqbench.quantize.tasks.rows import Encoded
 
 SAMPLES, PADDING_SAMPLES, BLOCK_SAMPLES = 256, 16, 32
 
@@ -129,20 +128,23 @@ def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
 def padding_answers(
     run: "Predict", encoded: "Encoded", rows: list[int], profiles: "Sequence[Profile]", pad_id: int
 ) -> Floats:
-    """Logits [3, samples, labels] of samples alone, alone at the longest length, and in one large batch."""
+    """Answers [3, answers, width] of rows alone, alone at the longest length, and in one large batch."""
     profile = widest(profiles)
     (small, low), (large, high) = profile.min, profile.max
 
     def alone(row: int, length: int) -> Floats:
-        logits: Floats = run(batch_of(encoded, Case("alone", [row] * small, length), pad_id))[0]
-        return logits
+        made = run(batch_of(encoded, Case("alone", [row] * small, length), pad_id))[:1]
+        answers: Floats = encoded.kept(np.array([row]), made)
+        return answers
 
     lengths = encoded.lengths
     together = np.resize(np.array(rows), max(large, len(rows))).tolist()[:large]
     batch = run(batch_of(encoded, Case("together", together, max(low, int(lengths[together].max()))), pad_id))
     rows = rows[:large]
     short = [alone(row, max(low, int(lengths[row]))) for row in rows]
-    return np.stack([short, [alone(row, high) for row in rows], batch[: len(rows)]])
+    long = [alone(row, high) for row in rows]
+    filled = encoded.kept(np.array(rows), batch[: len(rows)])
+    return np.stack([np.concatenate(short), np.concatenate(long), filled])
 
 
 @dataclass
@@ -152,8 +154,12 @@ class _Data:
     encoded: "Encoded"
     reference: Floats
     fp32: Floats
-    labels: metrics.Labels
-    rows: Int64  # drawn samples
+    samples: Int64  # drawn, of those whose rows all fit
+
+    @property
+    def rows(self) -> Int64:
+        """Of the drawn samples."""
+        return self.encoded.rows_of(self.samples)
 
 
 def verify_engine(session: "Session") -> Verification:
@@ -177,7 +183,8 @@ def verify_engine(session: "Session") -> Verification:
         answers = padding_answers(runner, data.encoded, chosen, sidecar.profiles, session.pad_id)
         padding = check_padding(answers, cost)
         got = _run_rows(runner, data, sidecar, session)
-    drawn = (values[data.rows] for values in (data.reference, data.fp32, data.labels))
+    places = data.encoded.answers_of(data.rows)
+    drawn = data.reference[places], data.fp32[places], data.encoded.part(data.samples).gold
     max_drop = session.recipe.gate.max_drop
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
@@ -212,11 +219,12 @@ def _data(session: "Session", longest: int) -> _Data:
     """Logits that earlier stages left, and a seeded draw of the samples that fit the engine."""
     split, (_, encoded) = next(iter(session.eval_splits.items()))
     name = "fake_quant" if session.recipe.quantizes else "fp32"
-    reference, labels = read_logits(session.folder / "logits" / f"{name}.npz")
-    fp32, _ = read_logits(session.folder / "logits" / "fp32.npz")
-    fitting = fitting_samples(encoded.lengths, longest)
+    reference, fp32 = (
+        read_logits(session.folder / "logits" / f"{stage}.npz")[split] for stage in (name, "fp32")
+    )
+    fitting = fitting_samples(encoded.longest, longest)
     drawn = np.random.default_rng(session.config.seed).permutation(fitting)[:SAMPLES]
-    return _Data(encoded, reference[split], fp32[split], labels[split], drawn)
+    return _Data(encoded, reference, fp32, drawn)
 
 
 def _run_shapes(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session") -> list[ShapeCheck]:
@@ -226,18 +234,21 @@ def _run_shapes(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Sessi
         session.progress(number, 2 * len(cases))
         got = run(batch_of(data.encoded, case, session.pad_id))
         shape = (len(case.rows), case.length)
-        found.append(check_shape(got, data.reference[case.rows], shape, case.what))
+        rows = np.array(case.rows)
+        reference = data.reference[data.encoded.answers_of(rows)]
+        found.append(check_shape(data.encoded.kept(rows, got), reference, shape, case.what))
     return found
 
 
 def _run_rows(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session") -> Floats:
-    """Logits of the drawn samples, in batches of the first profile's opt, in random order and so padded."""
-    profile, parts = widest(sidecar.profiles), []
-    for start in range(0, len(data.rows), profile.opt[0]):
-        rows = data.rows[start : start + profile.opt[0]]
+    """Answers to the drawn samples, in batches of the first profile's opt, in random order and so padded."""
+    profile, drawn, parts = widest(sidecar.profiles), data.rows, []
+    for start in range(0, len(drawn), profile.opt[0]):
+        rows = drawn[start : start + profile.opt[0]]
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
         length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
-        parts.append(run(batch_of(data.encoded, Case("drawn", filled, length), session.pad_id))[: len(rows)])
+        made = run(batch_of(data.encoded, Case("drawn", filled, length), session.pad_id))[: len(rows)]
+        parts.append(data.encoded.kept(rows, made))
     return np.concatenate(parts)
 
 

@@ -13,9 +13,10 @@ from qdqbench.quantize.encoders.pooling import (
     read_sentence_folder,
 )
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.kinds.kind import TaskKind
 from qdqbench.quantize.machine.quiet import quiet
-from qdqbench.quantize.tasks.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.kind import TaskKind
+from qdqbench.quantize.tasks.task import kind_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +51,7 @@ def load_model(
             chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
             setattr(config, FIELD, chosen.model_dump(mode="json"))
         _require_replaceable(config, name)
+        _require_head(config, name, kind)
         options = {"attn_implementation": ATTENTION, "subfolder": inside}
         model, loading = _pretrained(name, kind, commit, config, **options)
         lost = {*loading["missing_keys"]}
@@ -186,6 +188,16 @@ def _require_replaceable(config: Any, name: str) -> None:
         raise UserError(
             f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
             "can be quantized"
+        )
+
+
+def _require_head(config: Any, name: str, kind: TaskKind) -> None:
+    """Refuse a head of another kind, whose weights may have the same names."""
+    made = next(iter(config.architectures or ()), "")
+    if kind.model_class != POOLED and kind_of(made) is not None and not made.endswith(kind.architecture):
+        raise UserError(
+            f"model {name} is a {made}, but the task is a {kind.name}, which needs a model "
+            f"...{kind.architecture}; give one that was fine-tuned on this task, or the --task of this model"
         )
 
 

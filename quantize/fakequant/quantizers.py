@@ -2,13 +2,15 @@
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.kinds.kind import LOGITS, joined
+from qdqbench.quantize.tasks.task import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +35,7 @@ def seen_by(quantizer: Any, value: "torch.Tensor") -> "torch.Tensor":
 
 
 def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
-    """Logits [B, num_labels] of one batch, on the model's device, without gradients."""
+    """Answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
     device = next(model.parameters()).device
@@ -41,7 +43,13 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
         output = model(
             **{name: torch.from_numpy(array).to(device) for name, array in inputs_of(model, batch).items()}
         )
-    return output.logits  # type: ignore[no-any-return]
+    return joined(output, outputs_of(model))  # type: ignore[no-any-return]
+
+
+def outputs_of(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
+    """Names of a model's outputs, and of their axes."""
+    kind = kind_of(type(model).__name__)
+    return LOGITS if kind is None else kind.outputs
 
 
 def import_modelopt() -> Any:

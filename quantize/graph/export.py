@@ -22,9 +22,9 @@ from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.weights import factor_scales, fold_weights
+from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.kind import LOGITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,11 +12,13 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.kinds.encoded import Encoded
+from qdqbench.quantize.kinds.kind import TaskKind, joined
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.losses import hidden_distance
-from qdqbench.quantize.tasks.rows import Encoded, encode
+from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.train.judge import collapsed, own_batches, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed
@@ -41,7 +43,8 @@ def new_job(
 ) -> Job:
     """The training of a student, without its identity."""
     teacher = session.new_model().to(accelerator.device)
-    answers = teach(accelerator, teacher, data)
+    kind = session.config.task.kind
+    answers = teach(accelerator, teacher, kind, data)
     if settings.distill.hidden:
         teacher.requires_grad_(False)
     model.to(accelerator.device)
@@ -64,7 +67,7 @@ def new_job(
         after_step=after_step,
         report=session.report,
         judge_first=True,
-        far=_far(session.config.task, settings.distill, answers[data.held_out]),
+        far=_far(session.config.task, settings.distill, _held_out(answers, data)),
     )
 
 
@@ -119,16 +122,19 @@ def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, 
     return groups
 
 
-def teach(accelerator: "Accelerator", teacher: "PreTrainedModel", data: TrainingData) -> Float32:
-    """The teacher's answers to every row of the train split, float32 [rows, num_labels].
+def teach(
+    accelerator: "Accelerator", teacher: "PreTrainedModel", kind: TaskKind, data: TrainingData
+) -> Float32:
+    """The teacher's answers to the train split, float32 [answers, width].
 
     Raises:
         CheckFailed: NaN or infinite answers.
     """
-    rows = np.arange(len(data.encoded.labels))
-    answers = predict_rows(accelerator, teacher, data.encoded, rows, data.pad_id)
+    answers = predict_rows(accelerator, teacher, kind, data.encoded, data.pad_id)
     if bad := int((~np.isfinite(answers)).any(axis=1).sum()):
-        raise CheckFailed(f"the FP32 model answers {bad} of {len(rows)} training rows with NaN or infinity")
+        raise CheckFailed(
+            f"{bad} of {len(answers)} answers of the FP32 model to training rows are NaN or infinite"
+        )
     return answers
 
 
@@ -150,12 +156,13 @@ def distillation(  # noqa: PLR0913, PLR0917
     def loss(model: Any, rows: Int64, batch: "dict[str, torch.Tensor]") -> "torch.Tensor":
         batch = inputs_of(teacher, batch)
         output = model(**batch, output_hidden_states=parts.hidden > 0)
-        index = torch.from_numpy(rows).to(device)
+        places, counts = (torch.from_numpy(x).to(device) for x in encoded.places(rows))
+        made = encoded.kept(rows, joined(output, kind.outputs))
         total: Any = 0.0
         if parts.logits:
-            total = parts.logits * kind.distance(output.logits, wanted[index], parts.temperature)
+            total = parts.logits * kind.distance(made, wanted[places], parts.temperature, counts)
         if parts.labels:
-            total = total + parts.labels * kind.loss(output.logits, labels[index])
+            total = total + parts.labels * kind.loss(made, labels[places], counts)
         if parts.hidden:
             with torch.no_grad(), accelerator.autocast():
                 hidden = teacher(**batch, output_hidden_states=True).hidden_states
@@ -175,29 +182,36 @@ def _judge(  # noqa: PLR0913, PLR0917
     answers: Float32,
 ) -> Callable[[Any], HeldOut]:
     """The loss of the training, on the held-out rows."""
-    task, labels = session.config.task, data.encoded.labels[data.held_out]
-    wanted = answers[data.held_out]
+    task, judged = session.config.task, data.judged
+    wanted, labels, counts = _held_out(answers, data), judged.labels, judged.answers
 
     def judge(model: Any) -> HeldOut:
         import torch
 
-        logits = predict_rows(accelerator, model, data.encoded, data.held_out, data.pad_id)
-        if not np.isfinite(logits).all():
+        made = predict_rows(accelerator, model, task.kind, judged, data.pad_id)
+        if not np.isfinite(made).all():
             return HeldOut(float("nan"), {}, True)
         parts = settings.distill
-        pair = torch.from_numpy(logits), torch.from_numpy(wanted)
-        distance = task.kind.distance(*pair, parts.temperature)
-        found = {"distance": float(distance) / len(labels), "loss": task.kind.mean_loss(logits, labels)}
+        pair = torch.from_numpy(made), torch.from_numpy(wanted)
+        distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(counts))
+        loss = task.kind.mean_loss(made, labels, counts)
+        found = {"distance": float(distance) / judged.rows, "loss": loss}
         score = parts.logits * found["distance"] + parts.labels * found["loss"]
         if parts.hidden:
             found["hidden"] = _held_out_hidden(accelerator, model, teacher, data)
             score += parts.hidden * found["hidden"]
             found = {"objective": score, **found}
-        values = {**found, **metrics.compute(task, logits, labels)}
-        constant = collapsed(task, logits, labels) and not collapsed(task, wanted, labels)
+        values = {**found, **metrics.compute(task, made, judged.gold)}
+        constant = collapsed(task, made, labels) and not collapsed(task, wanted, labels)
         return HeldOut(-score, values, constant)
 
     return judge
+
+
+def _held_out(answers: Float32, data: TrainingData) -> Float32:
+    """The answers to the held-out samples, of those to the train split."""
+    encoded = data.encoded
+    return answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
 
 def _far(task: Task, parts: Distill, wanted: Float32) -> float:
@@ -215,9 +229,9 @@ def _held_out_hidden(
     import torch
 
     total = torch.zeros((), device=accelerator.device)
-    for _, inputs in own_batches(accelerator, teacher, data.encoded, data.held_out, data.pad_id):
+    for _, inputs in own_batches(accelerator, teacher, data.judged, data.pad_id):
         with torch.inference_mode(), accelerator.autocast():
             hidden = model(**inputs, output_hidden_states=True).hidden_states
             target = teacher(**inputs, output_hidden_states=True).hidden_states
         total = total + hidden_distance(hidden, target, inputs["attention_mask"])
-    return float(accelerator.reduce(total, reduction="sum")) / len(data.held_out)
+    return float(accelerator.reduce(total, reduction="sum")) / data.judged.rows

@@ -15,9 +15,10 @@ from qdqbench.quantize.encoders.identity import model_fingerprint
 from qdqbench.quantize.encoders.load import load_model, tokenizer_of, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families.known import require_family
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.rows import CalibrationBatches, Encoded, encode, load_split
+from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 
@@ -168,16 +169,19 @@ class Session:
         """The fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
-    def split(self, name: str, *, limit: int | None, seed: int | None = None) -> Split:
+    def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
         """A split of the run's data, and its notes."""
-        split = load_split(self.config.task, self.data_source, name, limit=limit, seed=seed)
+        split = load_split(
+            self.config.task, self.data_source, name, limit=limit, seed=seed, labelled=labelled
+        )
         self.notes += [note for note in split.notes if note not in self.notes]
         return split
 
     def calibration_batches(self) -> CalibrationBatches:
         """The draw of the recipe's calibration section."""
         settings = self.recipe.calibration
-        split = self.split(settings.split, limit=settings.samples, seed=settings.seed)
+        labelled = not self.config.task.kind.calibrates_unlabelled
+        split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
         return CalibrationBatches(
             split,
             self.config.task,
@@ -193,5 +197,12 @@ class Session:
         task, found = self.config.task, {}
         for name in task.eval_splits:
             split = self.split(name, limit=self.config.limit)
-            found[name] = split, encode(split, task, self.tokenizer, self.recipe.export.max_length)
+            encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
+            found[name] = split, encoded
+            self.notes += [note for note in encoded.notes if note not in self.notes]
         return found
+
+    @property
+    def gold(self) -> dict[str, Any]:
+        """What each evaluation split is scored against, as the kind of task has it."""
+        return {name: encoded.gold for name, (_, encoded) in self.eval_splits.items()}

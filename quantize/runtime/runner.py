@@ -10,16 +10,16 @@ from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import widened
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, fit
+from qdqbench.quantize.kinds.kind import LOGITS, joined
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.engine import Engine
 from qdqbench.quantize.runtime.tensors import Arrays
-from qdqbench.quantize.tasks.kind import LOGITS
 
 MAX_GRAPHS = 16
 
 
 class EngineRunner:
-    """Callable on one batch: int64 [B, L] arrays to float32 logits [B, num_labels].
+    """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width].
 
     Lengths are padded with masked positions to a multiple of 16, so that shapes repeat, and batches with
     copies of their first row, where the profile's minimum is larger. A shape that comes a second time becomes
@@ -29,10 +29,10 @@ class EngineRunner:
         path, onnx_path, runtime_cache: as of Engine.
         pad_id: token id of padding.
         graphs: most CUDA graphs to keep; 0 for none.
-        outputs: of the graph, as the kind of task says; the answers are the only one.
+        outputs: of the graph, as the kind of task says; several are joined into one.
 
     Raises:
-        UserError, MissingDevice: as of Engine; UserError also where that output is not there.
+        UserError, MissingDevice: as of Engine; UserError also where one of them is not there.
     """
 
     def __init__(  # noqa: PLR0913
@@ -46,10 +46,10 @@ class EngineRunner:
         outputs: Iterable[str] = LOGITS,
     ) -> None:
         self.pad_id = pad_id
-        (self._output,) = outputs
+        self._outputs = list(outputs)
         self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
-        if self._output not in self.engine.outputs:
-            raise UserError(f"{path} has no output {self._output!r} but {', '.join(self.engine.outputs)}")
+        if lost := [name for name in self._outputs if name not in self.engine.outputs]:
+            raise UserError(f"{path} has no output {', '.join(lost)} but {', '.join(self.engine.outputs)}")
         free = self.engine.torch.cuda.mem_get_info()[0]
         room = free // 2 // max(1, self.engine.memory.activation_bytes)  # half of what is free
         self._most = min(graphs, int(room))
@@ -71,8 +71,8 @@ class EngineRunner:
         _, to_rows, to_length = fit(self.engine.profiles, rows, length, LENGTH_STEP)
         wide, missing = widened(batch, to_length - length, self.pad_id), ((0, to_rows - rows), (0, 0))
         feeds = {name: np.pad(wide[name], missing, mode="edge") for name in self.engine.inputs}
-        logits = self._run((to_rows, to_length), feeds)[self._output][:rows]
-        return np.asarray(logits, dtype=np.float32)
+        answers = joined(self._run((to_rows, to_length), feeds), self._outputs)[:rows]
+        return np.asarray(answers, dtype=np.float32)
 
     def _run(self, shape: tuple[int, int], feeds: Arrays) -> Arrays:
         if shape not in self._graphs and (shape not in self._seen or not self._most):

@@ -9,6 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch, pad
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks.sentences import SENTIMENTS, sentences, vocabulary
@@ -174,9 +175,7 @@ def _new_model(entries: int, size: Size) -> "BertForSequenceClassification":
     return model
 
 
-def _training_batches(
-    encoded: data.Encoded, pad_id: int, seed: int, size: Size
-) -> Iterator[data.IndexedBatch]:
+def _training_batches(encoded: Encoded, pad_id: int, seed: int, size: Size) -> Iterator[IndexedBatch]:
     """Random batches of samples with like lengths; short sentences first, all from half-way on.
 
     Negation is learnt from single clauses, then put to use in long sentences (Bengio et al. 2009, "Curriculum
@@ -190,4 +189,4 @@ def _training_batches(
         pool = np.sort(generator.integers(len(known), size=8 * size.batch_size))  # by length, as `order`
         start = generator.integers(8) * size.batch_size
         rows = known[pool[start : start + size.batch_size]].tolist()
-        yield data.pad([(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], pad_id)
+        yield pad([(row, encoded.input_ids[row], encoded.token_type_ids[row]) for row in rows], pad_id)

@@ -7,22 +7,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Array, Batch, Int64
+from qdqbench.quantize.core.arrays import Batch, Int64
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.kinds.classification import NUMBERS
+from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch, Layout, Units, pad
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import Task, nearest
 
 if TYPE_CHECKING:
     import datasets
 
-IndexedBatch = tuple[Int64, Batch]
-
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
 NO_LABEL = -1  # what nyu-mll/glue writes in its test splits
 
 
-def load_split(
-    task: Task, source: str, split: str, *, limit: int | None = None, seed: int | None = None
+def load_split(  # noqa: PLR0913
+    task: Task,
+    source: str,
+    split: str,
+    *,
+    limit: int | None = None,
+    seed: int | None = None,
+    labelled: bool = True,
 ) -> Split:
     """Load and check one split.
 
@@ -36,6 +42,7 @@ def load_split(
         limit: Keep this many rows: the first ones, or a draw without replacement when `seed` is given
             (a smaller draw is the start of a larger one).
         seed: Shuffle the rows.
+        labelled: Whether labels are needed; else the split has the texts alone.
 
     Raises:
         UserError: nothing found, unreadable, wrong columns, or texts or labels that do not fit the task.
@@ -43,9 +50,11 @@ def load_split(
     if limit is not None and limit < 1:
         raise UserError(f"{limit} samples of split {split!r} were asked for; ask for at least 1")
     loaded = read_split(task, source, split)
-    columns = _check_columns(loaded, task)
+    columns = _check_columns(loaded, task, labelled)
     dataset = loaded.dataset.select_columns(columns)
-    _check_rows(dataset, task, loaded.source)
+    _check_texts(dataset, task, loaded.source)
+    if labelled:
+        _check_labels(dataset, task, loaded.source)
     notes = [*loaded.notes, *_blank(dataset, task, split)]
     kept = loaded.rows if limit is None else min(limit, loaded.rows)
     if limit is not None and limit > loaded.rows:
@@ -57,8 +66,8 @@ def load_split(
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes))
 
 
-def _check_columns(split: Split, task: Task) -> list[str]:
-    wanted = [*task.text_columns, task.label_column]
+def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
+    wanted = [*task.text_columns, *([task.label_column] if labelled else [])]
     there = split.dataset.column_names
     if missing := [name for name in wanted if name not in there]:
         hint = ", ".join(f"{name} (nearest: {nearest(name, there)})" for name in missing) if there else "any"
@@ -71,13 +80,14 @@ def _check_columns(split: Split, task: Task) -> list[str]:
     return wanted
 
 
-def _check_rows(dataset: "datasets.Dataset", task: Task, source: str) -> None:
-    """Check the type and the range of every text and label."""
+def _check_texts(dataset: "datasets.Dataset", task: Task, source: str) -> None:
+    """Check the type of every text, and that there is one."""
     for name in task.text_columns:
         column = dataset.data.column(name)
-        if str(column.type) not in ("string", "large_string"):
+        if not re.fullmatch(task.kind.text_type, str(column.type)):
             raise UserError(
-                f"column {name!r} of {source} holds {column.type}, not texts; name the right --text-column"
+                f"column {name!r} of {source} holds {column.type}, not {task.kind.text_values}; name the "
+                "right --text-column"
             )
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
@@ -85,14 +95,22 @@ def _check_rows(dataset: "datasets.Dataset", task: Task, source: str) -> None:
                 f"column {name!r} of {source} has {column.null_count} empty (null) texts, the first in row "
                 f"{row}; fill or drop these rows"
             )
+
+
+def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
+    """Check the type and the range of every label."""
     column = dataset.data.column(task.label_column)
     if column.null_count:
         problem = f"are missing in {column.null_count} of {len(column)} rows; give a labelled split"
-    elif not re.fullmatch(r"bool|u?int\d+|halffloat|float|double", str(column.type)):
+    elif not re.fullmatch(task.kind.label_type, str(column.type)):
         wanted = task.kind.label_values.format(last=task.num_labels - 1)
         problem = f"are {column.type}; map them to {wanted}, or name the right --label-column"
+    elif re.fullmatch(NUMBERS, str(column.type)) and (column.to_numpy() == NO_LABEL).all():
+        problem = (
+            f"are all {NO_LABEL}: test splits of GLUE have no labels; use the train or a validation split"
+        )
     else:
-        problem = _label_problem(column.to_numpy(), task)
+        problem = task.kind.label_problem(dataset, task)
     if problem:
         raise UserError(f"the labels (column {task.label_column!r}) of {source} {problem}")
 
@@ -107,39 +125,15 @@ def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
     return found
 
 
-def _label_problem(labels: Array, task: Task) -> str:
-    """What is wrong with numeric labels, [rows]; empty when nothing is."""
-    if (labels == NO_LABEL).all():
-        return f"are all {NO_LABEL}: test splits of GLUE have no labels; use the train or a validation split"
-    return task.kind.label_problem(labels, task.num_labels)
-
-
 class Sample(NamedTuple):
-    """One encoded sample, without padding."""
+    """One encoded row, without padding."""
 
-    row: int  # of the split
+    row: int  # of all rows of the split
     input_ids: Int64  # [length]
     token_type_ids: Int64  # [length]
     truncated: bool  # tokens were cut off
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A whole split as tokens, without padding."""
-
-    input_ids: list[Int64]
-    token_type_ids: list[Int64]
-    labels: Array  # int64 classes or float32 scores, [samples]
-    truncated: int  # samples that lost tokens
-
-    @property
-    def lengths(self) -> Int64:
-        """Tokens of each sample, [samples]."""
-        return np.array([len(ids) for ids in self.input_ids], dtype=np.int64)
-
-    def batch(self, rows: Iterable[int], pad_id: int) -> IndexedBatch:
-        """Rows of the split, int64 [B], and their tokens, padded to the longest of them, int64 [B, L]."""
-        return pad([(row, self.input_ids[row], self.token_type_ids[row]) for row in rows], pad_id)
+    sample: int = 0  # of the split
+    coded: Any = None  # as tokenizers gives it
 
 
 def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> Iterator[Sample]:
@@ -158,50 +152,46 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2)
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
+    options = {"truncation": True, **task.kind.tokenizing}
+    count = 0
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
         rows = split.dataset[start : start + TOKENIZER_ROWS]
         texts = [rows[name] for name in task.text_columns]
         coded = tokenizer(
-            *texts,
-            truncation=True,
-            max_length=max_length,
-            return_token_type_ids=True,
-            return_attention_mask=False,
+            *texts, max_length=max_length, return_token_type_ids=True, return_attention_mask=False, **options
         )
-        for offset, encoding in enumerate(coded.encodings):
+        samples = coded.get("overflow_to_sample_mapping", range(len(coded.encodings)))
+        for offset, (sample, encoding) in enumerate(zip(samples, coded.encodings, strict=True)):
             yield Sample(
-                start + offset,
+                count,
                 np.array(coded["input_ids"][offset], dtype=np.int64),
                 np.array(coded["token_type_ids"][offset], dtype=np.int64),
                 bool(encoding.overflowing),
+                start + sample,
+                encoding,
             )
+            count += 1
 
 
 def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded:
     """Tokenize a whole split, with its labels; arguments and errors as in `iter_encoded`."""
-    samples = list(iter_encoded(split, task, tokenizer, max_length))
-    values = split.dataset.select_columns([task.label_column])[:][task.label_column]
+    kind, rows, units = task.kind, [], list[Units]()
+    for row in iter_encoded(split, task, tokenizer, max_length):
+        rows.append(row._replace(coded=None))  # large
+        if kind.units is not None:
+            units.append(kind.units(row.coded))
+    samples = np.array([row.sample for row in rows], dtype=np.int64)
+    made = kind.targets(split.dataset, task, Layout(samples, units))
     return Encoded(
-        input_ids=[sample.input_ids for sample in samples],
-        token_type_ids=[sample.token_type_ids for sample in samples],
-        labels=np.array(values, dtype=task.kind.label_type),
-        truncated=sum(sample.truncated for sample in samples),
+        input_ids=[row.input_ids for row in rows],
+        token_type_ids=[row.token_type_ids for row in rows],
+        labels=made.labels,
+        truncated=sum(row.truncated for row in rows),
+        positions=None if kind.units is None else [each.positions for each in units],
+        samples=samples,
+        scored=made.gold,
+        notes=made.notes,
     )
-
-
-def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
-    """One batch of (row, input_ids, token_type_ids), padded to the longest sample."""
-    shape = len(samples), max(len(ids) for _, ids, _ in samples)
-    batch = {
-        "input_ids": np.full(shape, pad_id, dtype=np.int64),
-        "attention_mask": np.zeros(shape, dtype=np.int64),
-        "token_type_ids": np.zeros(shape, dtype=np.int64),
-    }
-    for row, (_, ids, types) in enumerate(samples):
-        batch["input_ids"][row, : len(ids)] = ids
-        batch["attention_mask"][row, : len(ids)] = 1
-        batch["token_type_ids"][row, : len(ids)] = types
-    return np.array([index for index, _, _ in samples], dtype=np.int64), batch
 
 
 def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterator[IndexedBatch]:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Frozen
-from qdqbench.quantize.tasks.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.kind import TaskKind
-from qdqbench.quantize.tasks.regression import REGRESSION
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.kinds.kind import TaskKind
+from qdqbench.quantize.kinds.regression import REGRESSION
 
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
@@ -22,11 +22,24 @@ class Task(Frozen):
     metrics: tuple[str, ...]  # the first is the primary one
     train_split: str = "train"
     eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
+    type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
+    classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
 
     @property
     def kind(self) -> TaskKind:
         """What labels and answers are, and everything that follows."""
-        return task_kind(self.num_labels)
+        return KINDS[self.type] if self.type else task_kind(self.num_labels)
+
+
+KINDS = {kind.name: kind for kind in (CLASSIFICATION, REGRESSION)}
+
+
+def kind_of(architecture: str) -> TaskKind | None:
+    """The kind of task that a class of transformers is for; None where its head is not known.
+
+    Classifiers and regressors share a class: classification is found. Libraries put names before it.
+    """
+    return next((kind for kind in KINDS.values() if architecture.endswith(kind.architecture)), None)
 
 
 def task_kind(num_labels: int, problem_type: str | None = None) -> TaskKind:

@@ -16,12 +16,14 @@ from qdqbench.quantize.encoders.identity import model_commit, model_fingerprint
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_encoder, tokenizer_of
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.kinds.encoded import Encoded
+from qdqbench.quantize.kinds.kind import joined
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import Encoded, encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.sources import from_hub
 from qdqbench.quantize.tasks.task import Task, by_split
 from qdqbench.quantize.train.judge import collapsed, predict_rows
@@ -134,8 +136,8 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
 def _load(request: Request) -> _Data:
     task, length = request.task, request.max_length
     tokenizer = tokenizer_of(request.base, request.revision)
-    drawn = {"limit": request.limit, "seed": 0} if request.limit else {}
-    split = load_split(task, request.data, task.train_split, **drawn)
+    seed = 0 if request.limit else None
+    split = load_split(task, request.data, task.train_split, limit=request.limit, seed=seed)
     judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
     return _Data(
         tokenizer=tokenizer,
@@ -159,9 +161,11 @@ def _one(request: Request, data: _Data, settings: Training, accelerator: "Accele
         run.parameters = sum(p.numel() for p in model.parameters())
         job = _job(request, settings, model, divided, identity, accelerator)
         run.notes = job.notes
-        if any(str(name).endswith("ForSequenceClassification") for name in model.config.architectures or ()):
+        if any(
+            str(name).endswith(request.task.kind.architecture) for name in model.config.architectures or ()
+        ):
             run.notes.append(
-                "the base is a classifier already: rows that it was trained on are not new to it, held-out "
+                "the base has such a head already: rows that it was trained on are not new to it, held-out "
                 "ones among them"
             )
         outcome = train(job, accelerator)
@@ -204,22 +208,22 @@ def _job(  # noqa: PLR0913, PLR0917
 ) -> Job:
     import torch
 
-    task, labels = request.task, torch.from_numpy(data.encoded.labels).to(accelerator.device)
+    task, kind, encoded, judged = request.task, request.task.kind, data.encoded, data.judged
+    labels = torch.from_numpy(encoded.labels).to(accelerator.device)
 
     def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = wrapped(**inputs_of(wrapped, batch)).logits
-        return task.kind.loss(logits, labels[torch.from_numpy(rows).to(labels.device)])
+        answers = encoded.kept(rows, joined(wrapped(**inputs_of(wrapped, batch)), kind.outputs))
+        places, counts = (torch.from_numpy(x).to(labels.device) for x in encoded.places(rows))
+        return kind.loss(answers, labels[places], counts)
 
     def judge(plain: Any) -> HeldOut:
-        logits = predict_rows(accelerator, plain, data.encoded, data.held_out, data.pad_id)
-        answers = data.encoded.labels[data.held_out]
-        if not np.isfinite(logits).all():
+        answers = predict_rows(accelerator, plain, kind, judged, data.pad_id)
+        if not np.isfinite(answers).all():
             return HeldOut(float("nan"), {}, True)
-        values = metrics.compute(task, logits, answers)
+        values = metrics.compute(task, answers, judged.gold)
         score = next(iter(values.values()))
-        return HeldOut(
-            score, {"loss": task.kind.mean_loss(logits, answers), **values}, collapsed(task, logits, answers)
-        )
+        mean = kind.mean_loss(answers, judged.labels, judged.answers)
+        return HeldOut(score, {"loss": mean, **values}, collapsed(task, answers, judged.labels))
 
     return Job(
         model=model,
@@ -240,12 +244,12 @@ def _validate(
     """Metrics of the validation split in FP32; of MNLI's second one under a suffix."""
     task = request.task
     found = [
-        (predict_rows(accelerator, model, each, np.arange(len(each.labels)), data.pad_id), each.labels)
+        (predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
         for each in data.evaluation.values()
     ]
     return {
-        "metrics": by_split(metrics.compute(task, logits, labels) for logits, labels in found),
-        "stderr": by_split(metrics.stderr(task, logits, labels, seed=0) for logits, labels in found),
+        "metrics": by_split(metrics.compute(task, answers, gold) for answers, gold in found),
+        "stderr": by_split(metrics.stderr(task, answers, gold, seed=0) for answers, gold in found),
         "n": len(found[0][1]),  # of the first split, whose metric stands beside it
     }
 

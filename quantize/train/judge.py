@@ -7,7 +7,8 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.tasks.rows import Encoded
+from qdqbench.quantize.kinds.encoded import Encoded
+from qdqbench.quantize.kinds.kind import TaskKind, joined
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -19,24 +20,24 @@ BATCH = 64
 
 
 def own_batches(
-    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Int64, pad_id: int
+    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, pad_id: int
 ) -> "Iterator[tuple[Int64, dict[str, torch.Tensor]]]":
-    """This process's share of some rows: positions in `rows`, and what the model takes; the longest first."""
+    """This process's share of the rows, and what the model takes of them; the longest first."""
     import torch
 
-    order = np.argsort(-encoded.lengths[rows], kind="stable")
+    order = np.argsort(-encoded.lengths, kind="stable")
     mine = order[accelerator.process_index :: accelerator.num_processes]
     for start in range(0, len(mine), BATCH):
-        positions = mine[start : start + BATCH]
-        _, batch = encoded.batch(rows[positions].tolist(), pad_id)
+        rows = mine[start : start + BATCH]
+        _, batch = encoded.batch(rows.tolist(), pad_id)
         given = inputs_of(model, batch)
-        yield positions, {n: torch.from_numpy(array).to(accelerator.device) for n, array in given.items()}
+        yield rows, {n: torch.from_numpy(array).to(accelerator.device) for n, array in given.items()}
 
 
 def predict_rows(
-    accelerator: "Accelerator", model: "nn.Module", encoded: Encoded, rows: Int64, pad_id: int
+    accelerator: "Accelerator", model: "nn.Module", kind: TaskKind, encoded: Encoded, pad_id: int
 ) -> Float32:
-    """Logits float32 [rows, num_labels] of some rows of a split, the same on every process.
+    """Answers float32 [answers, width] to a split, the same on every process.
 
     Each process computes a share; the model is in eval mode, on the accelerator's device.
     """
@@ -44,14 +45,14 @@ def predict_rows(
     from accelerate.utils import gather_object
 
     found: list[tuple[Int64, Float32]] = []
-    for positions, inputs in own_batches(accelerator, model, encoded, rows, pad_id):
+    for rows, inputs in own_batches(accelerator, model, encoded, pad_id):
         with torch.inference_mode():
-            logits: Any = model(**inputs).logits
-        found.append((positions, logits.float().cpu().numpy()))
+            made: Any = encoded.kept(rows, joined(model(**inputs), kind.outputs))
+        found.append((rows, made.float().cpu().numpy()))
     parts: list[tuple[Int64, Float32]] = gather_object(found)
-    result = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
-    for positions, values in parts:
-        result[positions] = values
+    result = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
+    for rows, values in parts:
+        result[encoded.answers_of(rows)] = values
     return result
 
 

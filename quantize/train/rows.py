@@ -1,13 +1,14 @@
 """Training rows: the part held out to judge a run, and batches that any number of processes agree on."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.tasks.rows import Encoded, IndexedBatch
 
 MOST_HELD_OUT = 1000
 POOL = 32  # batches whose samples are sorted by length together
@@ -20,7 +21,12 @@ class TrainingData:
     encoded: Encoded
     pad_id: int
     rows: Int64  # to learn from
-    held_out: Int64  # to judge on; never learnt from
+    held_out: Int64  # samples to judge on; never learnt from
+
+    @cached_property
+    def judged(self) -> Encoded:
+        """The held-out samples."""
+        return self.encoded.part(self.held_out)
 
     def batch(self, rows: Int64) -> IndexedBatch:
         """Rows and their padded tokens, int64 [B] and [B, L]."""
@@ -28,20 +34,20 @@ class TrainingData:
 
 
 def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingData:
-    """Hold out a seeded draw of a share of the rows, at most `MOST_HELD_OUT`.
+    """Hold out a seeded draw of a share of the samples, at most `MOST_HELD_OUT`.
 
     Raises:
         UserError: too few rows.
     """
-    count = len(encoded.labels)
+    count = len(encoded.gold)
     held = min(round(count * share), MOST_HELD_OUT)
     if held < 2 or count - held < 2:
         raise UserError(
-            f"the train split has {count} rows, of which {held} would be held out to judge the training; "
+            f"the train split has {count} samples, of which {held} would be held out to judge the training; "
             "give a larger split or a larger holdout"
         )
     order = np.random.default_rng([seed, 0]).permutation(count)
-    return TrainingData(encoded, pad_id, np.sort(order[held:]), np.sort(order[:held]))
+    return TrainingData(encoded, pad_id, encoded.rows_of(np.sort(order[held:])), np.sort(order[:held]))
 
 
 def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Int64]:

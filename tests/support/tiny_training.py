@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.tasks.rows import Encoded
 from qdqbench.quantize.train.loop import Job, decayed
 from qdqbench.quantize.train.rows import divide
 from qdqbench.quantize.train.state import HeldOut

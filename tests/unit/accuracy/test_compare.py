@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.kinds.regression import REGRESSION
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.regression import REGRESSION
 from qdqbench.quantize.tasks.task import get_task
 
 SST2, MRPC, STSB = get_task("sst2"), get_task("mrpc"), get_task("stsb")

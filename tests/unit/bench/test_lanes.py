@@ -173,4 +173,12 @@ def test_to_device_keeps_the_numbers(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self, raising=True)
     made = to_device({"input_ids": np.arange(6).reshape(2, 3)})
     assert made["input_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert bench_lanes.OUTPUT == "logits"
+
+
+def test_answers_of_tokens_are_told_by_the_first_whatever_the_length():
+    short, long = (np.arange(2 * length * 2, dtype=np.float32).reshape(2, length, 2) for length in (3, 5))
+    lane = HostLane(lambda batch: batch["x"], [[{"x": short}, {"x": long}]])
+    lane.feed(0)
+    lane.launch()
+    assert lane.fetch().tolist() == [[0, 1], [6, 7], [0, 1], [10, 11]]
+    assert bench_lanes.by_row(short[:, 0]).tolist() == [[0, 1], [6, 7]]

@@ -14,7 +14,7 @@ from qdqbench.quantize.encoders.identity import model_fingerprint
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.encoders.pooling import Pooling
-from qdqbench.quantize.tasks.classification import CLASSIFICATION
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
 
 from ...support.tiny_bert import HIDDEN, LINEARS, padded_batch, plan_of, recipe_with, run_onnx
 from ...support.tiny_embedder import (

@@ -22,9 +22,9 @@ from qdqbench.quantize.families.family import ENCODER_KINDS, Family
 from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
 from qdqbench.quantize.families.roberta import ROBERTA
 from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.sections import ModelSection
-from qdqbench.quantize.tasks.classification import CLASSIFICATION
 
 from ...support.families import new_model
 from ...support.tiny_bert import INT8, new_bert, recipe_with
@@ -250,7 +250,7 @@ def test_no_other_file_knows_the_names_of_bert() -> None:
     known = {
         f"{path.parent.name}/{path.name}: {name}"
         for path in files
-        if path.parent.name != "tasks"
+        if path.parent.name not in ("tasks", "kinds")
         for name in source_names(path)
         if NAMES.search(name) or (INPUT.search(name) and path.parent.name != "api")
     }

@@ -438,7 +438,7 @@ def test_runner_wants_logits(gpu, engine_file, monkeypatch):
         "get_tensor_mode",
         lambda self, name: fake_gpu.TensorIOMode.OUTPUT if name == "scores" else fake_gpu.TensorIOMode.INPUT,
     )
-    with pytest.raises(UserError, match="no output 'logits' but scores"):
+    with pytest.raises(UserError, match="no output logits but scores"):
         EngineRunner(*engine_file, pad_id=0)
 
 

@@ -72,23 +72,23 @@ logits = arrays(np.float32, (5, 3), elements=st.floats(-50, 50, width=32))
 
 @given(before=logits, after=logits)
 def test_divergence_of_classes_is_kl(before: Any, after: Any) -> None:
-    found = divergence(GLUE["mnli"], before, after)
+    found = divergence(GLUE["mnli"], before, after, None)
     p, q = (special.softmax(x.astype(np.float64), axis=1) for x in (before, after))
     np.testing.assert_allclose(found, special.kl_div(p, q).sum(axis=1), rtol=1e-6, atol=1e-9)
-    assert (divergence(GLUE["mnli"], before, before) == 0).all()
+    assert (divergence(GLUE["mnli"], before, before, None) == 0).all()
     assert (found >= 0).all()
 
 
 def test_divergence_of_regression_is_relative() -> None:
     before = np.array([[1.0], [3.0], [5.0]], np.float32)
-    found = divergence(GLUE["stsb"], before, before + 2)
+    found = divergence(GLUE["stsb"], before, before + 2, None)
     np.testing.assert_allclose(found, [1.5, 1.5, 1.5])  # 4 over a variance of 8/3
-    np.testing.assert_allclose(divergence(GLUE["stsb"], 10 * before, 10 * (before + 2)), found)
+    np.testing.assert_allclose(divergence(GLUE["stsb"], 10 * before, 10 * (before + 2), None), found)
 
 
 def test_regression_needs_outputs_that_differ() -> None:
     with pytest.raises(CheckFailed, match="same output"):
-        divergence(GLUE["stsb"], np.ones((3, 1), np.float32), np.zeros((3, 1), np.float32))
+        divergence(GLUE["stsb"], np.ones((3, 1), np.float32), np.zeros((3, 1), np.float32), None)
 
 
 def test_judge_says_what_was_lost() -> None:

@@ -15,6 +15,7 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant import quantizers
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 
@@ -26,6 +27,8 @@ BATCHES = [
     (np.array([2, 0, 5]), tiny_bert.padded_batch((16, 14, 9))),
     (np.array([4, 1, 3]), tiny_bert.padded_batch((8, 8, 3), seed=1)),
 ]
+NOTHING = [np.zeros(0, dtype=np.int64)] * 6  # tokens are those of the batches
+ENCODED = Encoded(NOTHING, NOTHING, np.zeros(6, dtype=np.int64), 0)
 
 
 class Prepared:
@@ -42,7 +45,7 @@ class Prepared:
             ptq.calibrate(self.model, self.plan, tiny_bert.calibration_batches(), calibration)
             self.norms = norms()
         self.switches = Switches(self.model, self.plan, self.norms)
-        self.suffixes = Suffixes(self.model, BATCHES, 6)
+        self.suffixes = Suffixes(self.model, BATCHES, ENCODED)
         self.quantizers = quantizers.enabled_quantizers(self.twin)
 
     def expected(self, on: frozenset[str]) -> Any:

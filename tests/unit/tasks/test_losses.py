@@ -11,6 +11,11 @@ from qdqbench.quantize.tasks.task import get_task
 CLASSES, SCORES = get_task("mnli"), get_task("stsb")
 
 
+def each(rows):
+    """One answer a row."""
+    return torch.ones(len(rows), dtype=torch.long)
+
+
 def logits(seed, rows, labels):
     return torch.randn(rows, labels, generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -18,8 +23,11 @@ def logits(seed, rows, labels):
 @given(seed=st.integers(0, 1000), rows=st.integers(2, 9), temperature=st.floats(0.5, 8))
 def test_a_distance_adds_up_over_samples(seed, rows, temperature):
     student, teacher = logits(seed, rows, 3), logits(seed + 1, rows, 3)
-    whole = CLASSES.kind.distance(student, teacher, temperature)
-    parts = [CLASSES.kind.distance(student[i : i + 1], teacher[i : i + 1], temperature) for i in range(rows)]
+    whole = CLASSES.kind.distance(student, teacher, temperature, each(student))
+    parts = [
+        CLASSES.kind.distance(student[i : i + 1], teacher[i : i + 1], temperature, each([i]))
+        for i in range(rows)
+    ]
     assert whole.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-4, abs=1e-5)
     assert whole.item() >= -1e-5
 
@@ -27,28 +35,28 @@ def test_a_distance_adds_up_over_samples(seed, rows, temperature):
 @given(seed=st.integers(0, 1000), shift=st.floats(-5, 5))
 def test_equal_answers_have_no_distance(seed, shift):
     found = logits(seed, 4, 3)
-    assert CLASSES.kind.distance(found + shift, found, 2.0).item() == pytest.approx(0, abs=1e-4)
+    assert CLASSES.kind.distance(found + shift, found, 2.0, each(found)).item() == pytest.approx(0, abs=1e-4)
 
 
 def test_the_distance_is_kl_times_the_square_of_the_temperature():
     student, teacher = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([[0.5, 0.25, 2.0]])
     p, q = (torch.softmax(x / 2, dim=1) for x in (teacher, student))
-    assert CLASSES.kind.distance(student, teacher, 2.0).item() == pytest.approx(
+    assert CLASSES.kind.distance(student, teacher, 2.0, each(student)).item() == pytest.approx(
         4 * (p * (p / q).log()).sum().item(), rel=1e-5
     )
 
 
 def test_a_regression_takes_squared_errors():
     student, teacher = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.5], [0.0]])
-    assert SCORES.kind.distance(student, teacher, 3.0).item() == 4.25
-    assert SCORES.kind.loss(student, torch.tensor([0.0, 2.0])).item() == 1.0
+    assert SCORES.kind.distance(student, teacher, 3.0, each(student)).item() == 4.25
+    assert SCORES.kind.loss(student, torch.tensor([0.0, 2.0]), each(student)).item() == 1.0
 
 
 def test_label_loss_is_cross_entropy():
     found = logits(0, 5, 3)
     labels = torch.tensor([0, 1, 2, 1, 0])
     expected = -torch.log_softmax(found, dim=1)[torch.arange(5), labels].sum()
-    assert CLASSES.kind.loss(found, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert CLASSES.kind.loss(found, labels, each(labels)).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def hidden(seed, rows, length):

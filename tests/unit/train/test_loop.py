@@ -376,10 +376,12 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
 
 def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
     monkeypatch.setattr(
-        finetune, "predict_rows", lambda a, m, encoded, rows, pad: np.eye(3, dtype=np.float32)[rows % 3]
+        finetune,
+        "predict_rows",
+        lambda a, m, kind, each, pad: np.eye(3, dtype=np.float32)[np.arange(len(each.gold)) % 3],
     )
     splits = {
-        name: SimpleNamespace(labels=np.arange(count) % 3) for name, count in (("matched", 60), ("mm", 90))
+        name: SimpleNamespace(gold=np.arange(count) % 3) for name, count in (("matched", 60), ("mm", 90))
     }
     data = SimpleNamespace(evaluation=splits, pad_id=0)
     found = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
@@ -388,7 +390,7 @@ def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
 
 
 def test_too_few_rows_to_hold_out():
-    with pytest.raises(UserError, match="90 rows, of which 1 would be held out"):
+    with pytest.raises(UserError, match="90 samples, of which 1 would be held out"):
         divide(tiny.sentences(), 0, 0.01, 0)
 
 

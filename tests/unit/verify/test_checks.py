@@ -40,10 +40,10 @@ from qdqbench.quantize.core.results import BlockCheck, Verification
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.kinds.encoded import Encoded
+from qdqbench.quantize.kinds.regression import REGRESSION
 from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.tasks.regression import REGRESSION
-from qdqbench.quantize.tasks.rows import Encoded
 from qdqbench.quantize.tasks.task import get_task
 
 from ...support.tiny_bert import exported, padded_batch, quantized

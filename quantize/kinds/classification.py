@@ -5,13 +5,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
-from qdqbench.quantize.tasks.kind import LOGITS, SAME, TaskKind
+from qdqbench.quantize.kinds.encoded import Layout, Targets
+from qdqbench.quantize.kinds.kind import LOGITS, SAME, Described, TaskKind
+from qdqbench.quantize.kinds.scores import CLASSES
 
 if TYPE_CHECKING:
+    import datasets
     import torch
 
+TEXTS = "(large_)?string"
+NUMBERS = r"bool|u?int\d+|halffloat|float|double"
 
-def _label_problem(labels: Array, count: int) -> str:
+
+def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
+    labels, count = dataset.data.column(task.label_column).to_numpy(), task.num_labels
     if labels.dtype.kind == "f":
         return f"are {labels.dtype}, not classes 0 to {count - 1}; regression needs --num-labels 1"
     least, most = int(labels.min()), int(labels.max())
@@ -23,25 +30,37 @@ def _label_problem(labels: Array, count: int) -> str:
     return ""
 
 
-def _predict(logits: Floats) -> Int64:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    values = dataset.select_columns([task.label_column])[:][task.label_column]
+    return Targets(np.array(values, dtype=np.int64))
+
+
+def _predict(logits: Floats, labels: Array) -> Int64:
     """The first of the largest."""
     return np.asarray(np.argmax(logits, axis=1), dtype=np.int64)
 
 
-def _divergence(reference: Float64, logits: Float64) -> Float64:
-    """KL(reference || logits) of the class probabilities, in nat."""
+def label_and_prediction(predicted: Array, labels: Array) -> Array:
+    """A table for the metrics of both."""
+    return np.stack([labels, predicted], axis=1)
+
+
+def kl(reference: Float64, logits: Float64) -> Float64:
+    """KL(reference || logits) of the class probabilities, in nat, by answer."""
     logs = [x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (reference, logits)]
     each = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1)
     return np.asarray(np.maximum(each, 0))  # rounding
 
 
-def _loss(logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
+def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
     from torch.nn import functional
 
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def _distance(logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float) -> "torch.Tensor":
+def _distance(
+    logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
+) -> "torch.Tensor":
     """KL(teacher || student) T^2 (Hinton et al. 2015, arXiv 1503.02531)."""
     from torch.nn import functional
 
@@ -57,7 +76,7 @@ def _log_softmax(logits: Floats) -> Float64:
     return np.asarray(log_softmax(logits.astype(np.float64), axis=1))
 
 
-def _mean_loss(logits: Floats, labels: Array) -> float:
+def _mean_loss(logits: Floats, labels: Array, answers: Array) -> float:
     return float(-np.mean(_log_softmax(logits)[np.arange(len(labels)), labels]))
 
 
@@ -69,21 +88,27 @@ def _constant(logits: Floats, labels: Array) -> bool:
 CLASSIFICATION = TaskKind(
     name="classification",
     model_class="AutoModelForSequenceClassification",
+    architecture="ForSequenceClassification",
     problem_type="single_label_classification",
     outputs=LOGITS,
     head="{count} classes",
-    label_type=np.int64,
+    text_type=TEXTS,
+    text_values="texts",
+    label_type=NUMBERS,
     label_values="integers from 0 to {last}",
     label_problem=_label_problem,
-    metrics=("accuracy", "f1", "matthews"),
+    targets=_targets,
+    metrics=CLASSES,
     default_metrics=("accuracy",),
     predict=_predict,
-    right_or_wrong=True,
+    table=label_and_prediction,
+    right=lambda table: np.asarray(table[:, 0] == table[:, 1]),
     divergence_name="kl",
-    divergence=_divergence,
+    divergence=lambda reference, logits, labels: kl(reference, logits),
     loss=_loss,
     distance=_distance,
     distance_unit=lambda answers: 1.0,  # nat
     mean_loss=_mean_loss,
+    reads_first_token=True,
     constant=_constant,
 )

@@ -6,22 +6,32 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float64, Floats
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.tasks.kind import LOGITS, SAME, TaskKind
+from qdqbench.quantize.kinds.classification import NUMBERS, TEXTS, label_and_prediction
+from qdqbench.quantize.kinds.encoded import Layout, Targets
+from qdqbench.quantize.kinds.kind import LOGITS, SAME, Described, TaskKind
+from qdqbench.quantize.kinds.scores import CORRELATIONS
 
 if TYPE_CHECKING:
+    import datasets
     import torch
 
 
-def _label_problem(labels: Array, count: int) -> str:
+def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
+    labels = dataset.data.column(task.label_column).to_numpy()
     bad = int((~np.isfinite(labels)).sum())
     return f"are not finite in {bad} of {len(labels)} rows; drop or correct them" if bad else ""
 
 
-def _predict(logits: Floats) -> Float64:
+def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    values = dataset.select_columns([task.label_column])[:][task.label_column]
+    return Targets(np.array(values, dtype=np.float32))
+
+
+def _predict(logits: Floats, labels: Array) -> Float64:
     return np.asarray(logits[:, 0], dtype=np.float64)
 
 
-def _divergence(reference: Float64, logits: Float64) -> Float64:
+def _divergence(reference: Float64, logits: Float64, labels: Array) -> Float64:
     """Squared difference over the variance of the reference.
 
     Raises:
@@ -33,13 +43,15 @@ def _divergence(reference: Float64, logits: Float64) -> Float64:
     return np.asarray(((logits - reference) ** 2).mean(axis=1) / spread)
 
 
-def _loss(logits: "torch.Tensor", labels: "torch.Tensor") -> "torch.Tensor":
+def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
     from torch.nn import functional
 
     return functional.mse_loss(logits.float()[:, 0], labels, reduction="sum")
 
 
-def _distance(logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float) -> "torch.Tensor":
+def _distance(
+    logits: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
+) -> "torch.Tensor":
     from torch.nn import functional
 
     return functional.mse_loss(logits.float(), teacher.float(), reduction="sum")
@@ -48,21 +60,27 @@ def _distance(logits: "torch.Tensor", teacher: "torch.Tensor", temperature: floa
 REGRESSION = TaskKind(
     name="regression",
     model_class="AutoModelForSequenceClassification",
+    architecture="ForSequenceClassification",
     problem_type="regression",
     outputs=LOGITS,
     head="one regression output",
-    label_type=np.float32,
+    text_type=TEXTS,
+    text_values="texts",
+    label_type=NUMBERS,
     label_values="numbers",
     label_problem=_label_problem,
-    metrics=("pearson", "spearman"),
+    targets=_targets,
+    metrics=CORRELATIONS,
     default_metrics=("pearson", "spearman"),
     predict=_predict,
-    right_or_wrong=False,
+    table=label_and_prediction,
+    right=None,
     divergence_name="squared",
     divergence=_divergence,
     loss=_loss,
     distance=_distance,
     distance_unit=lambda answers: float(np.var(answers)),
-    mean_loss=lambda logits, labels: float(np.mean((logits[:, 0].astype(np.float64) - labels) ** 2)),
+    mean_loss=lambda logits, labels, _: float(np.mean((logits[:, 0].astype(np.float64) - labels) ** 2)),
+    reads_first_token=True,
     constant=lambda logits, labels: bool(np.std(logits[:, 0]) <= SAME * np.std(labels)),
 )

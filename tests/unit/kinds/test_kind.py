@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.encoders.load import load_encoder, load_model
 from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.kinds.regression import REGRESSION
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.regression import REGRESSION
 from qdqbench.quantize.tasks.task import Task
 
 from ...support.tiny_bert import write_tiny_bert
@@ -28,16 +29,24 @@ def answers(seed, labels, rows=12):
     return np.random.default_rng(seed).normal(0, 2, (rows, labels)).astype(np.float32)
 
 
+def labels_of(kind, found):
+    """Labels by which answers are right."""
+    predicted = kind.predict(found, None)
+    return predicted.astype(np.float32) if predicted.dtype.kind == "f" else predicted
+
+
 @KINDS
 @given(seed=st.integers(0, 2**16))
 def test_what_training_and_evaluation_measure_is_the_same(kind, count, seed):
     """Each is written twice, for tensors and for arrays."""
     found, other = answers(seed, count), answers(seed + 1, count)
-    labels = kind.predict(other).astype(kind.label_type)
-    loss = kind.loss(torch.from_numpy(found), torch.from_numpy(labels)).item()
-    assert kind.mean_loss(found, labels) == pytest.approx(loss / len(labels), rel=1e-4)
-    distance = kind.distance(torch.from_numpy(found), torch.from_numpy(other), 1.0).item()
-    apart = kind.divergence(other.astype(np.float64), found.astype(np.float64)).sum()
+    labels = labels_of(kind, other)
+    each = np.ones(len(labels), dtype=np.int64)
+    loss = kind.loss(torch.from_numpy(found), torch.from_numpy(labels), torch.from_numpy(each)).item()
+    assert kind.mean_loss(found, labels, each) == pytest.approx(loss / len(labels), rel=1e-4)
+    pair = torch.from_numpy(found), torch.from_numpy(other)
+    distance = kind.distance(*pair, 1.0, torch.from_numpy(each)).item()
+    apart = kind.divergence(other.astype(np.float64), found.astype(np.float64), labels).sum()
     assert apart * kind.distance_unit(other) == pytest.approx(distance, rel=1e-4)
 
 
@@ -46,8 +55,9 @@ def test_a_kind_s_own_metrics_score_its_predictions(kind, count):
     task = Task(name="x", text_columns=("s",), num_labels=count, metrics=kind.default_metrics)
     assert task.kind is kind
     found = answers(0, count)
-    labels = kind.predict(found).astype(kind.label_type)
-    assert kind.label_problem(labels, task.num_labels) == ""
+    labels = labels_of(kind, found)
+    rows = datasets.Dataset.from_dict({"s": ["a"] * len(labels), "label": labels})
+    assert kind.label_problem(rows, task) == ""
     assert [*metrics.compute(task, found, labels).values()] == pytest.approx([1.0] * len(task.metrics))
     assert set(kind.default_metrics) <= set(kind.metrics)
 
