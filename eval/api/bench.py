@@ -14,8 +14,10 @@ from qdqbench.eval.bench.target import Target, check_lengths, model_target, real
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.rundir.config import find_recipe
 from qdqbench.quantize.rundir.session import read_config
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
@@ -88,7 +90,7 @@ def bench(  # noqa: PLR0913
     if not seconds > 0:
         raise UserError(f"--seconds is {seconds}; give a positive number")
     if not cpu:
-        wanted = read_config(path).recipe if path else load_recipe(recipe or DEFAULT_RECIPE).ptq
+        wanted = read_config(path).recipe if path else _recipe(str(model), recipe)
         require_gpu(wanted.engine.backend)
     progress("exporting")
     chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed)
@@ -144,12 +146,19 @@ def _check_arguments(
         raise UserError(f"--compile-mode {compile_mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
 
 
+def _recipe(model: str, recipe: str | None) -> Recipe:
+    """The recipe for a model folder or a published size, without training."""
+    name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)
+    found = load_recipe(name, lambda: family_of(shape["model_type"])) if shape else find_recipe(name, model)
+    return found.ptq
+
+
 def _open(
     target: Path | None, model: str | None, recipe: str | None, out: Path | None, seed: int
 ) -> tuple[Target, Path]:
     if target is not None:
         return run_target(target), out or target
     assert model is not None
-    loaded = load_recipe(recipe or DEFAULT_RECIPE).ptq
+    loaded = _recipe(model, recipe)
     folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
     return model_target(model, loaded, folder / "work", seed), folder

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.eval.api.runs import load_recipe, silent
+from qdqbench.eval.api.runs import silent
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.check.check import CheckReport, check_file
@@ -17,10 +17,11 @@ from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.load import prepare_model, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant.quantizers import outputs_of
+from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.artifacts import weight_form
 from qdqbench.quantize.rundir.session import require_fit
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
@@ -78,7 +79,9 @@ def quantize(
             not fit.
         CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
-    chosen = load_recipe(recipe)
+    chosen = recipe
+    if not isinstance(chosen, Recipe):
+        chosen = load_recipe(str(chosen), lambda: family_of(model.config))
     if not chosen.quantizes:
         raise UserError(f"recipe {chosen.name} quantizes nothing; give one with INT8 rules")
     require_fit(chosen, type(model).__name__, model.config)

@@ -19,7 +19,7 @@ from qdqbench.quantize.core.results import (
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
-from qdqbench.quantize.rundir.config import run_config
+from qdqbench.quantize.rundir.config import find_recipe, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
@@ -31,13 +31,19 @@ def silent(now: Any) -> None:
     """No progress is shown."""
 
 
-def load_recipe(recipe: str | Path | Recipe) -> Recipe:
+def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) -> Recipe:
     """A recipe by its shipped name or from a YAML file; one that is loaded already is returned.
+
+    Args:
+        recipe: "bert-int8-linears", or with a model "int8-linears" for that of its family.
+        model: folder or hub id.
 
     Raises:
         UserError: no such recipe or file, or it does not validate.
     """
-    return recipe if isinstance(recipe, Recipe) else load_named(str(recipe))
+    if isinstance(recipe, Recipe):
+        return recipe
+    return load_named(str(recipe)) if model is None else find_recipe(str(recipe), str(model))
 
 
 def run(  # noqa: PLR0913
@@ -79,9 +85,10 @@ def run(  # noqa: PLR0913
         UserError: input that cannot be used.
         CheckFailed: a stage gives what no report can hold, such as NaN.
     """
+    model = None if model is None else str(model)
     config = run_config(
-        load_recipe(recipe),
-        model=None if model is None else str(model),
+        recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision),
+        model=model,
         revision=revision,
         task=task,
         data=str(data),

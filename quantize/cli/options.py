@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.tasks.task import Task
 
 
-RecipeName = Annotated[str, typer.Argument(help="Shipped name or YAML file.")]
+RecipeName = Annotated[str, typer.Argument(help="Shipped name, with or without the family, or YAML file.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Evaluation batch size.")]
 MeasureSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")]
 RunSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")]
@@ -53,6 +53,12 @@ class Subject:
     metric: Annotated[list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")] = (
         None
     )
+
+    def recipe(self, name: str) -> "Recipe":
+        """A recipe for the model; errors are those of `rundir.config.find_recipe`."""
+        from qdqbench.quantize.rundir.config import find_recipe
+
+        return find_recipe(name, self.model, self.revision)
 
     def found_task(self) -> "Task":
         """The task; errors are those of `rundir.config.find_task`."""

@@ -15,27 +15,45 @@ from qdqbench.quantize.core.names import DEFAULT_RECIPE
 if TYPE_CHECKING:
     from qdqbench.eval.api.runs import Proof
     from qdqbench.quantize.core.results import Results
+    from qdqbench.quantize.families.family import Family
     from qdqbench.quantize.rundir.session import Session
 
-DEFAULT_QAT = "bert-int8-attention-qat"
+DEFAULT_QAT = "int8-attention-qat"
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, validate and document recipes.")
 
 
 @recipes_app.command("list")
-def recipes_list(json: Json = False) -> None:
-    """List the shipped recipes."""
-    from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+def recipes_list(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id: only what fits it.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/supported.md instead.")] = False,
+    json: Json = False,
+) -> None:
+    """List the shipped recipes, and the models that they fit."""
+    from qdqbench.quantize.recipe import supported
 
-    names = list(shipped_recipes())
+    if markdown:
+        sys.stdout.write(supported.markdown())
+        return
+    rows = supported.recipes(None if model is None else _family(model))
     if json:
-        print_json(names)
+        print_json([row._asdict() for row in rows])
         return
     from rich.table import Table
 
-    table = Table("recipe", "what it does", box=None)
-    for name in names:
-        table.add_row(name, load_recipe(name).description)
+    table = Table(box=None)
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("model types")
+    table.add_column("what it does")
+    for row in rows:
+        table.add_row(row.recipe, ", ".join(row.model_types), row.description)
     console().print(table)
+
+
+def _family(model: str) -> "Family":
+    from qdqbench.quantize.encoders.load import load_config
+    from qdqbench.quantize.families.known import family_of
+
+    return family_of(load_config(model))
 
 
 @recipes_app.command("show")
@@ -93,9 +111,8 @@ def run(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
     from qdqbench.eval.api.runs import run_folder, start
-    from qdqbench.quantize.recipe.schema import load_recipe
 
-    config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
+    config = subject.config(subject.recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
     folder = run_folder(config, out)
     with progress.stages(quiet=json) as shown:
         found = start(config, folder, until, shown)
@@ -120,12 +137,11 @@ def qat(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.api.runs import run_folder
     from qdqbench.eval.runs.run import follow, run_until
     from qdqbench.quantize.qat.stage import settings_of, train_on_all
-    from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.pipeline import open_run
     from qdqbench.quantize.rundir.session import Session
     from qdqbench.quantize.train.processes import leads
 
-    config = subject.config(load_recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
+    config = subject.config(subject.recipe(recipe), batch_size=batch_size, seed=seed, limit=limit)
     folder = run_folder(config, out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written

@@ -71,14 +71,13 @@ def search(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.search.report import search_summary
     from qdqbench.eval.search.worker import SearchOptions
     from qdqbench.quantize.core.errors import CheckFailed, UserError
-    from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.rundir.session import Session
 
     if wanted.latency not in ("auto", "engine", "model"):
         raise UserError(f"--latency {wanted.latency!r} is unknown; use auto, engine or model")
     if wanted.objective not in ("divergence", "drop"):
         raise UserError(f"--accuracy {wanted.objective!r} is unknown; use divergence or drop")
-    config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
+    config = subject.config(subject.recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
     _require_inputs(wanted.sensitivity, wanted.cost_model)
     _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")

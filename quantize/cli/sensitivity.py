@@ -36,9 +36,8 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.sensitivity.ledger import LEDGER_FILE
     from qdqbench.eval.sensitivity.report import sensitivity_summary
     from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.recipe.schema import load_recipe
 
-    config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed)
+    config = subject.config(subject.recipe(recipe).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, "a sensitivity run", options.left_by(LEDGER_FILE, "embedded"))
     found = _measure(config, folder, samples, quiet=json)
@@ -106,9 +105,8 @@ def methods(  # noqa: PLR0913  (a command's options)
     """Compare calibration methods in one table; writes the recipe with the best one."""
     from qdqbench.eval.methods.report import methods_summary
     from qdqbench.eval.methods.results import METHODS_FILE, METHODS_RECIPE
-    from qdqbench.quantize.recipe.schema import load_recipe
 
-    config = subject.config(load_recipe(recipe).ptq, batch_size=batch_size, seed=seed, limit=limit)
+    config = subject.config(subject.recipe(recipe).ptq, batch_size=batch_size, seed=seed, limit=limit)
     folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, "a table of methods", options.left_by(METHODS_FILE, "embedded", METHODS_RECIPE))
     found = _compare(config, folder, samples, method or [], smooth or [], quiet=json)

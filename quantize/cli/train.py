@@ -119,11 +119,10 @@ def study(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runs.study import StudyPlan, study
     from qdqbench.eval.runs.study_results import STUDY_FILE
     from qdqbench.quantize.machine.lock import held
-    from qdqbench.quantize.recipe.schema import load_recipe
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all
 
-    recipes = [load_recipe(name) for name in recipe]
+    recipes = [subject.recipe(name) for name in recipe]
     settings = _settings(**asdict(optimization), patience=5)
     chosen = subject.found_task()
     folder = out or Path("runs") / f"study-{chosen.name}"

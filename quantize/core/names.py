@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-DEFAULT_RECIPE = "bert-int8-linears"  # of commands that are not given one
+DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are not given one
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 

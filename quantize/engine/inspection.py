@@ -260,7 +260,7 @@ def _more_kernels(ours: Facts, twin: Facts) -> str:
     total, other = sum(ours.kernels.values()), sum(twin.kernels.values())
     return (
         f"{total} kernels run where FP16 runs {other} ({listed}), and a launch costs the same at any batch "
-        "size: use larger batches, or quantize fewer layers (recipe bert-int8-ffn)"
+        "size: use larger batches, or quantize fewer layers (recipe int8-ffn)"
     )
 
 

@@ -4,12 +4,10 @@ from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.families.albert import ALBERT
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.bert import BERT, ELECTRA, ROBERTA
 from qdqbench.quantize.families.distilbert import DISTILBERT
-from qdqbench.quantize.families.electra import ELECTRA
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.modernbert import MODERNBERT
-from qdqbench.quantize.families.roberta import ROBERTA
 
 FAMILIES = (BERT, ROBERTA, ELECTRA, DISTILBERT, ALBERT, MODERNBERT)  # whose whole path is tested
 

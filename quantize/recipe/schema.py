@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +13,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.strict import Frozen
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.sections import (
     FORMS,
     Calibration,
@@ -160,27 +162,52 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raise UserError(f"{source}: {_explain(error)}") from error
 
 
-def load_recipe(name_or_path: str) -> Recipe:
+def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
     """Load a shipped recipe by name, or a YAML file.
 
+    Args:
+        name_or_path: "bert-int8-linears", or "int8-linears" for that of the model's family.
+        family: of the model; asked for only where the name needs it.
+
     Raises:
-        UserError: no such recipe or file, or it does not validate.
+        UserError: no such recipe or file, none of that family, or it does not validate.
     """
     shipped = shipped_recipes()
-    if name_or_path in shipped:
-        return parse_recipe(shipped[name_or_path].read_text(encoding="utf-8"), name_or_path)
     path = Path(name_or_path)
-    if os.path.isfile(path):  # Path.is_file raises on names that are too long
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise UserError(f"{path} is {path.stat().st_size} bytes; a recipe has at most {MAX_RECIPE_BYTES}")
-        try:
-            return parse_recipe(path.read_text(encoding="utf-8"), str(path))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text, so it is no recipe") from error
-    hint = f"no recipe or file is called {name_or_path!r}"
-    near = difflib.get_close_matches(name_or_path, shipped, n=1)
-    nearest = f"; the nearest is {near[0]!r}" if near else ""
-    raise UserError(f"{hint}{nearest} (shipped: {', '.join(shipped)})")
+    if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long
+        name = name_or_path if name_or_path in shipped else _of_family(name_or_path, family)
+        return parse_recipe(shipped[name].read_text(encoding="utf-8"), name)
+    if path.stat().st_size > MAX_RECIPE_BYTES:
+        raise UserError(f"{path} is {path.stat().st_size} bytes; a recipe has at most {MAX_RECIPE_BYTES}")
+    try:
+        return parse_recipe(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text, so it is no recipe") from error
+
+
+def _of_family(name: str, family: Callable[[], Family] | None) -> str:
+    """The shipped recipe that a family-free name stands for."""
+    free = family_free_recipes()
+    if name not in free:
+        near = difflib.get_close_matches(name, [*shipped_recipes(), *free], n=1)
+        nearest = f"; the nearest is {near[0]!r}" if near else ""
+        raise UserError(
+            f"no recipe or file is called {name!r}{nearest} (names for a model: {', '.join(free)}; "
+            "`qdqbench recipes list` says which family has which)"
+        )
+    having = ", ".join(free[name])
+    if family is None:
+        raise UserError(
+            f"recipe {name!r} is another one in each family ({having}); name one, such as "
+            f"{free[name][0]}-{name}, or give the model"
+        )
+    own = family().name
+    if own not in free[name]:
+        theirs = ", ".join(each for each, families in free.items() if own in families)
+        raise UserError(
+            f"family {own} has no recipe {name!r}, which is there for {having}; its own: {theirs or 'none'}"
+        )
+    return f"{own}-{name}"
 
 
 def shipped_recipes() -> dict[str, Any]:
@@ -189,6 +216,16 @@ def shipped_recipes() -> dict[str, Any]:
     families = [family for family in root.iterdir() if family.is_dir()]
     found = [file for family in families for file in family.iterdir() if file.name.endswith(".yaml")]
     return {file.name[:-5]: file for file in sorted(found, key=lambda file: file.name[:-5])}
+
+
+def family_free_recipes() -> dict[str, list[str]]:
+    """Names of shipped recipes without their family, sorted, and the families that have them."""
+    found: dict[str, list[str]] = {}
+    for name, file in shipped_recipes().items():
+        family = file.parent.name
+        found.setdefault(name.removeprefix(f"{family}-"), []).append(family)
+    order = [family.name for family in FAMILIES]
+    return {name: sorted(found[name], key=order.index) for name in sorted(found)}
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -3,9 +3,26 @@
 from collections.abc import Sequence
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.encoders.load import load_config
+from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.session import RunConfig
 from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task
+
+
+def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
+    """A recipe by name, which may be family-free, or from a YAML file.
+
+    Args:
+        name: as of `recipe.schema.load_recipe`.
+        model: folder or hub id; None: the embedded default.
+        revision: of a hub model.
+
+    Raises:
+        UserError: no such recipe, none for the model's family, or a model that cannot be read.
+    """
+    return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
 
 
 def find_task(  # noqa: PLR0913

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import onnx
 import pytest
@@ -13,9 +14,11 @@ import typer
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe, shipped_recipes
 
-from .tiny import MAIN, environment
+from ..support.families import write_model
+from .tiny import MAIN, entries, environment
 
 RECIPES = sorted(shipped_recipes())
+ROOT = Path(__file__).resolve().parents[2]
 ANSI = re.compile(r"\x1b\[")
 
 
@@ -109,10 +112,38 @@ def test_without_a_command_the_help_is_shown(arguments, qdqbench):
 def test_recipes_list(qdqbench):
     done = qdqbench("recipes", "list", "--json")
     assert (done.code, done.err) == (0, "")
-    assert sorted(json.loads(done.out)) == RECIPES
+    rows = json.loads(done.out)
+    assert sorted(row["recipe"] for row in rows) == RECIPES
+    assert {row["family"]: row["model_types"] for row in rows}["bert"] == ["bert"]
     shown = qdqbench("recipes", "list")
     assert (shown.code, shown.err) == (0, "")
     assert all(re.search(rf"^\s*{name}\s", shown.out, re.MULTILINE) for name in RECIPES)
+
+
+def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):
+    fitting = qdqbench("recipes", "list", "--model", tiny_bert, "--json")
+    assert {row["family"] for row in json.loads(fitting.out)} == {"bert"}
+    roberta = write_model(tmp_path / "roberta", "camembert")
+    shown = qdqbench("recipes", "list", "--model", roberta)
+    assert (shown.code, shown.err) == (0, "")
+    assert "roberta-int8-linears" in shown.out
+    assert "bert-int8-linears" not in shown.out.replace("roberta-", "")
+
+
+def test_recipes_list_is_the_document_of_what_is_supported(qdqbench):
+    done = qdqbench("recipes", "list", "--markdown")
+    assert (done.code, done.out) == (0, (ROOT / "docs" / "supported.md").read_text())
+
+
+def test_a_family_free_name_is_resolved_by_the_model(qdqbench, sst2, tmp_path):
+    data = ["--task", "sst2", "--data", sst2.data, "--out", tmp_path / "run", "--until", "baseline"]
+    model = write_model(tmp_path / "model", "xlm-roberta", entries())
+    done = qdqbench("run", "int8-ffn", "--model", model, *data)
+    assert (done.code, done.err) == (0, "")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["name"] == "roberta-int8-ffn"
+    lost = qdqbench("run", "int8-residual-qat", "--model", model, *data)
+    assert lost.code == 1
+    assert re.fullmatch(r"qdqbench: family roberta has no recipe 'int8-residual-qat'.*\n", lost.err)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -7,7 +7,7 @@ from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ..support.families import LAYERS, write_model
 from .test_run import edited, needs_rtx
-from .tiny import EVAL_ROWS, results, tokenizer, write_data
+from .tiny import EVAL_ROWS, entries, results, write_data
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def sentences(tmp_path_factory):
 @needs_rtx
 @pytest.mark.parametrize(("family", "name"), [*of_families()])
 def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
-    vocabulary = list(tokenizer().get_vocab())  # in order of the ids
+    vocabulary = entries()
     model = write_model(tmp_path / "model", family.model_types[0], vocabulary)
     # random answers lie on the edge, so how many turn says nothing
     recipe = edited(tmp_path / f"{name}.yaml", lambda recipe: recipe["gate"].update(max_drop=1.0), name)

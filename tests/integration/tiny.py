@@ -149,13 +149,17 @@ def write_data(folder: Path, task: str, suffix: str = ".parquet") -> None:
         write_split(folder / task / f"{split}{suffix}", rows(task, EVAL_ROWS, 100 * number))
 
 
+def entries() -> list[str]:
+    """The vocabulary."""
+    return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *FILLERS, *WORDS]
+
+
 def tokenizer():
     """WordPiece over the words above."""
     from transformers import BertTokenizer
 
-    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *FILLERS, *WORDS]
     return BertTokenizer(
-        vocab={word: index for index, word in enumerate(entries)}, model_max_length=POSITIONS
+        vocab={word: index for index, word in enumerate(entries())}, model_max_length=POSITIONS
     )
 
 

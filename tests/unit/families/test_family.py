@@ -16,11 +16,10 @@ from qdqbench.quantize.encoders.load import load_encoder, load_model, prepare_mo
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families import known as family_module
 from qdqbench.quantize.families.albert import ALBERT
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.bert import BERT, ROBERTA
 from qdqbench.quantize.families.distilbert import DISTILBERT
 from qdqbench.quantize.families.family import ENCODER_KINDS, Family
 from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
-from qdqbench.quantize.families.roberta import ROBERTA
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.plan import resolve

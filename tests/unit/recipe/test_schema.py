@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.families.known import FAMILIES, family_of
 from qdqbench.quantize.recipe.schema import (
     MAX_RECIPE_BYTES,
     Recipe,
     dump_recipe,
+    family_free_recipes,
     load_recipe,
     parse_recipe,
     shipped_recipes,
@@ -42,6 +43,20 @@ def test_every_family_has_recipes(family: Family) -> None:
     for name in own:
         assert name.startswith(f"{family.name}-")
         assert (load_recipe(name).name, load_recipe(name).model.family) == (name, family.name)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_family_free_name_is_that_of_the_family(family: Family) -> None:
+    assert load_recipe("int8-linears", lambda: family) == load_recipe(f"{family.name}-int8-linears")
+
+
+def test_a_full_name_and_a_file_ask_for_no_family(tmp_path: Path) -> None:
+    def never() -> Family:
+        raise AssertionError
+
+    assert load_recipe("bert-fp16", never).name == "bert-fp16"
+    (tmp_path / "mine.yaml").write_text(HEAD)
+    assert load_recipe(str(tmp_path / "mine.yaml"), never).name == "a"
 
 
 def test_no_recipe_is_of_an_unknown_family() -> None:
@@ -284,7 +299,15 @@ class TestFiles:
     def test_no_such_recipe_names_the_nearest_and_all(self) -> None:
         with pytest.raises(UserError, match="nearest is 'bert-int8-linears'") as error:
             load_recipe("bert-int8-linear")
-        assert all(name in str(error.value) for name in SHIPPED)
+        assert all(name in str(error.value) for name in family_free_recipes())
+
+    def test_a_name_of_several_families_without_a_model(self) -> None:
+        with pytest.raises(UserError, match=r"in each family \(bert, roberta, .*such as bert-int8"):
+            load_recipe("int8-linears")
+
+    def test_a_name_that_the_family_does_not_have(self) -> None:
+        with pytest.raises(UserError, match=r"roberta has no recipe 'int8-residual-qat', .*for bert.*fp16"):
+            load_recipe("int8-residual-qat", lambda: family_of("camembert"))
 
     @pytest.mark.parametrize("name", ["", ".", "/", "no\0name", "x" * 5000])
     def test_a_name_that_is_no_file(self, name: str) -> None:

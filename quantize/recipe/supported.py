@@ -1,0 +1,55 @@
+"""What is supported, read from the families and the shipped recipes: `recipes list` and docs/supported.md."""
+
+from typing import NamedTuple
+
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
+
+COMMAND = "qdqbench recipes list --markdown > docs/supported.md"
+
+
+class Shipped(NamedTuple):
+    """A recipe that comes with the package."""
+
+    recipe: str
+    family: str
+    model_types: tuple[str, ...]  # of config.json
+    description: str
+
+
+def recipes(family: Family | None = None) -> list[Shipped]:
+    """Shipped recipes, family by family; of one family only where it is given."""
+    free = family_free_recipes()
+    return [
+        Shipped(recipe, each.name, each.model_types, load_recipe(recipe).description)
+        for each in (FAMILIES if family is None else (family,))
+        for recipe in (f"{each.name}-{name}" for name, having in free.items() if each.name in having)
+    ]
+
+
+def markdown() -> str:
+    """docs/supported.md: families, their model types, and the recipes of each."""
+    free, names = family_free_recipes(), [family.name for family in FAMILIES]
+    lines = [
+        "# What is supported",
+        "",
+        f"Written by `{COMMAND}`; a test compares. A model of another `model_type` is refused.",
+        "",
+        "| family | `model_type` in config.json | inputs of the graph |",
+        "|---|---|---|",
+    ]
+    for family in FAMILIES:
+        types = ", ".join(f"`{name}`" for name in family.model_types)
+        lines.append(f"| {family.name} | {types} | {', '.join(f'`{name}`' for name in family.inputs)} |")
+    lines += [
+        "",
+        "A recipe is called FAMILY-NAME. With a model NAME alone is enough: its type says which family.",
+        "",
+        f"| recipe | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for recipe, having in free.items():
+        marks = " | ".join("yes" if name in having else "" for name in names)
+        lines.append(f"| `{recipe}` | {marks} |")
+    return "\n".join(lines) + "\n"
