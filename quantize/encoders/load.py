@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.encoders.attention import ATTENTION, use_attention
 from qdqbench.quantize.encoders.identity import explained, model_commit
 from qdqbench.quantize.encoders.pooling import (
     FIELD,
@@ -40,7 +40,6 @@ def load_model(
         UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
             known, not supported or said twice.
     """
-    _register_attention()
     pools = kind.model_class == POOLED
     with quiet("transformers"), explained(name):
         commit = model_commit(name, revision)
@@ -50,10 +49,8 @@ def load_model(
         if pools:
             chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
             setattr(config, FIELD, chosen.model_dump(mode="json"))
-        _require_replaceable(config, name)
         _require_head(config, name, kind)
-        options = {"attn_implementation": ATTENTION, "subfolder": inside}
-        model, loading = _pretrained(name, kind, commit, config, **options)
+        model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
         lost = {*loading["missing_keys"]}
         if folder and folder.dense:
             from qdqbench.quantize.encoders.embedder import load_dense
@@ -64,6 +61,7 @@ def load_model(
             f"model {name} lacks weights for {name_list(sorted(lost))}: it is not fine-tuned for "
             f"{kind.name}; fine-tune it first"
         )
+    use_attention(model, ATTENTION)
     _add_sums(model)
     return model.eval()  # type: ignore[no-any-return]
 
@@ -74,9 +72,8 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     Raises:
         UserError: an unsupported architecture.
     """
-    _require_replaceable(model.config, type(model).__name__)
-    _register_attention()
-    model.set_attn_implementation(ATTENTION)
+    family_of(model.config).require_supported(model.config, type(model).__name__)
+    use_attention(model, ATTENTION)
     _add_sums(model)
     return cast("Any", model).float().eval()  # type: ignore[no-any-return]
 
@@ -118,9 +115,8 @@ def load_encoder(  # noqa: PLR0913
             for field in family_of(config).dropouts:
                 if getattr(config, field, None) is not None:  # none: as another field says
                     setattr(config, field, dropout)
-        model, loading = _pretrained(
-            name, kind, commit, config, attn_implementation="sdpa", ignore_mismatched_sizes=True
-        )
+        model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
+    use_attention(model, "sdpa")
     made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
     pooler = f"{prefix}{family_of(config).pooler}."
@@ -179,16 +175,8 @@ def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
-    family_of(config, name)
+    family_of(config, name).require_supported(config, name)
     return config
-
-
-def _require_replaceable(config: Any, name: str) -> None:
-    if not family_of(config, name).attention_interface:
-        raise UserError(
-            f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
-            "can be quantized"
-        )
 
 
 def _require_head(config: Any, name: str, kind: TaskKind) -> None:

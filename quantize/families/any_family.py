@@ -18,12 +18,12 @@ ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNOR
 ACTIVATION = "act_fn"  # what the module of an activation ends with
 SILENT = ("self", "dense")  # parts of a name that say nothing
 _CALLED: dict[str, tuple[str, ...]] = {
-    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj"),
-    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj"),
-    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj"),
+    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj", "attention.attn.q"),
+    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj", "attention.attn.k"),
+    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj", "attention.attn.v"),
     "query, key, value": ("attn.Wqkv",),
-    "attention": ("attention.self", "attention", "attn"),
-    "output": ("attention.output.dense", "attention.out_lin", "attn.Wo"),
+    "attention": ("attention.self", "attention.attn", "attention", "attn"),
+    "output": ("attention.output.dense", "attention.out_lin", "attention.attn.o", "attn.Wo"),
     "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
     "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
 }

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qdqbench.quantize.core.errors import UserError
@@ -71,7 +71,9 @@ class Family:
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
     gated: bool = False  # the first feed-forward makes every channel, then the gate of every channel
     rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
-    attention_interface: bool = True  # attention goes through transformers' AttentionInterface
+    terms: tuple[str, ...] = ()  # modules of products that are no linear's and not the attention's own
+    rewritten_by: str | None = None  # file of `encoders` that sends its attention through AttentionInterface
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that are supported
     given_sums: bool = False  # layers are given a module for each residual: `quantize/encoders/sums.py`
     layers_return_tuples: bool = False
     shared_layers: bool = False  # each layer is a group, whose weights run several times
@@ -202,6 +204,20 @@ class Family:
         """Classes of a model's modules that add a residual, each once."""
         adders = (type(module) for name, module in model.named_modules() if self.adds_residual(name))
         return list(dict.fromkeys(adders))
+
+    def require_supported(self, config: Any, model: str) -> None:
+        """Refuse what some models of the family do and the code for it does not.
+
+        Raises:
+            UserError: names every field of the config with its value.
+        """
+        found = {name: getattr(config, name, None) for name in self.needs}
+        if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
+            wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
+            raise UserError(
+                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models with "
+                f"{wanted} are supported"
+            )
 
     def positions(self, config: Any) -> int:
         """Most tokens that a sample can have."""

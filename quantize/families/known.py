@@ -8,8 +8,18 @@ from qdqbench.quantize.families.bert import BERT, ELECTRA, ROBERTA
 from qdqbench.quantize.families.distilbert import DISTILBERT
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.modernbert import MODERNBERT
+from qdqbench.quantize.families.relative import DEBERTA_V2, MPNET
 
-FAMILIES = (BERT, ROBERTA, ELECTRA, DISTILBERT, ALBERT, MODERNBERT)  # whose whole path is tested
+FAMILIES = (  # whose whole path is tested
+    BERT,
+    ROBERTA,
+    ELECTRA,
+    DISTILBERT,
+    MPNET,
+    ALBERT,
+    DEBERTA_V2,
+    MODERNBERT,
+)
 
 
 def family_of(of: Any, model: str = "") -> Family:

@@ -15,7 +15,7 @@ from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
 from qdqbench.quantize.graph.weights import input_key, weight_dq
 from qdqbench.quantize.recipe.plan import Plan
 
-_HEADS_PERM = {(0, 2, 1, 3): False, (0, 2, 3, 1): True}  # [B, L, H, D] to [B, H, L, D], or transposed again
+_HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 _GELU_LINEAR, _GELU_CUBIC = 2 * np.sqrt(2 / np.pi), 2 * np.sqrt(2 / np.pi) * 0.044715
 
@@ -26,11 +26,10 @@ class _Branch:
 
     matmul: onnx.NodeProto
     product: str  # [B, L, H * D]
-    heads: str  # output of the Transpose
-    transposed: bool  # heads is [B, H, D, L]
+    heads: dict[str, tuple[int, ...]]  # outputs of the Transposes, each with its axes in [B, H, L, D]
     size: int  # D
     width: int  # H * D
-    nodes: list[onnx.NodeProto]  # Reshape and Transpose, replaced
+    nodes: list[onnx.NodeProto]  # Reshape and Transposes, replaced
 
 
 def share_scaled_inputs(model: onnx.ModelProto) -> int:
@@ -74,9 +73,13 @@ def join_heads(model: onnx.ModelProto) -> int:
     before: dict[int, list[onnx.NodeProto]] = {}
     dropped: set[int] = set()
     joined = [members for members in groups.values() if len(members) == 3]
+    order = {id(node): number for number, node in enumerate(model.graph.node)}
     for members in joined:
-        last = max(members, key=lambda member: _position(model, member.nodes[-1]))
-        before[id(last.nodes[-1])] = _joined(model, members)
+        made = max(order[id(index.producers[member.product])] for member in members)
+        moves = (id(node) for member in members for node in member.nodes[1:])
+        before[min((key for key in moves if order[key] > made), key=order.__getitem__)] = _joined(
+            model, members
+        )
         dropped |= {id(node) for member in members for node in member.nodes}
     nodes = []
     for node in model.graph.node:
@@ -132,15 +135,15 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     tensor = matmul.output[0]
     while (node := _only_consumer(index, tensor)) is not None and node.op_type in ("Mul", "Add"):
         tensor = node.output[0]
-    transpose = _only_consumer(index, node.output[0]) if node is not None else None
-    if node is None or transpose is None or (node.op_type, transpose.op_type) != ("Reshape", "Transpose"):
+    moves = index.consumers.get(node.output[0], []) if node is not None and node.op_type == "Reshape" else []
+    if node is None or not moves or any(move.op_type != "Transpose" for move in moves):
         return None
-    perm = tuple(size for item in transpose.attribute for size in item.ints)
     size = _head_size(index, node)
-    if perm not in _HEADS_PERM or size < 1 or width % size:
+    perms = {move.output[0]: tuple(axis for item in move.attribute for axis in item.ints) for move in moves}
+    if any(len(perm) != len(_HEADS_AXES) for perm in perms.values()) or size < 1 or width % size:
         return None
-    heads = transpose.output[0]
-    return _Branch(matmul, tensor, heads, _HEADS_PERM[perm], size, width, [node, transpose])
+    heads = {name: tuple(_HEADS_AXES[axis] for axis in perm) for name, perm in perms.items()}
+    return _Branch(matmul, tensor, heads, size, width, [node, *moves])
 
 
 def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
@@ -163,10 +166,13 @@ def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodePro
         (joined, "Split", [heads], parts, {"axis": 0, "num_outputs": 3}),
     ]
     for part, member in zip(parts, members, strict=True):
-        squeezed = f"{part}_squeezed" if member.transposed else member.heads
+        plain = next((name for name, perm in member.heads.items() if perm == (0, 1, 2, 3)), None)
+        squeezed = plain or f"{part}_squeezed"
         steps.append((part, "Squeeze", [part, axes], [squeezed], {}))
-        if member.transposed:
-            steps.append((part, "Transpose", [squeezed], [member.heads], {"perm": [0, 1, 3, 2]}))
+        moved = ((name, perm) for name, perm in member.heads.items() if name != plain)
+        for number, (name, perm) in enumerate(moved):
+            place = f"{part}_{number}" if number else part
+            steps.append((place, "Transpose", [squeezed], [name], {"perm": perm}))
     return [
         helper.make_node(kind, inputs, outputs, name=f"{place}_{kind}", **attributes)
         for place, kind, inputs, outputs, attributes in steps
@@ -221,7 +227,3 @@ def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
 def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
     consumers = index.consumers.get(tensor, [])
     return consumers[0] if len(consumers) == 1 else None
-
-
-def _position(model: onnx.ModelProto, node: onnx.NodeProto) -> int:
-    return next(number for number, other in enumerate(model.graph.node) if other is node)
