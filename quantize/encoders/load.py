@@ -21,7 +21,7 @@ from qdqbench.quantize.tasks.task import kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TANH = "gelu_pytorch_tanh"
+TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator and step by step
 POOLED = "AutoModel"  # class of a kind of task whose models are an encoder with pooling
 
 
@@ -242,22 +242,22 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     an INT8 step behind a feed-forward layer.
 
     Raises:
-        UserError: the model's activation is not the exact GELU.
+        UserError: the model's activation is not GELU.
     """
-    from transformers.activations import ACT2FN, GELUActivation
+    from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation
 
     family = family_of(model.config)
     field = family.activation
     activation = getattr(model.config, field)
     if activation == TANH:
         return
-    if activation != "gelu":
+    if activation not in ("gelu", SAME):
         raise UserError(
             f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
             "layers; set export.gelu to exact"
         )
     for path, module in model.named_modules():
         for child, found in module.named_children():
-            if isinstance(found, GELUActivation) and family.place(path):
+            if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
     setattr(model.config, field, TANH)

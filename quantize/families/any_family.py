@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from qdqbench.quantize.families.known import FAMILIES
 
-ANY_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
+ANY_LAYER = re.compile(r"(?:^|[/._])layers?[./](\d+)(?=[/.]|$)")
+RUN = re.compile(r"@(\d+)(?=[^/]*$)")  # in names of what runs several times with the same weights
 ANY_HEAD = re.compile(
     r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
 )
@@ -29,12 +30,21 @@ _CALLED: dict[str, tuple[str, ...]] = {
 }
 PARTS = tuple(_CALLED)  # of a layer, in the order of computation
 _PART = {path: part for part, paths in _CALLED.items() for path in paths}
+_PART |= {family.attention: "attention" for family in FAMILIES}
+_PART |= {path: role for family in FAMILIES for path, role in family.linears.items()}
 
 
 def part_of(module: str) -> tuple[int, str, str] | None:
-    """Layer, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
-    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", module)
-    return (int(found[1]), _PART.get(found[2], ""), found[2]) if found else None
+    """Layer or run, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
+    name, _, run = module.partition("@")
+    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", name)
+    return (int(run or found[1]), _PART.get(found[2], ""), found[2]) if found else None
+
+
+def layer_of_node(node: str) -> int | None:
+    """Encoder layer of an ONNX node, or which run of one; None outside of the encoder."""
+    found = (RUN.search(node) if ANY_LAYER.search(node) else None) or ANY_LAYER.search(node)
+    return int(found[1]) if found else None
 
 
 def first_feed_forwards(linears: Iterable[str]) -> str | None:

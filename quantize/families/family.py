@@ -185,10 +185,12 @@ class Family:
     def runs(self, model: "PreTrainedModel") -> list[str]:
         """The encoder layers of a model as they run: a shared one once for each of its runs."""
         names = self.layer_names(model)
-        if not self.shared_layers:
-            return names
-        runs = int(model.config.num_hidden_layers or 0)
-        return [names[int(run / (runs / len(names)))] for run in range(runs)]  # as transformers rounds it
+        runs = int(model.config.num_hidden_layers or 0) if self.shared_layers else len(names)
+        return [names[number] for number in self.run_order(len(names), runs)]
+
+    def run_order(self, layers: int, runs: int) -> list[int]:
+        """Which layer each run is of; layers that are not shared run once."""
+        return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
 
     def is_attention(self, name: str) -> bool:
         """Whether a module computes softmax(q k) v."""

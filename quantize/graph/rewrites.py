@@ -3,7 +3,8 @@
 What each one buys was measured kernel by kernel: docs/performance.md.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
+from qdqbench.quantize.graph.runs import run_of
 from qdqbench.quantize.graph.weights import input_key, weight_dq
-from qdqbench.quantize.recipe.plan import Plan
 
 _HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -90,12 +92,16 @@ def join_heads(model: onnx.ModelProto) -> int:
     return len(joined)
 
 
-def unjoined_note(plan: Plan, joined: int) -> str | None:
-    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None."""
-    parts: dict[int | None, set[str]] = defaultdict(set)
-    for name in plan.int8:
-        parts[plan.family.layer_of(name)].add(plan.family.role(name))
-    possible = sum(found >= {"query", "key", "value"} for found in parts.values())
+def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | None:
+    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None.
+
+    Args:
+        linears: modules with INT8 weights, once for each time that they run.
+    """
+    parts: dict[int | None, Counter[str]] = defaultdict(Counter)
+    for name in linears:
+        parts[family.layer_of(name)][family.role(name)] += 1
+    possible = sum(min(found[role] for role in ("query", "key", "value")) for found in parts.values())
     if joined >= possible:
         return None
     return (
@@ -149,16 +155,17 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
 def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
     """Nodes that replace the Reshape and Transpose of three branches."""
     size, width = members[0].size, members[0].width
-    path = members[0].nodes[0].name.rpartition("/")[0]
-    shape, axes = f"{path}/joined_shape", f"{path}/joined_axes"
+    reshape = members[0].nodes[0].name
+    path = f"{reshape.rpartition('/')[0]}/joined{run_of(reshape)}"
+    shape, axes = f"{path}_shape", f"{path}_axes"
     model.graph.initializer.extend(
         [
             numpy_helper.from_array(np.array([0, 0, len(members), width // size, size], np.int64), shape),
             numpy_helper.from_array(np.array([0], np.int64), axes),
         ]
     )
-    parts = [f"{path}/joined_{number}" for number in range(len(members))]
-    joined, split, heads = f"{path}/joined", f"{path}/joined_split", f"{path}/joined_heads"
+    parts = [f"{path}_{number}" for number in range(len(members))]
+    joined, split, heads = path, f"{path}_split", f"{path}_heads"
     steps: list[tuple[str, str, list[str], list[str], dict[str, Any]]] = [
         (joined, "Concat", [member.product for member in members], [joined], {"axis": 2}),
         (joined, "Reshape", [joined, shape], [split], {}),
