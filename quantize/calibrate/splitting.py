@@ -102,8 +102,7 @@ def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
             second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
         first.out_features, second.in_features = len(rows), len(index)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
-    family = family_of(model.config)
-    if len(splits) == len(family.layer_names(model)):
+    if len(splits) == model.config.num_hidden_layers:
         # so that it can be saved, and loaded again
         setattr(model.config, family.intermediate, len(index))
 

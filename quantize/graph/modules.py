@@ -25,9 +25,7 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     modules: dict[str, ModuleInfo] = {}
     for node in model.graph.node:
         if node.op_type in ("MatMul", "Gemm"):
-            place = family.place(module := module_of(node.name))
-            if place is None or place.path not in family.terms:
-                modules.setdefault(module, ModuleInfo("Linear"))
+            modules.setdefault(module_of(node.name), ModuleInfo("Linear"))
         elif node.op_type == "LayerNormalization":
             modules[module_of(node.name)] = ModuleInfo("LayerNorm")
         elif node.op_type == "Softmax":
