@@ -14,6 +14,7 @@ quantizer.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from qdqbench.quantize.core.arrays import Array, Float32, Int32, Int64
 from qdqbench.quantize.core.results import Comparison, Parity, ParityRow
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
-from qdqbench.quantize.graph.index import GraphIndex, module_of, tensor_values
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values
+from qdqbench.quantize.graph.runs import use_of
 from qdqbench.quantize.kinds.kind import joined
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ LIMIT_STEP = 1
 # exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
 SOFTMAX_STEP = 2
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
-RESIDUAL = ".residual_quantizer"
+RESIDUAL = "residual_quantizer"
 _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
     "p_bmm_quantizer": "softmax",
     "residual_quantizer": "residual",
@@ -48,7 +50,8 @@ class Boundary:
     """One quantized activation tensor: where it is cut, and the quantizers that read it."""
 
     tensor: str  # the graph's own value, before any Cast to the Q's type
-    quantizers: dict[str, float] = field(default_factory=dict)  # full quantizer name -> scale
+    # full quantizer name -> scale; with `@3` where it is of run 3 of a shared layer
+    quantizers: dict[str, float] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
@@ -58,7 +61,7 @@ class Boundary:
     @property
     def fed(self) -> str:
         """The quantizer whose value it takes; of a residual what it makes, which all others round alike."""
-        return next((n for n in self.quantizers if n.endswith(RESIDUAL)), next(iter(self.quantizers)))
+        return next(filter(_of_residual, self.quantizers), next(iter(self.quantizers)))
 
 
 def compare_layers(
@@ -84,7 +87,7 @@ def compare_layers(
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
     half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
     epsilon = FP16_EPSILON if half else 0.0
-    rounded = [b.fed for b in boundaries if b.fed.endswith(RESIDUAL)]
+    rounded = [b.fed for b in boundaries if _of_residual(b.fed)]
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
@@ -165,51 +168,67 @@ def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
         scale = index.constant(node.input[1])
         assert scale is not None, f"{node.name} has no constant scale"
         boundary = found.setdefault(tensor, Boundary(tensor))
-        boundary.quantizers[module_of(node.name)] = float(scale)
+        boundary.quantizers[use_of(node.name)] = float(scale)
     return found
 
 
 def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[str, str]:
-    """Last tensor that each quantized linear makes (after its bias), by module."""
-    modules = {
-        name.rpartition(".")[0]
-        for b in boundaries.values()
-        for name in b.quantizers
-        if name.endswith(".input_quantizer")
-    }
+    """Last tensor that each use of a quantized linear makes (after its bias)."""
+    places = [_place(name) for b in boundaries.values() for name in b.quantizers]
+    linears = {module for module, kind in places if kind == "input_quantizer"}
     return {
-        module_of(n.name): n.output[0]
+        use_of(n.name): n.output[0]
         for n in index.graph.node
-        if module_of(n.name) in modules and n.op_type != "Cast"
+        if use_of(n.name) in linears and n.op_type != "Cast"
     }
+
+
+def _place(quantizer: str) -> tuple[str, str]:
+    """Module, with the run where that is shared, and kind of a quantizer."""
+    name, at, run = quantizer.partition("@")
+    module, _, kind = name.rpartition(".")
+    return f"{module}{at}{run}", kind
+
+
+def _of_residual(quantizer: str) -> bool:
+    return _place(quantizer)[1] == RESIDUAL
 
 
 @contextmanager
 def _recorded(
     model: "PreTrainedModel", quantizers: list[str], others: list[str]
 ) -> Iterator[tuple[dict[str, Float32], dict[str, Float32]]]:
-    """Inputs of quantizers, and outputs of linears and other modules, while the block runs."""
+    """Inputs of quantizers, and outputs of linears and other modules, while the block runs a model once."""
     modules = dict(model.named_modules())
     inputs: dict[str, Float32] = {}
     outputs: dict[str, Float32] = {}
 
-    def keep(target: dict[str, Float32], name: str, value: Any) -> None:
-        target[name] = value.detach().float().cpu().numpy()
+    def before(names: Iterator[str], quantizer: Any, args: Any) -> None:
+        inputs[next(names)] = seen_by(quantizer, args[0]).detach().float().cpu().numpy()
+
+    def behind(names: Iterator[str], _: Any, __: Any, output: Any) -> None:
+        outputs[next(names)] = output.detach().float().cpu().numpy()
 
     hooks = [
-        modules[name].register_forward_pre_hook(
-            lambda module, args, name=name: keep(inputs, name, seen_by(module, args[0]))
-        )
-        for name in quantizers
+        modules[name].register_forward_pre_hook(partial(before, iter(uses)))
+        for name, uses in _uses(quantizers).items()
     ] + [
-        modules[name].register_forward_hook(lambda _, __, out, name=name: keep(outputs, name, out))
-        for name in others
+        modules[name].register_forward_hook(partial(behind, iter(uses)))
+        for name, uses in _uses(others).items()
     ]
     try:
         yield inputs, outputs
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _uses(names: list[str]) -> dict[str, list[str]]:
+    """Names by module; those of a shared one are in the order of its calls."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.partition("@")[0], []).append(name)
+    return found
 
 
 def _count(count: list[int], got: Array, reference: Float32, scale: float) -> None:
@@ -234,10 +253,11 @@ def _row(quantizer: str, count: list[int], errors: dict[str, list[float]], epsil
 
     Twice, since a tensor is rounded more than once on its way from one quantizer to the next.
     """
-    module, _, kind = quantizer.rpartition(".")
+    module, kind = _place(quantizer)
+    base, at, run = module.partition("@")
     squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
     return ParityRow(
-        name=module if kind == "input_quantizer" else f"{module}.{_OTHERS[kind]}",
+        name=f"{base}.{_OTHERS[kind]}{at}{run}" if kind in _OTHERS else module,
         codes=count[0],
         differing=count[1],
         max_step=count[2],

@@ -93,11 +93,11 @@ def bench(  # noqa: PLR0913
         wanted = read_config(path).recipe if path else _recipe(str(model), recipe)
         require_gpu(wanted.engine.backend)
     progress("exporting")
-    chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed)
+    lengths = tuple(dict.fromkeys(length or (128,)))
+    chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed, max(lengths))
     real = None
     if real_lengths is not None:
         real = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
-    lengths = tuple(dict.fromkeys(length or (128,)))
     check_lengths(chosen, lengths)
     options = BenchOptions(
         batches=tuple(dict.fromkeys(batch or (DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES))),
@@ -153,12 +153,12 @@ def _recipe(model: str, recipe: str | None) -> Recipe:
     return found.ptq
 
 
-def _open(
-    target: Path | None, model: str | None, recipe: str | None, out: Path | None, seed: int
+def _open(  # noqa: PLR0913, PLR0917
+    target: Path | None, model: str | None, recipe: str | None, out: Path | None, seed: int, longest: int
 ) -> tuple[Target, Path]:
     if target is not None:
         return run_target(target), out or target
     assert model is not None
     loaded = _recipe(model, recipe)
     folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
-    return model_target(model, loaded, folder / "work", seed), folder
+    return model_target(model, loaded, folder / "work", seed, longest), folder

@@ -19,7 +19,7 @@ from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, session_sets, to_de
 from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.engine.build import build, gemm_names, require_int8
+from qdqbench.quantize.engine.build import attention_count, build, gemm_names, require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
@@ -73,7 +73,8 @@ def write_engine_graph(
     settings = ExportSettings.of(recipe, weight_form(session.recipe))
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
-    return ReadyGraph(path, [n for n in gemm_names(path) if module_of(n) in modules], len(plan.attention))
+    gemms = [name for name in gemm_names(path) if module_of(name) in modules]
+    return ReadyGraph(path, gemms, attention_count(gemms, plan.attention))
 
 
 def build_and_prove(session: Session, exported: ReadyGraph, path: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qdqbench.eval.accuracy.runners import run_session, session_of
 from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.attention import use_attention
 from qdqbench.quantize.encoders.inputs import MASK
 from qdqbench.quantize.fakequant.quantizers import forward, outputs_of
 from qdqbench.quantize.kinds.kind import joined
@@ -35,7 +36,7 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
     """
     import torch
 
-    model.set_attn_implementation("sdpa")
+    use_attention(model, "sdpa")
     if model.config._attn_implementation != "sdpa":
         raise UserError(
             "transformers did not switch to SDPA attention; use a version that pyproject.toml allows"

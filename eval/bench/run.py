@@ -30,7 +30,7 @@ from qdqbench.eval.bench.results import (
     BenchThroughput,
     cell_label,
 )
-from qdqbench.eval.bench.target import Target
+from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import hazards
@@ -267,7 +267,7 @@ def _settings(options: BenchOptions) -> BenchSettings:
 def _notes(
     target: Target, options: BenchOptions, backend: tuple[str, str], capability: str | None
 ) -> list[str]:
-    notes = []
+    notes = softmax_notes(target, options.lengths)
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.cpu:

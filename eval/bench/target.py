@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
@@ -80,10 +82,13 @@ def run_target(folder: Path) -> Target:
     return _target(session, "run", session.model_name, calibration)
 
 
-def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
+def model_target(model: str, recipe: Recipe, folder: Path, seed: int, longest: int = 0) -> Target:
     """A model folder or a built-in shape, exported into `folder` by the stages of a run.
 
     Calibrated on random token ids, because only latency is measured. Unchanged files are reused.
+
+    Args:
+        longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
 
     Raises:
         UserError: the model or the folder cannot be used.
@@ -100,8 +105,14 @@ def model_target(model: str, recipe: Recipe, folder: Path, seed: int) -> Target:
     listed = stages.stages(session)
     steps = [listed["export"]]
     if recipe.quantizes:
-        key = [session.model_sha256, recipe.model_dump(mode="json"), seed]
-        steps.insert(0, replace(listed["quantize"], run=_calibrate, inputs=lambda _: key))
+        key = [
+            session.model_sha256,
+            recipe.model_dump(mode="json"),
+            seed,
+            max(longest, recipe.export.max_length),
+        ]
+        calibrate = partial(_calibrate, longest=longest)
+        steps.insert(0, replace(listed["quantize"], run=calibrate, inputs=lambda _: key))
     run_stages(session, steps)
     return _target(session, "shape" if shape else "model", model, RANDOM_IDS)
 
@@ -193,17 +204,34 @@ def random_ids_task(model: str | None) -> Task:
     return Task(name="random-token-ids", text_columns=("sentence",), num_labels=labels, metrics=metrics)
 
 
-def calibrate_random_ids(session: Session) -> CalibrationRecord:
-    """A record from random token ids; for latency alone, any finite scales make the same kernels."""
-    model = session.new_int8_model()
-    length = min(session.recipe.export.max_length, session.plan.family.positions(model.config))
+def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
+    """Lengths beyond those that an INT8 softmax got its scale for."""
+    if not target.session.recipe.int8_attention:
+        return []
+    seen = max(int(read_record(target.session.record_path).data["lengths"]["max"]), LONG)
+    if not (longer := [str(length) for length in lengths if length > seen]):
+        return []
+    return [
+        f"calibration saw {seen} tokens at most: at {', '.join(longer)} the INT8 softmax loses more of the "
+        "attention, and may put the logits over the limit; calibrate on samples as long"
+    ]
+
+
+def calibrate_random_ids(session: Session, longest: int = 0) -> CalibrationRecord:
+    """A record from random token ids; for latency alone, any finite scales make the same kernels.
+
+    Samples have the recipe's `export.max_length` tokens, or `longest` where that is more: a softmax over them
+    is nearly even, and INT8 with scale 1/127 makes it zero from 255 tokens on.
+    """
+    model, recipe = session.new_int8_model(), session.recipe
+    length = min(max(recipe.export.max_length, longest), session.plan.family.positions(model.config))
     batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
     return ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
 
 
-def _calibrate(session: Session) -> list[Path]:
+def _calibrate(session: Session, *, longest: int) -> list[Path]:
     """The stage `quantize` on random token ids."""
-    record = calibrate_random_ids(session)
+    record = calibrate_random_ids(session, longest)
     record.data |= {"source": "random token ids", "split": "none"}
     path = session.folder / "calibration.json"
     write_record(path, record)

@@ -172,15 +172,21 @@ class Placement:
     @classmethod
     def of_plan(cls, plan: Plan, layers: int) -> "Placement":
         """From a resolved recipe."""
+        family = plan.family
+        own = {layer for n in (*plan.int8, *plan.high) if (layer := family.layer_of(n)) is not None}
+        runs = family.run_order(len(own) or layers, layers)
         counts = {kind: [[0, 0] for _ in range(layers)] for kind in ENCODER_KINDS}
         for name in (*plan.int8, *plan.high):
-            kind, layer = plan.family.kind(name), plan.family.layer_of(name)
+            kind, layer = family.kind(name), family.layer_of(name)
             if kind in counts and layer is not None:
                 counts[kind][layer][0] += name in plan.int8
                 counts[kind][layer][1] += 1
-        linears = {kind: tuple(a / b if b else 0.0 for a, b in each) for kind, each in counts.items()}
-        inside = {plan.family.layer_of(name) for name in plan.attention}
-        return cls(linears, tuple(layer in inside for layer in range(layers)))
+        linears = {
+            kind: tuple(each[n][0] / each[n][1] if each[n][1] else 0.0 for n in runs)
+            for kind, each in counts.items()
+        }
+        inside = {family.layer_of(name) for name in plan.attention}
+        return cls(linears, tuple(layer in inside for layer in runs))
 
     @classmethod
     def none(cls, layers: int) -> "Placement":

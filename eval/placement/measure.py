@@ -172,11 +172,12 @@ def _run(  # noqa: PLR0913, PLR0917
     say: Callable[[str], None],
 ) -> Done:
     start, budget_s, clock = time_limit
-    layers = int(job.session.fp32_model.config.num_hidden_layers)
+    family, layers = job.space.family, {layer for layer, _ in job.space.units}
+    runs = family.run_order(len(layers), int(job.session.fp32_model.config.num_hidden_layers))
     rows = engines = failed = 0
     longest = 0.0
     for number, chosen in enumerate(choose_placements(job.space, placements, seed), 1):
-        placed = columns(chosen, layers)
+        placed = columns(chosen, runs)
         have = {
             (row.batch, row.length)
             for row in known

@@ -1,5 +1,7 @@
 """Where the engines of a cost measurement have INT8."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from qdqbench.eval.placement.space import Space, Unit
@@ -29,8 +31,8 @@ def choose_placements(space: Space, count: int, seed: int) -> list[Chosen]:
     return list(dict.fromkeys(found))[:count]
 
 
-def columns(chosen: Chosen, layers: int) -> dict[str, str]:
-    """A placement as rows hold it."""
+def columns(chosen: Chosen, runs: Sequence[int]) -> dict[str, str]:
+    """A placement as rows hold it; `runs` are layers in the order in which they run."""
     units, attention = chosen
-    marks = {kind: "".join("01"[(n, kind) in units] for n in range(layers)) for kind in ENCODER_KINDS}
-    return marks | {"attention": "".join("01"[n in attention] for n in range(layers))}
+    marks = {kind: "".join("01"[(n, kind) in units] for n in runs) for kind in ENCODER_KINDS}
+    return marks | {"attention": "".join("01"[n in attention] for n in runs)}

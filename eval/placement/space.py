@@ -154,19 +154,24 @@ class Space:
         for kind in ENCODER_KINDS:
             of_kind = {unit for unit in self.units if unit[1] == kind}
             if of_kind and of_kind <= left and len(of_kind) == len(self._all_layers()):
-                example = self._place(self._unit_pattern(min(of_kind)))
-                found.append(f"{example.layers}.*[0-9].{example.path}")
+                for pattern in self._unit_patterns(min(of_kind)):
+                    example = self._place(pattern)
+                    found.append(f"{example.layers}.*[0-9].{example.path}")
                 left -= of_kind
         for layer in sorted({unit[0] for unit in left}):
             of_layer = {unit for unit in self.units if unit[0] == layer}
             if len(of_layer) == len(ENCODER_KINDS) and of_layer <= left:
                 found.append(f"{self._place(self.units[layer, 'output'][0]).layers}.{layer}.*")
                 left -= of_layer
-        return found + [self._unit_pattern(unit) for unit in sorted(left)]
+        return found + [pattern for unit in sorted(left) for pattern in self._unit_patterns(unit)]
 
-    def _unit_pattern(self, unit: Unit) -> str:
-        names = [self._short(name) for name in self.units[unit]]
-        return names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".*"
+    def _unit_patterns(self, unit: Unit) -> list[str]:
+        """One pattern for the linears of a unit where it matches no other linear, else their names."""
+        around = self.units[unit][0].rpartition(".")[0]
+        inside = {n for n, i in self.modules.items() if i.kind == "Linear" and n.startswith(f"{around}.")}
+        if len(inside) > 1 and inside == set(self.units[unit]):
+            return [f"{self._short(around)}.*"]
+        return [self._short(name) for name in self.units[unit]]
 
     def _attention_rules(self, layers: set[int]) -> list[Rule]:
         if not layers or layers == self._all_layers():
@@ -255,7 +260,7 @@ def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Uni
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
         layer = family.layer_of(name)
-        if info.kind == "Linear" and layer is not None and family.kind(name) in ENCODER_KINDS:
+        if info.kind == "Linear" and layer is not None:
             units.setdefault((layer, family.kind(name)), []).append(name)
     return units
 

@@ -41,7 +41,7 @@ KIND_STYLES = {  # a kind looks the same in every chart; colour is never the onl
 OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
 _NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
 PART_KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
-_MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?$")
+_MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?(@\d+)?$")
 
 
 def place(module: str) -> tuple[int | None, str]:

@@ -17,6 +17,7 @@ from qdqbench.eval.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.qat.stage import settings_of
@@ -124,7 +125,8 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
     stages.check_stage(ptq)
     engine_stages.build_stage(ptq)
     built = read_built(folder)
-    gemms, attentions = len(expected_gemms(ptq)), len(ptq.plan.attention)
+    gemms = expected_gemms(ptq)
+    attentions = attention_count(gemms, ptq.plan.attention)
     findings = [
         f"{row['severity']} {row['code']} at {row['node']}: {row['why']}"
         for row in files.read_json(folder / "check.json")["findings"]
@@ -136,7 +138,7 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
         target = ", ".join(built.compute_capability)
         runs = built.model_dump(include={"int8_gemms", "not_int8", "attention_int8"})
         runs["backend"] = f"{built.backend} {built.version}, compute capability {target}"
-    return Runs(expected=gemms, expected_attention_int8=attentions, **runs), findings
+    return Runs(expected=len(gemms), expected_attention_int8=attentions, **runs), findings
 
 
 def measure_training(session: Session, accelerator: "Accelerator") -> TrainingCost:

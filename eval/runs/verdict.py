@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from qdqbench.eval.report.formats import count_of, label, sentence
 from qdqbench.quantize.core.results import ParityRow, Results, StageResult
 from qdqbench.quantize.core.training_results import TrainingRun
+from qdqbench.quantize.families.any_family import RUN
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ def _int8(results: Results) -> list[str]:
         return [f"INT8 in {planned} linears of the ONNX file, not proven: no engine was built"]
     done, asked = engine.int8_gemms, engine.expected_int8_gemms
     what = "linears" if asked == planned else "matrix products"
+    runs = {found[0] for row in engine.layers for node in row.onnx if (found := RUN.search(node))}
+    if runs and asked:
+        what += f" ({planned} linears, whose weights are shared by {len(runs)} layers)"
     clauses = [f"INT8 in {done} of {asked} {what}, proven from the engine's layer table"]
     if done < asked:
         clauses = [f"INT8 in only {done} of {asked} {what} according to the engine's layer table"]

@@ -98,8 +98,8 @@ def _candidates(
     found = []
     for name in plan.int8:
         layer = family.layer_of(name)
-        start = len(layers) if layer is None else layer
         kind = family.kind(name)
+        start = layer if layer is not None else None if kind == "embeddings" else len(layers)
         short = short_name(name, prefix)
         found.append(Candidate(short, "linear", kind, layer, (name,), frozenset([name]), start))
     for name in plan.attention:

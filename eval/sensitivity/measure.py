@@ -154,7 +154,7 @@ class Measurement:
         plain, int8, bench.states = bench.states, bench.states, []
         for layer in range(layers + 1):
             only, all_but = (functools.partial(self._suffix, states, layer) for states in (plain, int8))
-            for candidate in (c for c in ordered if c.start == layer):
+            for candidate in (c for c in ordered if bench.suffixes.starts[c.start or 0] == layer):
                 self._both(candidate, only, all_but)
             if layer < layers:
                 bench.switches.set(())

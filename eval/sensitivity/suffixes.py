@@ -40,7 +40,9 @@ class Suffixes:
         """
         self.model, self.batches, self.encoded = model, batches, encoded
         family = family_of(model.config)
-        self.layers = family.runs(model)
+        self.layers = family.runs(model)  # a shared one as often as it runs
+        firsts = [self.layers.index(name) for name in family.layer_names(model)]
+        self.starts = [*firsts, len(self.layers)]  # first run of each layer, and the head
         kind = kind_of(type(model).__name__)
         cut = kind is not None and kind.reads_first_token
         for residual in family.residuals[:1] if cut else ():  # a module with these two tensors as its inputs

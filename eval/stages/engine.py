@@ -7,6 +7,7 @@ from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.results import EngineResult, Verification
+from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import notes_on_data
 from qdqbench.quantize.engine.sidecar import sidecar_path
@@ -30,6 +31,7 @@ def build_stage(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
     settings = session.recipe.engine
     folder = session.folder / "engine"
+    gemms = expected_gemms(session)
     path, layers = folder / graph_path(session).with_suffix(".engine").name, session.folder / "layers.json"
     try:
         result = build_engine(
@@ -37,8 +39,8 @@ def build_stage(session: Session) -> list[Path]:
             path,
             backend=settings.backend,
             profiles=engine_profiles(session),
-            expected_gemms=expected_gemms(session),
-            expected_attention=len(session.plan.attention),
+            expected_gemms=gemms,
+            expected_attention=attention_count(gemms, session.plan.attention),
             compute_capability=settings.compute_capability,
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go

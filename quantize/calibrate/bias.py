@@ -2,12 +2,14 @@
 
 Nagel et al. 2019, arXiv 1906.04721, section 4.2. Rounding and clipping shift the mean of the outputs; what is
 the same for every token can go into the bias, at no cost when the model runs. Done in the order of execution,
-so that each linear is corrected for what the layers before it, already corrected, really give it.
+so that each linear is corrected for what the layers before it, already corrected, really give it. A linear
+that runs several times with the same weights gets one correction, for the mean over all of its runs.
 
 A few tokens with huge outliers can rule a mean that is wrong for all others: a correction that does not bring
 the output of its layer nearer to FP32 is taken back.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.encoders.runs import first_inputs, hidden_of
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
@@ -46,14 +49,14 @@ def correct_biases(
     linears = [name for name in linears if model.get_submodule(name).bias is not None]
     if not linears:
         return {}
-    layers = {name: model.get_submodule(name) for name in family.layer_names(model)}
+    runs = Counter(family.runs(model))
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
         with quantizers_off(model):
-            exact, given = _calls(model, layers, _some(batches))
+            exact, given = _calls(model, runs, _some(batches))
         states = exact
-        for name, layer in layers.items():
-            run = partial(_run, layer, given[name])
+        for name, times in runs.items():
+            run = partial(_run, model.get_submodule(name), times, given[name])
             groups = _steps(name, linears, family)
             with (
                 quantizers_off(model),
@@ -142,29 +145,33 @@ def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _calls(
-    model: "PreTrainedModel", layers: Mapping[str, Any], batches: Iterable[Batch]
+    model: "PreTrainedModel", runs: Mapping[str, int], batches: Iterable[Batch]
 ) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
     """What the first layer reads for every batch, and what each layer gets besides: masks, positions."""
-    states: list[torch.Tensor] = []
-    given: dict[str, list[Given]] = {name: [] for name in layers}
+    given: dict[str, list[Given]] = {name: [] for name in runs}
 
     def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name == next(iter(layers)):
-            states.append(args[0])
         given[name].append((args[1:], kwargs))
 
     with ExitStack() as hooks:
-        for name, layer in layers.items():
+        states = hooks.enter_context(first_inputs(model))
+        for name in runs:
+            layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
         for batch in batches:
             forward(model, batch)
-    return states, given
+    # a shared layer gets the same in each of its runs
+    return states, {name: found[:: runs[name]] for name, found in given.items()}
 
 
-def _run(layer: Any, given: list[Given], states: "list[torch.Tensor]") -> "list[torch.Tensor]":
-    """One layer over every batch; what the next layer reads."""
-    outputs = [layer(state, *args, **kwargs) for state, (args, kwargs) in zip(states, given, strict=True)]
-    return [output[0] if isinstance(output, tuple) else output for output in outputs]
+def _run(layer: Any, times: int, given: list[Given], states: "list[torch.Tensor]") -> "list[torch.Tensor]":
+    """One layer over every batch, as often as it runs; what the next layer reads."""
+    for _ in range(times):
+        states = [
+            hidden_of(layer(state, *args, **kwargs))
+            for state, (args, kwargs) in zip(states, given, strict=True)
+        ]
+    return states
 
 
 @contextmanager

@@ -102,7 +102,8 @@ def apply(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
             second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
         first.out_features, second.in_features = len(rows), len(index)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
-    if len(splits) == model.config.num_hidden_layers:
+    family = family_of(model.config)
+    if len(splits) == len(family.layer_names(model)):
         # so that it can be saved, and loaded again
         setattr(model.config, family.intermediate, len(index))
 

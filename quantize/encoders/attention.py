@@ -1,11 +1,31 @@
 """Eager attention with a finite mask, registered with transformers."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
+
 ATTENTION = "qdq_eager"
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
+
+
+def use_attention(model: "PreTrainedModel", implementation: str) -> None:
+    """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
+
+    A family whose attention does not go through transformers' AttentionInterface is first made to: its file
+    beside this one says how.
+    """
+    _register_attention()
+    rewritten = family_of(model.config).rewritten_by
+    if rewritten is None:
+        model.set_attn_implementation(implementation)
+    else:
+        importlib.import_module(f"{__package__}.{rewritten}").use_interface(model)
+        model.config._attn_implementation = implementation  # transformers itself would not switch it
 
 
 def _register_attention() -> None:

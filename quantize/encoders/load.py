@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
+from qdqbench.quantize.encoders.attention import ATTENTION, use_attention
 from qdqbench.quantize.encoders.identity import explained, model_commit
 from qdqbench.quantize.encoders.pooling import (
     FIELD,
@@ -21,7 +21,7 @@ from qdqbench.quantize.tasks.task import kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TANH = "gelu_pytorch_tanh"
+TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator and step by step
 POOLED = "AutoModel"  # class of a kind of task whose models are an encoder with pooling
 
 
@@ -40,7 +40,6 @@ def load_model(
         UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
             known, not supported or said twice.
     """
-    _register_attention()
     pools = kind.model_class == POOLED
     with quiet("transformers"), explained(name):
         commit = model_commit(name, revision)
@@ -50,10 +49,8 @@ def load_model(
         if pools:
             chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
             setattr(config, FIELD, chosen.model_dump(mode="json"))
-        _require_replaceable(config, name)
         _require_head(config, name, kind)
-        options = {"attn_implementation": ATTENTION, "subfolder": inside}
-        model, loading = _pretrained(name, kind, commit, config, **options)
+        model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
         lost = {*loading["missing_keys"]}
         if folder and folder.dense:
             from qdqbench.quantize.encoders.embedder import load_dense
@@ -64,6 +61,7 @@ def load_model(
             f"model {name} lacks weights for {name_list(sorted(lost))}: it is not fine-tuned for "
             f"{kind.name}; fine-tune it first"
         )
+    use_attention(model, ATTENTION)
     _add_sums(model)
     return model.eval()  # type: ignore[no-any-return]
 
@@ -74,12 +72,8 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     Raises:
         UserError: an unsupported architecture.
     """
-    _require_replaceable(model.config, type(model).__name__)
-    _register_attention()
-    if family_of(model.config).attention is None:
-        model.config._attn_implementation = ATTENTION  # of which it takes the mask
-    else:
-        model.set_attn_implementation(ATTENTION)
+    family_of(model.config).require_supported(model.config, type(model).__name__)
+    use_attention(model, ATTENTION)
     _add_sums(model)
     return cast("Any", model).float().eval()  # type: ignore[no-any-return]
 
@@ -121,11 +115,8 @@ def load_encoder(  # noqa: PLR0913
             for field in family_of(config).dropouts:
                 if getattr(config, field, None) is not None:  # none: as another field says
                     setattr(config, field, dropout)
-        _register_attention()
-        fused = "sdpa" if family_of(config).attention else ATTENTION  # of which it takes the mask
-        model, loading = _pretrained(
-            name, kind, commit, config, attn_implementation=fused, ignore_mismatched_sizes=True
-        )
+        model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
+    use_attention(model, "sdpa")
     made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
     pooler = f"{prefix}{family_of(config).pooler}."
@@ -184,16 +175,8 @@ def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
-    family_of(config, name)
+    family_of(config, name).require_supported(config, name)
     return config
-
-
-def _require_replaceable(config: Any, name: str) -> None:
-    if not family_of(config, name).attention_interface:
-        raise UserError(
-            f"model {name} is a {config.model_type!r}, whose attention cannot be replaced by one that "
-            "can be quantized"
-        )
 
 
 def _require_head(config: Any, name: str, kind: TaskKind) -> None:
@@ -259,22 +242,22 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
     an INT8 step behind a feed-forward layer.
 
     Raises:
-        UserError: the model's activation is not the exact GELU.
+        UserError: the model's activation is not GELU.
     """
-    from transformers.activations import ACT2FN, GELUActivation
+    from transformers.activations import ACT2FN, GELUActivation, NewGELUActivation
 
     family = family_of(model.config)
     field = family.activation
     activation = getattr(model.config, field)
     if activation == TANH:
         return
-    if activation != "gelu":
+    if activation not in ("gelu", SAME):
         raise UserError(
             f"export.gelu is tanh, but model {name} computes {activation!r} in its feed-forward "
             "layers; set export.gelu to exact"
         )
     for path, module in model.named_modules():
         for child, found in module.named_children():
-            if isinstance(found, GELUActivation) and family.place(path):
+            if isinstance(found, (GELUActivation, NewGELUActivation)) and family.place(path):
                 setattr(module, child, ACT2FN[TANH])
     setattr(model.config, field, TANH)

@@ -1,7 +1,7 @@
 """Build an engine from files, prove from its layer table what runs in INT8, and write its sidecar."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.engine.log import BuildProgress
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
+from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
 
@@ -139,6 +140,11 @@ def gemm_names(onnx_path: Path) -> list[str]:
         UserError: the file is missing, truncated or not ONNX.
     """
     return _gemms(read_model(onnx_path))
+
+
+def attention_count(gemms: Iterable[str], modules: Collection[str]) -> int:
+    """How often the attentions of these modules run, by the names of a graph's MatMuls: each has two."""
+    return sum(module_of(name) in modules for name in gemms) // 2
 
 
 def _gemms(model: onnx.ModelProto) -> list[str]:

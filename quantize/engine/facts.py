@@ -32,6 +32,7 @@ from qdqbench.quantize.families.any_family import ANY_MERGED_QKV, ANY_QKV
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.graph.runs import run_of
 
 _FLOATS: dict[int, str] = {
     TensorProto.FLOAT: "FP32",
@@ -193,13 +194,13 @@ def _merged_qkv(linears: Iterable[str], made: Mapping[str, LayerRow]) -> list[bo
     for node in linears:
         parent, _, leaf = module_of(node).rpartition(".")
         if ANY_QKV.fullmatch(leaf):
-            groups[parent].append(made[node].name)
+            groups[parent + run_of(node)].append(made[node].name)
         whole += bool(ANY_MERGED_QKV.fullmatch(leaf))
     return [len({*names}) == 1 for names in groups.values() if len(names) == 3] + [True] * whole
 
 
 def _is_separate(node: str, row: LayerRow, listing: Mapping[str, list[LayerRow]]) -> bool:
     """Whether another kernel applies the bias, or the scale, of a linear."""
-    module = node.rpartition("/")[0]
-    after = [found for name in (node, f"{module}/Add") for found in listing.get(name, ())]
+    bias = f"{node.rpartition('/')[0]}/Add{run_of(node)}"
+    after = [found for name in (node, bias) for found in listing.get(name, ())]
     return any(found is not row for found in after)

@@ -11,14 +11,22 @@ from typing import Literal
 
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
-from qdqbench.quantize.families.any_family import ACTIVATION, ANY_EMBEDDINGS, ANY_HEAD, ANY_LAYER, SILENT
+from qdqbench.quantize.families.any_family import (
+    ACTIVATION,
+    ANY_EMBEDDINGS,
+    ANY_HEAD,
+    ANY_LAYER,
+    RUN,
+    SILENT,
+    layer_of_node,
+)
 
 KernelKind = Literal[
     "gemm", "attention", "softmax", "LayerNorm", "GELU", "embeddings", "mask", "layout", "quantize",
     "elementwise", "none",
 ]  # fmt: skip
 EMBEDDINGS, HEAD, OTHER = "embeddings", "head", "other"
-_QUANTIZER = re.compile(r"(?:Quantize|Dequantize)Linear(?:_\d+)?$|_quantizer(?:/|$)")
+_QUANTIZER = re.compile(r"(?:Quantize|Dequantize)Linear(?:_\d+)?(?:@\d+)?$|_quantizer(?:/|$)")
 _NO_KERNEL = {"signal", "wait", "shape_call", "shapehosttodevice", "constant", "noop", "shape"}
 _TYPES: dict[str, KernelKind] = {  # LayerType of engines that are not made by Myelin
     **dict.fromkeys(("matrixmultiply", "fullyconnected", "convolution"), "gemm"),
@@ -32,8 +40,8 @@ _ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
 
 
 def kernel_operator(node: str) -> str:
-    """Operator that an exporter wrote into a node's name: `MatMul` of `/a/MatMul_1`."""
-    return re.sub(r"_\d+$", "", node.rpartition("/")[2])
+    """Operator that an exporter wrote into a node's name: `MatMul` of `/a/MatMul_1` and `/a/MatMul@3`."""
+    return re.sub(r"(?:_\d+)?(?:@\d+)?$", "", node.rpartition("/")[2])
 
 
 def operations(row: LayerRow) -> list[str]:
@@ -94,8 +102,8 @@ def kernel_block(row: LayerRow) -> str:
 
 def block_of_node(node: str) -> str:
     """Block of one ONNX node."""
-    if layer := ANY_LAYER.search(node):
-        return f"layer.{layer[1]}"
+    if (layer := layer_of_node(node)) is not None:
+        return f"layer.{layer}"
     if ANY_EMBEDDINGS.search(node):
         return EMBEDDINGS
     return HEAD if ANY_HEAD.search(node) else OTHER
@@ -110,15 +118,15 @@ def block_order(block: str) -> tuple[int, int]:
 
 def short(node: str) -> str:
     """`layer.3 attention value` for `/bert/encoder/layer.3/attention/self/value/MatMul`."""
-    layer = ANY_LAYER.search(node)
-    parts = node[layer.end() if layer else 0 :].strip("/").split("/")
+    layer, number = ANY_LAYER.search(node), layer_of_node(node)
+    parts = RUN.sub("", node[layer.end() if layer else 0 :]).strip("/").split("/")
     if not layer and len(parts) > 2:
         parts = parts[1:]  # the model's prefix
     if len(parts) > 1 and re.fullmatch(r"MatMul|Gemm", parts[-1]) and parts[-2] != SILENT[0]:
         parts = parts[:-1]
     names = [part for part in parts if part not in SILENT and not part.endswith(ACTIVATION)]
     names = [re.sub("^LayerNormalization$", "", part) for part in names]
-    return " ".join([*([f"layer.{layer[1]}"] if layer else []), *filter(None, names)]) or node
+    return " ".join([*([f"layer.{number}"] if layer else []), *filter(None, names)]) or node
 
 
 def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:

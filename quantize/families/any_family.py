@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from qdqbench.quantize.families.known import FAMILIES
 
-ANY_LAYER = re.compile(r"(?:^|[/.])layers?[./](\d+)(?=[/.]|$)")
+ANY_LAYER = re.compile(r"(?:^|[/._])layers?[./](\d+)(?=[/.]|$)")
+RUN = re.compile(r"@(\d+)(?=[^/]*$)")  # in names of what runs several times with the same weights
 ANY_HEAD = re.compile(
     r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
 )
@@ -18,23 +19,32 @@ ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNOR
 ACTIVATION = "act_fn"  # what the module of an activation ends with
 SILENT = ("self", "dense")  # parts of a name that say nothing
 _CALLED: dict[str, tuple[str, ...]] = {
-    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj"),
-    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj"),
-    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj"),
+    "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj", "attention.attn.q"),
+    "key": ("attention.self.key", "attention.k_lin", "attention.self.key_proj", "attention.attn.k"),
+    "value": ("attention.self.value", "attention.v_lin", "attention.self.value_proj", "attention.attn.v"),
     "query, key, value": ("attn.Wqkv",),
-    "attention": ("attention.self", "attention", "attn"),
-    "output": ("attention.output.dense", "attention.out_lin", "attn.Wo"),
+    "attention": ("attention.self", "attention.attn", "attention", "attn"),
+    "output": ("attention.output.dense", "attention.out_lin", "attention.attn.o", "attn.Wo"),
     "ffn-in": ("intermediate.dense", "ffn.lin1", "mlp.Wi"),
     "ffn-out": ("output.dense", "ffn.lin2", "mlp.Wo"),
 }
 PARTS = tuple(_CALLED)  # of a layer, in the order of computation
 _PART = {path: part for part, paths in _CALLED.items() for path in paths}
+_PART |= {family.attention: "attention" for family in FAMILIES}
+_PART |= {path: role for family in FAMILIES for path, role in family.linears.items()}
 
 
 def part_of(module: str) -> tuple[int, str, str] | None:
-    """Layer, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
-    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", module)
-    return (int(found[1]), _PART.get(found[2], ""), found[2]) if found else None
+    """Layer or run, part (one of `PARTS`, or "") and path of a module; None outside of numbered layers."""
+    name, _, run = module.partition("@")
+    found = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", name)
+    return (int(run or found[1]), _PART.get(found[2], ""), found[2]) if found else None
+
+
+def layer_of_node(node: str) -> int | None:
+    """Encoder layer of an ONNX node, or which run of one; None outside of the encoder."""
+    found = (RUN.search(node) if ANY_LAYER.search(node) else None) or ANY_LAYER.search(node)
+    return int(found[1]) if found else None
 
 
 def first_feed_forwards(linears: Iterable[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qdqbench.quantize.core.errors import UserError
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Role = Literal[
     "query", "key", "value", "query, key, value", "output", "ffn-in", "ffn-out", "pooler", "classifier",
-    "embeddings", "other",
+    "embeddings",
 ]  # fmt: skip
 Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 
 # What sensitivity and search move between precisions: q, k and v go together.
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
-QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
+QKV = ("query", "key", "value", "query, key, value")
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 
@@ -57,7 +57,7 @@ class Family:
     layers: str  # path of the layers inside the base model; * stands for a number
     linears: Mapping[str, Role]
     outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
-    attention: str | None  # None: it stays as it is, in FP16
+    attention: str
     residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
     norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
     embeddings: str  # in the base model
@@ -71,7 +71,9 @@ class Family:
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
     gated: bool = False  # the first feed-forward makes every channel, then the gate of every channel
     rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
-    attention_interface: bool = True  # attention goes through transformers' AttentionInterface
+    terms: tuple[str, ...] = ()  # modules of products that are no linear's and not the attention's own
+    rewritten_by: str | None = None  # file of `encoders` that sends its attention through AttentionInterface
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that are supported
     given_sums: bool = False  # layers are given a module for each residual: `quantize/encoders/sums.py`
     layers_return_tuples: bool = False
     shared_layers: bool = False  # each layer is a group, whose weights run several times
@@ -183,10 +185,12 @@ class Family:
     def runs(self, model: "PreTrainedModel") -> list[str]:
         """The encoder layers of a model as they run: a shared one once for each of its runs."""
         names = self.layer_names(model)
-        if not self.shared_layers:
-            return names
-        runs = int(model.config.num_hidden_layers or 0)
-        return [names[int(run / (runs / len(names)))] for run in range(runs)]  # as transformers rounds it
+        runs = int(model.config.num_hidden_layers or 0) if self.shared_layers else len(names)
+        return [names[number] for number in self.run_order(len(names), runs)]
+
+    def run_order(self, layers: int, runs: int) -> list[int]:
+        """Which layer each run is of; layers that are not shared run once."""
+        return [int(run / (runs / layers)) for run in range(runs)]  # as transformers rounds it
 
     def is_attention(self, name: str) -> bool:
         """Whether a module computes softmax(q k) v."""
@@ -202,6 +206,20 @@ class Family:
         """Classes of a model's modules that add a residual, each once."""
         adders = (type(module) for name, module in model.named_modules() if self.adds_residual(name))
         return list(dict.fromkeys(adders))
+
+    def require_supported(self, config: Any, model: str) -> None:
+        """Refuse what some models of the family do and the code for it does not.
+
+        Raises:
+            UserError: names every field of the config with its value.
+        """
+        found = {name: getattr(config, name, None) for name in self.needs}
+        if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
+            wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
+            raise UserError(
+                f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models with "
+                f"{wanted} are supported"
+            )
 
     def positions(self, config: Any) -> int:
         """Most tokens that a sample can have."""

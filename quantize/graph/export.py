@@ -21,6 +21,7 @@ from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
+from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import factor_scales, fold_weights
 from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.recipe.plan import Plan
@@ -102,6 +103,7 @@ def trace(
         except Exception as error:
             raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error
     traced = onnx.load_from_string(buffer.getvalue())
+    name_runs(traced.graph, model)
     constants_to_initializers(traced)
     drop_noop_casts(traced)
     prune(traced)
@@ -133,7 +135,7 @@ def finish_graph(
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded:
-        note = unjoined_note(plan, join_heads(model))
+        note = unjoined_note(plan.family, folded, join_heads(model))
         if note and notes is not None:
             notes.append(note)
         shorten_gelu(model)

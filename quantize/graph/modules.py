@@ -25,7 +25,9 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     modules: dict[str, ModuleInfo] = {}
     for node in model.graph.node:
         if node.op_type in ("MatMul", "Gemm"):
-            modules.setdefault(module_of(node.name), ModuleInfo("Linear"))
+            place = family.place(module := module_of(node.name))
+            if place is None or place.path not in family.terms:
+                modules.setdefault(module, ModuleInfo("Linear"))
         elif node.op_type == "LayerNormalization":
             modules[module_of(node.name)] = ModuleInfo("LayerNorm")
         elif node.op_type == "Softmax":

@@ -3,7 +3,8 @@
 What each one buys was measured kernel by kernel: docs/performance.md.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
+from qdqbench.quantize.graph.runs import run_of
 from qdqbench.quantize.graph.weights import input_key, weight_dq
-from qdqbench.quantize.recipe.plan import Plan
 
-_HEADS_PERM = {(0, 2, 1, 3): False, (0, 2, 3, 1): True}  # [B, L, H, D] to [B, H, L, D], or transposed again
+_HEADS_AXES = (0, 2, 1, 3)  # of [B, L, H, D] in [B, H, L, D], and back
 # tanh(t) = 2 sigmoid(2t) - 1 in 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 _GELU_LINEAR, _GELU_CUBIC = 2 * np.sqrt(2 / np.pi), 2 * np.sqrt(2 / np.pi) * 0.044715
 
@@ -26,11 +28,10 @@ class _Branch:
 
     matmul: onnx.NodeProto
     product: str  # [B, L, H * D]
-    heads: str  # output of the Transpose
-    transposed: bool  # heads is [B, H, D, L]
+    heads: dict[str, tuple[int, ...]]  # outputs of the Transposes, each with its axes in [B, H, L, D]
     size: int  # D
     width: int  # H * D
-    nodes: list[onnx.NodeProto]  # Reshape and Transpose, replaced
+    nodes: list[onnx.NodeProto]  # Reshape and Transposes, replaced
 
 
 def share_scaled_inputs(model: onnx.ModelProto) -> int:
@@ -74,9 +75,13 @@ def join_heads(model: onnx.ModelProto) -> int:
     before: dict[int, list[onnx.NodeProto]] = {}
     dropped: set[int] = set()
     joined = [members for members in groups.values() if len(members) == 3]
+    order = {id(node): number for number, node in enumerate(model.graph.node)}
     for members in joined:
-        last = max(members, key=lambda member: _position(model, member.nodes[-1]))
-        before[id(last.nodes[-1])] = _joined(model, members)
+        made = max(order[id(index.producers[member.product])] for member in members)
+        moves = (id(node) for member in members for node in member.nodes[1:])
+        before[min((key for key in moves if order[key] > made), key=order.__getitem__)] = _joined(
+            model, members
+        )
         dropped |= {id(node) for member in members for node in member.nodes}
     nodes = []
     for node in model.graph.node:
@@ -87,12 +92,16 @@ def join_heads(model: onnx.ModelProto) -> int:
     return len(joined)
 
 
-def unjoined_note(plan: Plan, joined: int) -> str | None:
-    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None."""
-    parts: dict[int | None, set[str]] = defaultdict(set)
-    for name in plan.int8:
-        parts[plan.family.layer_of(name)].add(plan.family.role(name))
-    possible = sum(found >= {"query", "key", "value"} for found in parts.values())
+def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | None:
+    """One sentence where fewer attentions were joined than have q, k and v in INT8; else None.
+
+    Args:
+        linears: modules with INT8 weights, once for each time that they run.
+    """
+    parts: dict[int | None, Counter[str]] = defaultdict(Counter)
+    for name in linears:
+        parts[family.layer_of(name)][family.role(name)] += 1
+    possible = sum(min(found[role] for role in ("query", "key", "value")) for found in parts.values())
     if joined >= possible:
         return None
     return (
@@ -132,30 +141,31 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     tensor = matmul.output[0]
     while (node := _only_consumer(index, tensor)) is not None and node.op_type in ("Mul", "Add"):
         tensor = node.output[0]
-    transpose = _only_consumer(index, node.output[0]) if node is not None else None
-    if node is None or transpose is None or (node.op_type, transpose.op_type) != ("Reshape", "Transpose"):
+    moves = index.consumers.get(node.output[0], []) if node is not None and node.op_type == "Reshape" else []
+    if node is None or not moves or any(move.op_type != "Transpose" for move in moves):
         return None
-    perm = tuple(size for item in transpose.attribute for size in item.ints)
     size = _head_size(index, node)
-    if perm not in _HEADS_PERM or size < 1 or width % size:
+    perms = {move.output[0]: tuple(axis for item in move.attribute for axis in item.ints) for move in moves}
+    if any(len(perm) != len(_HEADS_AXES) for perm in perms.values()) or size < 1 or width % size:
         return None
-    heads = transpose.output[0]
-    return _Branch(matmul, tensor, heads, _HEADS_PERM[perm], size, width, [node, transpose])
+    heads = {name: tuple(_HEADS_AXES[axis] for axis in perm) for name, perm in perms.items()}
+    return _Branch(matmul, tensor, heads, size, width, [node, *moves])
 
 
 def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodeProto]:
     """Nodes that replace the Reshape and Transpose of three branches."""
     size, width = members[0].size, members[0].width
-    path = members[0].nodes[0].name.rpartition("/")[0]
-    shape, axes = f"{path}/joined_shape", f"{path}/joined_axes"
+    reshape = members[0].nodes[0].name
+    path = f"{reshape.rpartition('/')[0]}/joined{run_of(reshape)}"
+    shape, axes = f"{path}_shape", f"{path}_axes"
     model.graph.initializer.extend(
         [
             numpy_helper.from_array(np.array([0, 0, len(members), width // size, size], np.int64), shape),
             numpy_helper.from_array(np.array([0], np.int64), axes),
         ]
     )
-    parts = [f"{path}/joined_{number}" for number in range(len(members))]
-    joined, split, heads = f"{path}/joined", f"{path}/joined_split", f"{path}/joined_heads"
+    parts = [f"{path}_{number}" for number in range(len(members))]
+    joined, split, heads = path, f"{path}_split", f"{path}_heads"
     steps: list[tuple[str, str, list[str], list[str], dict[str, Any]]] = [
         (joined, "Concat", [member.product for member in members], [joined], {"axis": 2}),
         (joined, "Reshape", [joined, shape], [split], {}),
@@ -163,10 +173,13 @@ def _joined(model: onnx.ModelProto, members: list[_Branch]) -> list[onnx.NodePro
         (joined, "Split", [heads], parts, {"axis": 0, "num_outputs": 3}),
     ]
     for part, member in zip(parts, members, strict=True):
-        squeezed = f"{part}_squeezed" if member.transposed else member.heads
+        plain = next((name for name, perm in member.heads.items() if perm == (0, 1, 2, 3)), None)
+        squeezed = plain or f"{part}_squeezed"
         steps.append((part, "Squeeze", [part, axes], [squeezed], {}))
-        if member.transposed:
-            steps.append((part, "Transpose", [squeezed], [member.heads], {"perm": [0, 1, 3, 2]}))
+        moved = ((name, perm) for name, perm in member.heads.items() if name != plain)
+        for number, (name, perm) in enumerate(moved):
+            place = f"{part}_{number}" if number else part
+            steps.append((place, "Transpose", [squeezed], [name], {"perm": perm}))
     return [
         helper.make_node(kind, inputs, outputs, name=f"{place}_{kind}", **attributes)
         for place, kind, inputs, outputs, attributes in steps
@@ -221,7 +234,3 @@ def _head_size(index: GraphIndex, reshape: onnx.NodeProto) -> int:
 def _only_consumer(index: GraphIndex, tensor: str) -> onnx.NodeProto | None:
     consumers = index.consumers.get(tensor, [])
     return consumers[0] if len(consumers) == 1 else None
-
-
-def _position(model: onnx.ModelProto, node: onnx.NodeProto) -> int:
-    return next(number for number, other in enumerate(model.graph.node) if other is node)

@@ -13,6 +13,7 @@ from onnx import helper, numpy_helper
 from qdqbench.quantize.core.arrays import Array, Float32, Int8
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes
+from qdqbench.quantize.graph.runs import run_of
 
 
 def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
@@ -85,25 +86,36 @@ def _int8_weight(  # noqa: PLR0913, PLR0917
     codes = quantize_weights(np.asarray(weight, dtype=np.float32), scale, attribute(q, "axis", 1))
     if not (transposed or attribute(gemm, "transB")):
         codes = codes.T
-    name = q.input[0]
-    model.graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.ascontiguousarray(codes), f"{name}_int8"),
-            numpy_helper.from_array(scale, f"{name}_scale"),
-            numpy_helper.from_array(np.zeros(scale.shape, np.int8), f"{name}_zero_point"),
-        ]
-    )
+    name, run = index.origin(q.input[0], ("Identity",))[1], run_of(q.name)
+    stored: dict[str, Array] = {
+        f"{name}_int8": np.ascontiguousarray(codes),
+        f"{name}_scale": scale,
+        f"{name}_zero_point": np.zeros(scale.shape, np.int8),
+    }
+    _store(model, stored)
     inputs = [f"{name}_int8", f"{name}_scale", f"{name}_zero_point"]
     module = q.name.rpartition("/")[0]
     node = helper.make_node(
-        "DequantizeLinear", inputs, [f"{name}_dequantized"], name=f"{module}/DequantizeLinear"
+        "DequantizeLinear", inputs, [f"{name}_dequantized{run}"], name=f"{module}/DequantizeLinear{run}"
     )
     if scale.ndim:
         node.attribute.append(helper.make_attribute("axis", 0))
     transpose = helper.make_node(
-        "Transpose", [node.output[0]], [f"{name}_transposed"], name=f"{module}/Transpose", perm=[1, 0]
+        "Transpose",
+        [node.output[0]],
+        [f"{name}_transposed{run}"],
+        name=f"{module}/Transpose{run}",
+        perm=[1, 0],
     )
     return node, transpose
+
+
+def _store(model: onnx.ModelProto, arrays: dict[str, Array]) -> None:
+    """Add initializers, those of a shared layer once: each of its runs makes the same ones."""
+    known = {tensor.name for tensor in model.graph.initializer}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in arrays.items() if name not in known
+    )
 
 
 def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
@@ -179,13 +191,12 @@ def _factor(
 ) -> onnx.NodeProto:
     """Give one DQ the scalar scale and return the Mul for behind its MatMul."""
     name = dq.input[0].removesuffix("_int8")
-    model.graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.array(shared, np.float32), f"{name}_scalar"),
-            numpy_helper.from_array(np.array(0, np.int8), f"{name}_scalar_zero_point"),
-            numpy_helper.from_array((scale.astype(np.float64) / shared).astype(np.float32), f"{name}_factor"),
-        ]
-    )
+    stored: dict[str, Array] = {
+        f"{name}_scalar": np.array(shared, np.float32),
+        f"{name}_scalar_zero_point": np.array(0, np.int8),
+        f"{name}_factor": (scale.astype(np.float64) / shared).astype(np.float32),
+    }
+    _store(model, stored)
     dq.input[1], dq.input[2] = f"{name}_scalar", f"{name}_scalar_zero_point"
     del dq.attribute[:]  # a scalar scale has no axis
     final = node.output[0]

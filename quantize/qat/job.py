@@ -88,7 +88,8 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
     from torch import nn
 
     model = session.new_ptq_model()
-    splits, layers = read_record(session.folder / "calibration.json").splits, model.config.num_hidden_layers
+    splits = read_record(session.folder / "calibration.json").splits
+    layers = len(family_of(model.config).layer_names(model))
     if splits and len(splits) != layers:
         raise UserError(
             f"qat with split_outliers needs the second feed-forward linear of all {layers} layers in INT8, "

@@ -1,6 +1,7 @@
 """The whole path of every family on a tiny random model: what the recipe asks for is proven and reported."""
 
 import pytest
+from transformers import AutoConfig
 
 from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
@@ -44,9 +45,12 @@ def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
     linears = LAYERS * len(family.linears)
     assert len(found["quantized_layers"]) == linears
     assert {family.layer_of(linear) for linear in found["quantized_layers"]} == set(range(LAYERS))
-    attentions = LAYERS * (asked.attention == "int8")
+    config = AutoConfig.from_pretrained(model)
+    runs = config.num_hidden_layers if family.shared_layers else LAYERS  # each has products of its own
+    attentions = runs * (asked.attention == "int8")
     engine = found["engine"]
-    assert engine["int8_gemms"] == engine["expected_int8_gemms"] == linears + 2 * attentions
+    products = runs * len(family.linears) + 2 * attentions
+    assert engine["int8_gemms"] == engine["expected_int8_gemms"] == products
     assert engine["not_int8"] == []
     assert engine["attention_int8"] == engine["expected_attention_int8"] == attentions
     assert found["parity"]["passed"]

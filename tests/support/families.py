@@ -30,6 +30,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "local_attention": 8, "classifier_pooling": "mean", "pad_token_id": 0, "cls_token_id": 2,
         "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3,
     },
+    "mpnet": _BEHIND_PADDING,
+    "deberta-v2": _NARROW | {
+        "relative_attention": True, "position_buckets": 16, "pos_att_type": "p2c|c2p", "share_att_key": True,
+        "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    },
 }  # fmt: skip
 
 

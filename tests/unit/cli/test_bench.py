@@ -18,7 +18,15 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.cell import CellShape, contestants, prepare, profiles_of
 from qdqbench.eval.bench.results import BenchTarget, read_bench
-from qdqbench.eval.bench.target import RealSplit, check_lengths, model_target, real_split, run_target
+from qdqbench.eval.bench.target import (
+    RealSplit,
+    check_lengths,
+    model_target,
+    real_split,
+    run_target,
+    softmax_notes,
+)
+from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.cli import bench as cli_bench
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine.profiles import Profile
@@ -146,15 +154,17 @@ def test_errors_of_contestants_are_exit_status_2(measured, monkeypatch, tmp_path
     assert "NaN" in (tmp_path / "bench.md").read_text(encoding="utf-8")
 
 
+TINY_SHAPE = {
+    "model_type": "bert",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
 def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
-    shape = {
-        "model_type": "bert",
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", shape)
+    monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", TINY_SHAPE)
     sums = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         target = model_target("bert-tiny", load_recipe("bert-int8-linears"), tmp_path / folder, seed)
@@ -164,6 +174,18 @@ def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
         assert "random token ids" in target.about.calibration
         assert (target.about.shape["layers"], target.about.shape["vocabulary"]) == (2, 30522)
     assert sums[0] == sums[1] != sums[2]
+
+
+def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", TINY_SHAPE)
+    target = model_target("bert-tiny", load_recipe("bert-int8-attention"), tmp_path, 0, 320)
+    rows = read_record(target.session.record_path).softmax
+    # of even attention over 320 tokens scale 1/127 makes nothing but zeros
+    assert {row.length for row in rows} == {384}
+    assert all(row.error < 0.3 for row in rows)
+    assert softmax_notes(target, (128, 320)) == []
+    (said,) = softmax_notes(target, (320, 512))
+    assert "calibration saw 320 tokens at most: at 512 the INT8 softmax loses more" in said
 
 
 def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):

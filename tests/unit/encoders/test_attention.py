@@ -47,7 +47,8 @@ def test_logits_are_those_of_eager_attention(model_type: str, tmp_path: Path) ->
     own = load_model(str(tmp_path))
     eager = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
     pad_id = own.config.pad_token_id
-    for left in (False, True):
+    # padding before: the first token is what the head reads, and there DeBERTa attends to nothing
+    for left in (False,) if model_type == "deberta-v2" else (False, True):
         inputs = inputs_of(own, batch(pad_id, left=left))
         with torch.no_grad():
             found, wanted = own(**inputs).logits, eager(**inputs).logits

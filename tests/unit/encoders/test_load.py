@@ -176,7 +176,16 @@ class TestTanhGelu:
         use_tanh_gelu(model, "tiny")
         np.testing.assert_array_equal(forward(model, batch), again)
 
-    @pytest.mark.parametrize("activation", ["relu", "gelu_new", "silu"])
+    def test_the_tanh_form_in_steps_becomes_one_operator(self, folder: Path) -> None:
+        edit_json(folder / "config.json", hidden_act="gelu_new")
+        model = load_model(str(folder))
+        before = forward(model, padded_batch())
+        use_tanh_gelu(model, "tiny")
+        np.testing.assert_allclose(forward(model, padded_batch()), before, atol=1e-5)
+        assert model.config.hidden_act == "gelu_pytorch_tanh"
+        assert not any(type(module).__name__ == "NewGELUActivation" for module in model.modules())
+
+    @pytest.mark.parametrize("activation", ["relu", "silu"])
     def test_another_activation_is_refused(self, folder: Path, activation: str) -> None:
         edit_json(folder / "config.json", hidden_act=activation)
         model = load_model(str(folder))

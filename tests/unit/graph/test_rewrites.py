@@ -21,12 +21,12 @@ from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.layers import is_int8, name_parts, parse_log
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.rewrites import join_heads, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.weights import fold_weights
-from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 
 from ...support.tiny_bert import (
@@ -237,8 +237,8 @@ class TestJoining:
 )
 def test_attentions_that_were_not_joined(left_out: list[str], joined: int, says: str | None) -> None:
     """Only an attention with all of q, k and v in INT8 can be joined."""
-    plan = Plan(int8={name: "channel" for name in LINEARS if not name.endswith(tuple(left_out))})
-    note = unjoined_note(plan, joined)
+    linears = [name for name in LINEARS if not name.endswith(tuple(left_out))]
+    note = unjoined_note(BERT, linears, joined)
     assert (note is None) if says is None else (note is not None and note.startswith(says))
 
 
