@@ -112,7 +112,7 @@ def choose(
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
             amaxes = AMAXES if by_error else (PLAIN,)
-            hooks.enter_context(_watched(model, plan, name, by_length, amaxes))
+            hooks.enter_context(_watched(model.get_submodule(name), by_length, amaxes))
         run(model)
     found = Softmax({}, {}, [])
     if by_error and (lost := [linear for name in sums for linear in _without_bias(model, plan, name)]):
@@ -178,22 +178,18 @@ def _row(name: str, length: int, part: _Sums, amax: float, center: "torch.Tensor
 
 
 @contextmanager
-def _watched(
-    model: "PreTrainedModel", plan: Plan, name: str, sums: dict[int, _Sums], amaxes: tuple[float, ...]
-) -> Iterator[None]:
+def _watched(module: Any, sums: dict[int, _Sums], amaxes: tuple[float, ...]) -> Iterator[None]:
     """Add up what an attention's softmax and values are, by the length of the input."""
     import torch
 
-    module: Any = model.get_submodule(name)
     values: list[torch.Tensor] = []
 
     def keep(_: Any, inputs: tuple[Any, ...]) -> None:
         values[:] = [inputs[0].detach()]
 
     def add(_: Any, inputs: tuple[Any, ...]) -> None:
-        heads, length, size = _heads(model, plan, name, values[0]), *values[0].shape[-2:]
-        value = values.pop().reshape(-1, heads, length, size)
-        weights = inputs[0].detach().reshape(-1, heads, length, length)
+        value, weights = values.pop(), inputs[0].detach()
+        length = value.shape[-2]
         edge = next((edge for edge in LENGTHS if length <= edge), length)
         part = sums.setdefault(edge, _Sums(tries={amax: _Try() for amax in amaxes}))
         some = max(1, CHUNK // weights[0].numel())
@@ -205,11 +201,3 @@ def _watched(
         module.p_bmm_quantizer.register_forward_pre_hook(add),
     ):
         yield
-
-
-def _heads(model: "PreTrainedModel", plan: Plan, name: str, value: "torch.Tensor") -> int:
-    """Heads of an attention; some families fold them into the batch."""
-    if value.ndim == 4:
-        return int(value.shape[1])
-    output: Any = model.get_submodule(plan.family.require_beside(name, "output"))
-    return int(output.in_features) // int(value.shape[-1])

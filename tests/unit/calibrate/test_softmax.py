@@ -16,7 +16,10 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant.quantizers import INT8_MAX
 from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 
+from ...support.families import write_model
 from ...support.tiny_bert import ATTENTIONS, INT8, LINEARS, padded_batch, plan_of, recipe_with
 
 RECIPE = {"attention": "int8", "precision": {"keep": ["layernorm"]}}
@@ -89,6 +92,22 @@ def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> Non
     assert {record.quantizers[f"{name}.p_bmm_quantizer"].amax for name in ATTENTIONS} <= set(
         np.float32(softmax.AMAXES).tolist()
     )
+
+
+@pytest.mark.parametrize("model_type", ["distilbert", "albert", "mpnet", "deberta-v2", "modernbert"])
+def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path) -> None:
+    recipe = load_recipe(f"{model_type}-int8-attention")
+    recipe = recipe.model_copy(update={"calibration": Calibration(softmax="error")})
+    folder, batch = str(write_model(tmp_path, model_type)), padded_batch((40, 12))
+    plain, model = quantizers.forward(load_model(folder), batch), load_model(folder)
+    plan = plan_of(recipe, model)
+    record = ptq.calibrate(model, plan, [padded_batch((60,) * 4)], recipe.calibration)
+    assert {row.module for row in record.softmax} == set(plan.attention)
+    assert all(0 < row.error < 1 for row in record.softmax)
+    if model_type == "modernbert":  # its linears have no bias
+        assert not record.centers
+    with quantizers.quantizers_off(model):
+        torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-3, atol=1e-3)
 
 
 def test_auto_chooses_where_calibration_saw_long_inputs_only(
