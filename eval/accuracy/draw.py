@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split, whole
 from qdqbench.quantize.tasks.sources import Split
 
 if TYPE_CHECKING:
@@ -35,19 +35,20 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     split = load_split(task, session.data_source, settings.split, limit=wanted, seed=settings.seed)
     known = [f"{wanted} samples asked for, split {settings.split!r} has {split.rows}", *session.notes]
     session.notes += [note for note in split.notes if note not in known]
-    left = len(split.dataset) - settings.samples
+    taken = whole(split.dataset, task, settings.samples)
+    left = len(split.dataset) - taken
     if left < min(samples, least):
         raise UserError(
             f"split {settings.split!r} of {split.source} has {split.rows} rows and calibration takes "
-            f"{settings.samples}, so {max(left, 0)} are left to measure on; lower calibration.samples in the "
+            f"{taken}, so {max(left, 0)} are left to measure on; lower calibration.samples in the "
             "recipe"
         )
     if left < samples:
         session.notes.append(
             f"measured on {left} samples, not {samples}: split {settings.split!r} has {split.rows} rows, and "
-            f"calibration takes {settings.samples}"
+            f"calibration takes {taken}"
         )
-    split = replace(split, dataset=split.dataset.select(range(settings.samples, len(split.dataset))))
+    split = replace(split, dataset=split.dataset.select(range(taken, len(split.dataset))))
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
     if encoded.truncated:
         session.notes.append(f"{encoded.truncated} samples were cut to export.max_length")

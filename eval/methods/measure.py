@@ -120,8 +120,7 @@ class Comparing:
     def _count(self, cases: list[_Case]) -> None:
         """Samples that will be run through a model, for the progress bar."""
         judged = self.draw.rows + sum(encoded.rows for _, encoded in self.session.eval_splits.values())
-        firsts = [cases[group[0]] for group in _groups(cases)]
-        passes = sum(1 + case.prepares + bool(case.plan.attention) for case in firsts)  # and of the softmax
+        passes = sum(1 + cases[group[0]].prepares for group in _groups(cases))
         self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
 
     def _say(self, count: int, text: str) -> None:

@@ -23,6 +23,8 @@ LABELS = {
     "matthews": "Matthews",
     "pearson": "Pearson",
     "spearman": "Spearman",
+    "mrr@10": "MRR@10",
+    "ndcg@10": "NDCG@10",
     "cola": "CoLA",
     "sst2": "SST-2",
     "stsb": "STS-B",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from qdqbench.quantize.core.arrays import Array, Float64, Floats
+from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.kinds.encoded import Layout, Targets, Units
 from qdqbench.quantize.kinds.scores import Metric
 
@@ -81,6 +81,10 @@ class TaskKind:
     mean_loss: "Callable[[Floats, Array, Array], float]"  # the loss on NumPy arrays, mean over rows
     constant: Callable[[Floats, Array], bool]  # answers do not depend on the input though labels do
     # What only some have
+    texts: tuple[int, ...] = (1, 2)  # numbers of text columns that it takes
+    count: int | None = None  # of labels, where there is no choice
+    # the sample of each row of a data set, by its first row; None: each row is one
+    groups: "Callable[[datasets.Dataset, Described], Int64] | None" = None
     width: int | None = None  # of answers; None: the task's number of labels
     expected: Callable[[Any], int] = len  # answers that gold is for
     units: Callable[[Any], Units] | None = None  # of a row as tokenizers encode it; None: one answer a row

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
+from qdqbench.quantize.tasks.task import KINDS, KNOWN
 
 COMMAND = "qdqbench recipes list --markdown > docs/supported.md"
 
@@ -29,7 +30,7 @@ def recipes(family: Family | None = None) -> list[Shipped]:
 
 
 def markdown() -> str:
-    """docs/supported.md: families, their model types, and the recipes of each."""
+    """docs/supported.md: families with their model types, the recipes of each, and kinds of tasks."""
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
     lines = [
         "# What is supported",
@@ -52,4 +53,13 @@ def markdown() -> str:
     for recipe, having in free.items():
         marks = " | ".join("yes" if name in having else "" for name in names)
         lines.append(f"| `{recipe}` | {marks} |")
+    lines += [
+        "",
+        "| kind of task | `--task` | model class | metrics, the default ones first |",
+        "|---|---|---|---|",
+    ]
+    for kind in KINDS.values():
+        tasks = ", ".join(f"`{name}`" for name, task in KNOWN.items() if task.kind is kind)
+        metrics = ", ".join(dict.fromkeys((*kind.default_metrics, *kind.metrics)))
+        lines.append(f"| {kind.name} | {tasks} | {kind.model_class} | {metrics} |")
     return "\n".join(lines) + "\n"

@@ -40,8 +40,8 @@ def load_split(  # noqa: PLR0913
             `SPLIT_subset.EXT` is taken when nothing else is there, and noted.
         split: Name of the split.
         limit: Keep this many rows: the first ones, or a draw without replacement when `seed` is given
-            (a smaller draw is the start of a larger one).
-        seed: Shuffle the rows.
+            (a smaller draw is the start of a larger one). Of samples of several rows the last is kept whole.
+        seed: Shuffle the samples.
         labelled: Whether labels are needed; else the split has the texts alone.
 
     Raises:
@@ -56,14 +56,35 @@ def load_split(  # noqa: PLR0913
     if labelled:
         _check_labels(dataset, task, loaded.source)
     notes = [*loaded.notes, *_blank(dataset, task, split)]
-    kept = loaded.rows if limit is None else min(limit, loaded.rows)
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
-    order = range(kept) if seed is None else np.random.default_rng(seed).permutation(loaded.rows)[:kept]
-    dataset = dataset.select(order)
+    dataset = _ordered(dataset, task, seed)
+    kept = loaded.rows if limit is None else whole(dataset, task, min(limit, loaded.rows))
+    dataset = dataset.select(range(kept))
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes))
+
+
+def samples_of(dataset: "datasets.Dataset", task: Task) -> Int64:
+    """The sample of each row of a data set, [rows]."""
+    return np.arange(len(dataset)) if task.kind.groups is None else task.kind.groups(dataset, task)
+
+
+def whole(dataset: "datasets.Dataset", task: Task, rows: int) -> int:
+    """Rows of all samples that the first rows are of; the rows of a sample stand together."""
+    samples = samples_of(dataset, task)
+    return rows if rows >= len(samples) else int(np.searchsorted(samples, samples[rows - 1], side="right"))
+
+
+def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "datasets.Dataset":
+    """The samples as they come, or shuffled, with the rows of each together."""
+    if seed is None and task.kind.groups is None:
+        return dataset
+    samples = samples_of(dataset, task)
+    count = int(samples.max()) + 1
+    order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
+    return dataset.select(np.argsort(np.argsort(order)[samples], kind="stable"))
 
 
 def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
@@ -180,7 +201,7 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         rows.append(row._replace(coded=None))  # large
         if kind.units is not None:
             units.append(kind.units(row.coded))
-    samples = np.array([row.sample for row in rows], dtype=np.int64)
+    samples = samples_of(split.dataset, task)[[row.sample for row in rows]]
     made = kind.targets(split.dataset, task, Layout(samples, units))
     return Encoded(
         input_ids=[row.input_ids for row in rows],

@@ -8,6 +8,7 @@ from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.kinds.kind import TaskKind
 from qdqbench.quantize.kinds.regression import REGRESSION
+from qdqbench.quantize.kinds.reranking import RERANKING
 
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
@@ -31,7 +32,7 @@ class Task(Frozen):
         return KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
-KINDS = {kind.name: kind for kind in (CLASSIFICATION, REGRESSION)}
+KINDS = {kind.name: kind for kind in (CLASSIFICATION, REGRESSION, RERANKING)}
 
 
 def kind_of(architecture: str) -> TaskKind | None:
@@ -76,6 +77,17 @@ GLUE: dict[str, Task] = {
 EMBEDDED = Task(name="embedded", text_columns=("sentence",), num_labels=2, metrics=("accuracy", "f1"))
 
 
+# A query and a passage with its relevance in each row; a query has several.
+RERANK = Task(
+    name="rerank",
+    text_columns=("query", "passage"),
+    num_labels=1,
+    metrics=RERANKING.default_metrics,
+    type=RERANKING.name,
+)
+KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK}
+
+
 def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Numbers by metric of all evaluation splits as one mapping; names of the second end with `SECOND`."""
     return {
@@ -101,7 +113,7 @@ def get_task(
     """A known task (with the given fields changed), or a new one from its columns.
 
     Args:
-        name: A GLUE task, `embedded`, or any name when `text_columns` is given.
+        name: A GLUE task, `embedded`, `rerank`, or any name when `text_columns` is given.
         text_columns: Column of the sentence, or the two columns of a pair.
         label_column: Default `label`.
         num_labels: Number of classes; 1 means regression.
@@ -110,7 +122,6 @@ def get_task(
     Raises:
         UserError: unknown name without columns, or fields that do not fit together.
     """
-    known = {**GLUE, EMBEDDED.name: EMBEDDED}
     given = {
         "text_columns": tuple(text_columns),
         "label_column": label_column,
@@ -118,13 +129,14 @@ def get_task(
         "metrics": tuple(metrics),
     }
     given = {key: value for key, value in given.items() if value not in (None, ())}
-    if name in known:
-        fields = known[name].model_dump() | given
-        if num_labels is not None and not metrics and task_kind(num_labels) is not known[name].kind:
-            fields["metrics"] = task_kind(num_labels).default_metrics
+    if name in KNOWN:
+        fields = KNOWN[name].model_dump() | given
+        if num_labels is not None and not metrics and KNOWN[name].type is None:
+            kind = task_kind(num_labels)
+            fields["metrics"] = KNOWN[name].metrics if kind is KNOWN[name].kind else kind.default_metrics
     elif not text_columns:
         raise UserError(
-            f"unknown task {name!r}, nearest is {nearest(name, known)!r}; choose one of {', '.join(known)}, "
+            f"unknown task {name!r}, nearest is {nearest(name, KNOWN)!r}; choose one of {', '.join(KNOWN)}, "
             "or name the columns of your own set with --text-column (twice for pairs), --label-column and "
             "--num-labels"
         )
@@ -149,6 +161,13 @@ def _check_fields(task: Task) -> None:
     if task.num_labels < 1:
         raise UserError(
             f"task {task.name!r} has {task.num_labels} labels; give --num-labels 1 (regression) or more"
+        )
+    kind = task.kind
+    if len(task.text_columns) not in kind.texts or task.num_labels != (kind.count or task.num_labels):
+        raise UserError(
+            f"task {task.name!r} has {len(task.text_columns)} text columns and {task.num_labels} labels, but "
+            f"{kind.name} takes {' or '.join(map(str, kind.texts))} text columns and "
+            f"{kind.head.format(count=task.num_labels)}"
         )
     if bad := [metric for metric in task.metrics if metric not in task.kind.metrics]:
         raise UserError(
@@ -178,7 +197,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     needs = task.kind.head.format(count=task.num_labels)
     if (
         model_labels != task.num_labels
-        or head is not task.kind
+        or head.problem_type != task.kind.problem_type
         or problem_type == "multi_label_classification"
     ):
         fitting = [

@@ -5,6 +5,7 @@ from pathlib import Path
 from qdqbench.quantize.families.known import FAMILIES, family_of
 from qdqbench.quantize.recipe import supported
 from qdqbench.quantize.recipe.schema import shipped_recipes
+from qdqbench.quantize.tasks.task import KINDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,6 +19,7 @@ def test_every_model_type_and_recipe_is_told() -> None:
     for family in FAMILIES:
         assert all(f"`{name}`" in text for name in family.model_types)
     rows = {line.split("`")[1]: line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| `")}
+    assert all(f"| {kind} |" in text for kind in KINDS)
     told = {
         f"{family.name}-{recipe}"
         for recipe, marks in rows.items()

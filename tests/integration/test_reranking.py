@@ -1,0 +1,76 @@
+"""A cross-encoder that ranks passages: the whole path, and what it is refused for."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ..support.families import write_model
+from .tiny import entries, results, sentences, write_split
+
+pytestmark = pytest.mark.slow
+PASSAGES, QUERIES = 5, {"train": 40, "validation": 24}
+
+
+@pytest.fixture
+def given(tmp_path):
+    """A cross-encoder and its data; the relevant passage of a query is the third."""
+    for seed, (split, count) in enumerate(QUERIES.items()):
+        queries = sentences(count, seed + 20)[0]
+        assert len({*queries}) == count
+        table = {
+            "query": [query for query in queries for _ in range(PASSAGES)],
+            "passage": sentences(count * PASSAGES, seed + 10)[0],
+            "label": [float(number % PASSAGES == 2) for number in range(count * PASSAGES)],
+        }
+        write_split(tmp_path / "data" / f"{split}.parquet", table)
+    model = write_model(tmp_path / "model", "electra", entries(), labels=1)
+    return ["--model", model, "--task", "rerank", "--data", tmp_path / "data"], table
+
+
+def plain_scores(model, table):
+    """Scores [queries, passages] by transformers alone."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from qdqbench.quantize.machine.quiet import quiet
+
+    with quiet("transformers"):
+        encoder = AutoModelForSequenceClassification.from_pretrained(
+            model, attn_implementation="eager"
+        ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    batch = tokenizer(table["query"], table["passage"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return encoder(**batch).logits.numpy().reshape(-1, PASSAGES)
+
+
+def test_the_path_of_a_cross_encoder(given, tmp_path, qdqbench):
+    from sklearn.metrics import ndcg_score
+
+    options, table = given
+    out = tmp_path / "run"
+    done = qdqbench("run", "int8-linears", *options, "--out", out)
+    assert done.code in (0, 2)  # random weights change their answers easily
+    found = results(out)
+    scores, gold = plain_scores(options[1], table), np.array(table["label"]).reshape(-1, PASSAGES)
+    ranks = 1 + (scores > scores[:, 2:3]).sum(axis=1)
+    metrics = found["stages"]["fp32"]["metrics"]
+    assert [*metrics] == ["mrr@10", "ndcg@10", "average_precision"]
+    assert metrics["mrr@10"] == pytest.approx(np.mean(1 / ranks), abs=1e-6)
+    assert metrics["ndcg@10"] == pytest.approx(ndcg_score(gold, scores, k=10), abs=1e-6)
+    for stage in ("fp32", "fake_quant", "onnxruntime"):
+        assert found["stages"][stage]["n"] == QUERIES["validation"]
+        assert found["stages"][stage]["stderr"]["mrr@10"] > 0
+    assert {*found["stages"]["onnxruntime"]["vs_fp32"]["delta_stderr"]} == {*metrics}
+    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] == 12
+
+
+def test_a_query_with_one_passage_is_refused(given, tmp_path, qdqbench):
+    options, table = given
+    last = {"query": "one", "passage": "two", "label": 1.0}
+    lonely = {name: [*column, last[name]] for name, column in table.items()}
+    write_split(tmp_path / "data" / "validation.parquet", lonely)
+    done = qdqbench("run", "int8-linears", *options, "--out", tmp_path / "run")
+    assert done.code == 1
+    assert re.fullmatch(r"qdqbench: .*1 of \d+ queries, which have one passage only.*'one'.*\n", done.err)
