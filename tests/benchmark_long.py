@@ -5,7 +5,7 @@
 Texts are stretched: `repeat` says each text again until it fills its part of the length, which keeps its
 label; `context` puts the same texts of other rows, drawn with seed 0, behind both sentences of a pair.
 `--stretch-only` just writes the data, for `qdqbench run`. Prints what it finds, the loss by layer too, and
-writes it to `long.json` in OUT. Uses a GPU if there is one.
+writes it to `long.json` and as a table to `long.md` in OUT. Uses a GPU if there is one.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> 
     batches = session_on(Path(options.data) if options.calibrate_short else data).calibration_batches()
     record = ptq.calibrate(model, session.plan, batches, recipe.calibration)
     reference, logits = np.load(known), logits_of(model)
-    found = compare(session.config.task, reference, logits, encoded.labels, seed=0)
+    found = compare(session.config.task, reference, logits, encoded.gold, seed=0)
     primary = session.config.task.metrics[0]
     centred = [part - part.mean(axis=1, keepdims=True) for part in (reference, logits)]
     return {
@@ -89,14 +89,30 @@ def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> 
         "tokens": float(encoded.lengths.mean()),
         "calibrated_on": record.data["lengths"]["mean"],
         "metric": primary,
-        "fp32": metrics.compute(session.config.task, reference, encoded.labels)[primary],
-        "value": metrics.compute(session.config.task, logits, encoded.labels)[primary],
+        "fp32": metrics.compute(session.config.task, reference, encoded.gold)[primary],
+        "value": metrics.compute(session.config.task, logits, encoded.gold)[primary],
         "delta_stderr": found.delta_stderr[primary],
         "disagreements": found.disagreements,
-        "n": len(encoded.labels),
+        "n": encoded.rows,
         "logit_error": float(np.linalg.norm(centred[1] - centred[0]) / np.linalg.norm(centred[0])),
         "softmax": [row.model_dump() for row in record.softmax],
     }
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each length and form; the loss is that of the worst layer."""
+    lines = [
+        "| length | attention | metric | FP32 | INT8 | paired standard error | answers differ | error of the "
+        "logits | worst layer: to zero | error of its output |",
+        "|--:|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in found:
+        worst = max(row["softmax"], key=lambda loss: loss["error"], default=None)
+        loss = f"{worst['zeroed']:.1%} | {worst['error']:.1%}" if worst else " | "
+        metric = f"{row['metric']} | {row['fp32']:.4f} | {row['value']:.4f} | {row['delta_stderr']:.4f}"
+        differ = f"{row['disagreements']} of {row['n']} | {row['logit_error']:.1%}"
+        lines.append(f"| {row['tokens']:.0f} | {row['form']} | {metric} | {differ} | {loss} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -141,6 +157,7 @@ def main() -> None:
                 )
     if found:
         (out / "long.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "long.md").write_text(table(found))
 
 
 if __name__ == "__main__":

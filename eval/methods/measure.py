@@ -120,7 +120,8 @@ class Comparing:
     def _count(self, cases: list[_Case]) -> None:
         """Samples that will be run through a model, for the progress bar."""
         judged = self.draw.rows + sum(encoded.rows for _, encoded in self.session.eval_splits.values())
-        passes = sum(1 + cases[group[0]].prepares for group in _groups(cases))
+        firsts = [cases[group[0]] for group in _groups(cases)]
+        passes = sum(1 + case.prepares + bool(case.plan.attention) for case in firsts)  # and of the softmax
         self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
 
     def _say(self, count: int, text: str) -> None:

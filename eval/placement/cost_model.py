@@ -51,6 +51,7 @@ class ModelShape(Frozen):
     hidden: int
     intermediate: int
     heads: int
+    gated: bool = False  # the first feed-forward linear is twice as wide
 
 
 class CostRow(Frozen):
@@ -203,7 +204,7 @@ def terms(model: ModelShape, placement: Placement, batch: int, length: int) -> F
     products = {  # output and inner size of each kind
         "qkv": (3 * hidden, hidden),
         "output": (hidden, hidden),
-        "ffn-in": (inner, hidden),
+        "ffn-in": ((1 + model.gated) * inner, hidden),
         "ffn-out": (hidden, inner),
     }
     for layer in range(model.layers):
@@ -289,4 +290,5 @@ def shape_of(config: Any) -> ModelShape:
         hidden=int(config.hidden_size),
         intermediate=int(getattr(config, family_of(config).intermediate)),
         heads=int(config.num_attention_heads),
+        gated=family_of(config).gated,
     )

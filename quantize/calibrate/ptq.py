@@ -133,7 +133,7 @@ def calibrate(
     histograms.install(quantizers, plan)
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = _revive_dead_channels(model, quantizers)
+    notes = [*chosen.notes, *_revive_dead_channels(model, quantizers)]
     for name in plan.int8:
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)

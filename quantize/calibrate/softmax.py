@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import SoftmaxRow
 from qdqbench.quantize.fakequant.quantizers import INT8_MAX, quantizers_off
 from qdqbench.quantize.recipe.plan import Plan
@@ -42,6 +43,7 @@ class Softmax:
     amax: dict[str, float]  # of the softmax output, by attention
     centers: dict[str, Float64]  # mean of v, [heads * head size], where centring it helps
     loss: list[SoftmaxRow]  # in that form
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -113,9 +115,13 @@ def choose(
             hooks.enter_context(_watched(model.get_submodule(name), by_length, amaxes))
         run(model)
     found = Softmax({}, {}, [])
+    if by_error and (lost := [linear for name in sums for linear in _without_bias(model, plan, name)]):
+        found.notes.append(
+            f"values of INT8 attentions were not centred where {name_list(lost)} have no bias to take it"
+        )
     for name, by_length in sums.items():
         means: list[Any] = [None]
-        if by_error and all(bias_of(model, plan, name, role) is not None for role in ("value", "output")):
+        if by_error and not _without_bias(model, plan, name):
             parts = list(by_length.values())
             means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
         # a tie goes to the form that changes less
@@ -139,17 +145,19 @@ def deltas_of(model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64])
 
     added: dict[str, list[float]] = {}
     for name, center in centers.items():
-        value, output = (plan.family.require_beside(name, role) for role in ("value", "output"))
-        weight: Any = model.get_submodule(output).weight
+        value, output = (plan.family.made_by(name, role) for role in ("value", "output"))
+        weight: Any = model.get_submodule(output.linear).weight
         moved = weight.detach().double() @ torch.from_numpy(center).to(weight.device)
-        added |= {value: (-center).astype(np.float32).tolist(), output: moved.float().cpu().tolist()}
+        rows = np.zeros((value.parts, len(center)), np.float32)
+        rows[value.part] = -center
+        added |= {value.linear: rows.ravel().tolist(), output.linear: moved.float().cpu().tolist()}
     return added
 
 
-def bias_of(model: "PreTrainedModel", plan: Plan, attention: str, role: Any) -> "torch.Tensor | None":
-    """Bias of the value or the output projection of an attention; None where it has none of its own."""
-    linear = plan.family.beside(attention, role)
-    return getattr(model.get_submodule(linear), "bias", None) if linear else None
+def _without_bias(model: "PreTrainedModel", plan: Plan, attention: str) -> list[str]:
+    """The linears that make v and the output of an attention, of these that have no bias."""
+    linears = [plan.family.made_by(attention, role).linear for role in ("value", "output")]
+    return [name for name in linears if getattr(model.get_submodule(name), "bias", None) is None]
 
 
 def _relative(part: _Sums, amax: float, center: "torch.Tensor | None") -> float:

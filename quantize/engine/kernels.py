@@ -83,9 +83,12 @@ def kernel_kind(row: LayerRow) -> KernelKind:
 
 def is_gelu(row: LayerRow) -> bool:
     """Whether a kernel computes GELU, alone or behind its GEMM."""
-    return "Erf" in operations(row) or any(
-        kernel_operator(node) in ("Gelu", "Erf") or ACTIVATION in node for node in row.onnx
-    )
+    return "Erf" in operations(row) or any(map(_of_gelu, row.onnx))
+
+
+def _of_gelu(node: str) -> bool:
+    inside = ACTIVATION.fullmatch(node.rpartition("/")[0].rpartition("/")[2]) and not ANY_HEAD.search(node)
+    return kernel_operator(node) in ("Gelu", "Erf") or bool(inside)
 
 
 def kernel_block(row: LayerRow) -> str:
@@ -124,7 +127,7 @@ def short(node: str) -> str:
         parts = parts[1:]  # the model's prefix
     if len(parts) > 1 and re.fullmatch(r"MatMul|Gemm", parts[-1]) and parts[-2] != SILENT[0]:
         parts = parts[:-1]
-    names = [part for part in parts if part not in SILENT and not part.endswith(ACTIVATION)]
+    names = [part for part in parts if part not in SILENT and not (layer and ACTIVATION.fullmatch(part))]
     names = [re.sub("^LayerNormalization$", "", part) for part in names]
     return " ".join([*([f"layer.{number}"] if layer else []), *filter(None, names)]) or node
 
@@ -147,9 +150,7 @@ def kernel_label(row: LayerRow, linears: Iterable[str] = ()) -> str:
     if kind in fixed or not own:
         return fixed.get(kind, base_name(row))
     if kind == "GELU":
-        place = next(
-            (node for node in own if ACTIVATION in node or kernel_operator(node) in ("Gelu", "Erf")), own[0]
-        )
+        place = next(filter(_of_gelu, own), own[0])
         return f"{short(place.rpartition('/')[0])} GELU"
     biased = [node.rpartition("/")[0] for node in own if kernel_operator(node) == "Add"]
     if kind == "layout" and biased:  # the linears whose bias and result it moves

@@ -16,7 +16,7 @@ ANY_HEAD = re.compile(
 ANY_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
 ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last part of a linear's name
 ANY_MERGED_QKV = re.compile(r"w?qkv(?:_proj)?|in_proj|query_key_value", re.IGNORECASE)
-ACTIVATION = "act_fn"  # what the module of an activation ends with
+ACTIVATION = re.compile(r"(?:\w+_)?act_fn|act|activation")  # the module of an activation
 SILENT = ("self", "dense")  # parts of a name that say nothing
 _CALLED: dict[str, tuple[str, ...]] = {
     "query": ("attention.self.query", "attention.q_lin", "attention.self.query_proj", "attention.attn.q"),

@@ -181,10 +181,13 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
     """Modules whose residual is INT8: by the recipe's key, and by rules, the later wins."""
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
-        raise UserError(
-            f"residual: int8 is asked for, but family {recipe.model.family} has no place for a quantizer "
-            "where it adds its residuals; set residual: fp16"
+        family = family_named(recipe.model.family)
+        why = (
+            "has no place for a quantizer where it adds its residuals"
+            if family.layer_end
+            else "normalises first: no linear reads what its layers add, so INT8 would save nothing there"
         )
+        raise UserError(f"residual: int8 is asked for, but family {family.name} {why}; set residual: fp16")
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
     for rule in recipe.rules:
         if rule.precision and rule.type in (None, "Residual"):

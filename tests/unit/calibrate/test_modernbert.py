@@ -131,12 +131,29 @@ def test_bias_correction_says_what_has_no_bias() -> None:
 
 def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
     model = prepare_model(new_modernbert(biases=True))
-    layers = {name: model.get_submodule(name) for name in MODERNBERT.layer_names(model)}
+    layers = MODERNBERT.layer_names(model)
     with torch.inference_mode():
-        states, given = bias._calls(model, layers, BATCHES)
-        for name, layer in layers.items():
-            states = bias._run(layer, given[name], states)
+        states, given = bias._calls(model, dict.fromkeys(layers, 1), BATCHES)
+        for name in layers:
+            states = bias._run(model.get_submodule(name), 1, given[name], states)
         for state, batch in zip(states, BATCHES, strict=True):
             whole = model.model(**{k: torch.from_numpy(v) for k, v in inputs_of(model, batch).items()})
             assert torch.equal(model.model.final_norm(state), whole.last_hidden_state)
     assert quantized(new_modernbert(biases=True), bias_correction=True).record.biases
+
+
+def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
+    before = answers(prepare_model(new_modernbert(biases=True)))
+    model, _, record = quantized(new_modernbert(biases=True), attention=True, softmax="error")
+    assert WQKV in record.centers
+    query, key, value = np.reshape(record.centers[WQKV], (3, 32))
+    assert (query == 0).all()
+    assert (key == 0).all()
+    assert (value != 0).any()
+    with quantizers_off(model):
+        torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-4)
+    left = quantized(new_modernbert(), attention=True, softmax="error").record
+    assert left.centers == {}
+    assert left.notes[0].startswith(
+        "values of INT8 attentions were not centred where model.layers.0.attn.Wqkv"
+    )

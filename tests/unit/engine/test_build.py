@@ -100,7 +100,8 @@ class TinyBert:
         y = self.node("Mul", [y, self.constant(f"{name}/scale", np.float16(0.18))], f"{name}/self/Mul")
         y = self.node("Softmax", [self.node("Add", [y, mask], f"{name}/self/Add")], f"{name}/self/Softmax")
         if self.attention:
-            y = self.quantize(y, f"{name}/self/softmax_quantizer", 1 / 127)
+            amax = 1 if name.endswith("0") else 0.25  # the fused kernel takes any
+            y = self.quantize(y, f"{name}/self/softmax_quantizer", amax / 127)
         y = self.node("MatMul", [y, value], f"{name}/self/MatMul_1")
         y = self.node("Transpose", [y], f"{name}/self/Transpose", perm=[0, 2, 1, 3])
         merge = self.constant(f"{name}/merge", np.array([0, 0, HIDDEN]))

@@ -64,6 +64,8 @@ def kernel(name, kind="kgen", onnx=(), inputs=("Half",), outputs=("Half",)):
         ("/classifier/Gemm", "classifier"),
         ("/bert/embeddings/LayerNorm/LayerNormalization", "embeddings LayerNorm"),
         ("/model/layers.2/mlp/Wi/MatMul", "layer.2 mlp Wi"),
+        ("/model/layers.2/mlp/act/Gelu_5_Mul", "layer.2 mlp Gelu_5_Mul"),
+        ("/bert/pooler/activation/Tanh", "pooler activation Tanh"),
         ("MatMul_7", "MatMul_7"),
         ("MatMul", "MatMul"),
         ("/", "/"),
@@ -191,6 +193,16 @@ def test_kernels_of_rewritten_graphs():
         ],
     )
     assert (kernel_kind(heads), kernel_label(heads)) == ("layout", "layer.0 attention value+key+query")
+
+
+def test_an_activation_is_gelu_in_a_layer_only():
+    act = "/model/layers.1/mlp/act/Gelu"
+    gated = kernel(
+        "__myl_MulReshSlicSlicMulMulAddMulSigmMulMulCastMulMinMaxRounCast_myl0_1", onnx=[f"{act}_5_Mul"]
+    )
+    assert kernel_kind(gated) == "GELU"
+    assert kernel_label(gated) == "layer.1 mlp GELU"
+    assert kernel_kind(kernel("__myl_Tanh_myl0_1", onnx=["/bert/pooler/activation/Tanh"])) == "elementwise"
 
 
 def test_ranges_and_groups_of_names():

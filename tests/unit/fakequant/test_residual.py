@@ -46,6 +46,7 @@ from ...support.tiny_bert import (
     recipe_with,
     run_onnx,
 )
+from ...support.tiny_modernbert import new_modernbert
 
 ADDERS = [f"bert.encoder.layer.{n}.{name}" for n in range(LAYERS) for name in ("attention.output", "output")]
 READERS = {
@@ -194,6 +195,13 @@ def test_a_model_without_known_residuals(tiny_bert: Path) -> None:
     table = {name: info for name, info in module_table(model).items() if info.kind != "Residual"}
     with pytest.raises(UserError, match="family bert has no place for a quantizer"):
         resolve(recipe_of("plain"), table, "bert")
+
+
+def test_a_stream_that_no_linear_reads() -> None:
+    model = new_modernbert()
+    recipe = recipe_with("modernbert-int8-linears", residual="int8")
+    with pytest.raises(UserError, match="family modernbert normalises first: no linear reads"):
+        resolve(recipe, module_table(model), model.base_model_prefix)
 
 
 @pytest.mark.parametrize("start", [choices, make_space])

@@ -137,6 +137,8 @@ def test_sizes_outside_of_the_data_are_named():
     model = fit_costs(made_rows())
     assert model.outside(SMALL, 32, 128) == []
     assert "at batch 16 x 128 tokens" in " ".join(model.outside(SMALL, 16, 128))
+    gated = ModelShape(layers=12, hidden=768, intermediate=3072, heads=12, gated=True)
+    assert "gated True (measured: False to False)" in model.outside(gated, 32, 128)
     large = ModelShape(layers=24, hidden=1024, intermediate=4096, heads=16)
     said = " ".join(model.outside(large, 256, 128))
     assert all(word in said for word in ("layers 24", "hidden 1024", "batch 256"))
