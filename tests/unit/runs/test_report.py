@@ -32,6 +32,7 @@ from qdqbench.quantize.core.results import (
     ParityRow,
     QuantizerRow,
     Results,
+    SoftmaxRow,
     StageResult,
     Timing,
 )
@@ -480,6 +481,20 @@ def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
 def test_int8_attention_is_part_of_the_verdict() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"attention_int8": 5, "expected_attention_int8": 6})
     assert "INT8 attention in 5 of 6 layers" in wording.verdict(sample(engine=built)).sentence
+
+
+def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> None:
+    row = {"module": "layer.0.self", "zeroed": 0.331, "clipped": 0.012, "error": 0.254}
+    rows = [
+        SoftmaxRow(length=384, amax=0.5, centered=True, **row),
+        SoftmaxRow(length=64, amax=1, centered=False, **row),
+    ]
+    markdown, page = written(sample(softmax=rows), tmp_path)
+    assert "| `layer.0.self` | 384 | 0.5 | centred | 33.1 % | 1.2 % | 25.4 % |" in markdown
+    assert "| `layer.0.self` | 64 | 1 |  | 33.1 % | 1.2 % | 25.4 % |" in markdown
+    assert '<td class="num">384</td><td class="num">0.5</td><td>centred</td>' in page
+    markdown, page = written(sample(), tmp_path)
+    assert "INT8 softmax" not in markdown + page
 
 
 def test_int8_residuals_are_part_of_the_verdict() -> None:
