@@ -81,7 +81,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     """Make the input of every block a graph input and its output a graph output; `model` is not changed.
 
     Raises:
-        Uncut: the graph has no encoder layers as the exporter names them, or they end without a LayerNorm.
+        Uncut: the graph has no encoder layers as the exporter names them.
     """
     stitched = onnx.ModelProto()
     stitched.CopyFrom(model)
@@ -123,19 +123,18 @@ def _joined_output(graph: onnx.GraphProto) -> str:
 def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
     """Output tensor of the embeddings and of each encoder layer, by block name."""
     found: dict[str, str] = {}
-    if family.layer_end is None:
-        raise Uncut(f"the layers of family {family.name} do not end with a LayerNorm, where blocks are cut")
+    ends: list[str] = []
     embedded = [f".{path}" for path in (family.embeddings_norm, family.embeddings_linear) if path]
-    layers = 0
     # a LayerNorm may be several nodes, of which the last makes its output
     computing = (node for node in graph.node if node.op_type != "Cast")
     for module, nodes in groupby(computing, lambda node: module_of(node.name)):
         place = family.place(module)
         if place and place.path == family.layer_end:
-            found[f"layer.{layers}"] = list(nodes)[-1].output[0]
-            layers += 1
+            ends.append(list(nodes)[-1].output[0])
         elif f".{module}".endswith(tuple(embedded)):
             found[EMBEDDINGS] = list(nodes)[-1].output[0]
+    # a layer with sums of its own has one behind the attention, and one at its end
+    found |= {f"layer.{number}": end for number, end in enumerate(ends if family.layer_end else ends[1::2])}
     if EMBEDDINGS not in found or len(found) < 2:
         raise Uncut(
             "the graph does not name its embeddings and encoder layers, so it cannot be cut into blocks; "

@@ -173,9 +173,9 @@ class Family:
         return place is not None and any(f"{place.path}.".startswith(f"{end}.") for end in ends)
 
     @property
-    def layer_end(self) -> str | None:
-        """The LayerNorm that a layer ends with; None where it ends with a sum."""
-        return next((path for path, what in self.norms.items() if what == "ffn"), None)
+    def layer_end(self) -> str:
+        """The LayerNorm that a layer ends with; empty where it ends with a sum of its own."""
+        return next((path for path, what in self.norms.items() if what == "ffn"), "")
 
     def layer_names(self, model: "PreTrainedModel") -> list[str]:
         """The encoder layers of a model, in order."""

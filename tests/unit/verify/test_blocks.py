@@ -13,11 +13,24 @@ from qdqbench.eval.verify.blocks import HEAD, Stitched, computed_floats, extract
 from qdqbench.eval.verify.checks import BlockSums
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck
-from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.load import load_model, prepare_model
 from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.modernbert import MODERNBERT
 
-from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, quantized, run_onnx, tensor
+from ...support.tiny_bert import (
+    HIDDEN,
+    LAYERS,
+    exported,
+    exported_of,
+    padded_batch,
+    quantized,
+    run_onnx,
+    tensor,
+)
 from ...support.tiny_layer import healthy, store
+from ...support.tiny_modernbert import new_modernbert
+from ...support.tiny_modernbert import quantized as of_modernbert
 
 NAMES = ["embeddings", *(f"layer.{layer}" for layer in range(LAYERS)), HEAD]
 BATCHES = [padded_batch((16, 4, 9, 16, 12, 7) * 4, seed) for seed in range(2)]
@@ -56,6 +69,23 @@ def test_the_right_graph_passes_in_every_block(
     assert all(checks[f"layer.{i}"].quantization_error > 0.005 for i in range(LAYERS))
     assert all((row.error or 0) < 0.002 for name, row in checks.items() if not name.startswith("layer"))
     assert graph.SerializeToString(deterministic=True) == before
+
+
+def test_layers_that_end_with_a_sum_are_cut_behind_it() -> None:
+    made = of_modernbert(new_modernbert(), attention=True)
+    graph = exported_of(made.model, made.plan, "factored", "fp16")
+    stitched, batch = stitch(graph, MODERNBERT), inputs_of(made.model, BATCHES[0])
+    blocks = reference_blocks(made.model, prepare_model(new_modernbert()), batch, half=True)
+    assert [*blocks] == [block.name for block in stitched.blocks] == [
+        "embeddings", *(f"layer.{n}" for n in range(4)), HEAD
+    ]  # fmt: skip
+    feeds = stitched.feeds({name: t.input for name, t in blocks.items() if t.input is not None})
+    got = run_onnxruntime(stitched.model, batch | feeds)
+    for block in stitched.blocks:
+        sums, t = BlockSums(block.name), blocks[block.name]
+        sums.add(got[block.output], t.output, t.unquantized, batch["attention_mask"])
+        assert sums.check().holds
+        assert block.name == HEAD or (sums.check().quantization_error > 0.005) == (block.name != "embeddings")
 
 
 def test_the_cut_graph_with_its_own_values_is_the_whole_graph(tiny_bert: Path) -> None:
