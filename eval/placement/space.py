@@ -260,7 +260,7 @@ def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Uni
     units: dict[Unit, list[str]] = {}
     for name, info in modules.items():
         layer = family.layer_of(name)
-        if info.kind == "Linear" and layer is not None:
+        if info.kind == "Linear" and layer is not None and family.kind(name) in ENCODER_KINDS:
             units.setdefault((layer, family.kind(name)), []).append(name)
     return units
 

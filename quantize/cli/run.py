@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.rundir.session import Session
 
 DEFAULT_QAT = "int8-attention-qat"
-recipes_app = typer.Typer(no_args_is_help=True, help="List, show, validate and document recipes.")
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
 
 
 @recipes_app.command("list")
@@ -80,6 +80,29 @@ def recipes_validate(recipe: list[str]) -> None:
     for name in recipe:
         load_recipe(name)
         console().print(f"{name}: valid", highlight=False)
+
+
+@recipes_app.command("new")
+def recipes_new(
+    model: Annotated[str, typer.Option(help="Folder or hub id; its configuration is read, no weights.")],
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Recipe file; none: NAME.yaml here.")] = None,
+    json: Json = False,
+) -> None:
+    """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
+    from qdqbench.quantize.core import files
+    from qdqbench.quantize.core.errors import UserError
+    from qdqbench.quantize.recipe.new import new_lines, new_recipe
+
+    made = new_recipe(model, revision)
+    path = out or Path(f"{made.recipe}.yaml")
+    if path.exists():
+        raise UserError(f"{path} is there already; give another --out")
+    files.write_text(path, made.text)
+    told = f"wrote {path}; run it with `qdqbench run {path} --model {model} --task ...`"
+    show(made, json, new_lines, plain(told))
 
 
 @recipes_app.command("schema")

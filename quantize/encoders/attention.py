@@ -20,8 +20,11 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     beside this one says how.
     """
     _register_attention()
-    rewritten = family_of(model.config).rewritten_by
-    if rewritten is None:
+    family = family_of(model.config)
+    rewritten = family.rewritten_by
+    if family.attention is None:
+        model.config._attn_implementation = ATTENTION  # its own goes on, with this mask
+    elif rewritten is None:
         model.set_attn_implementation(implementation)
     else:
         importlib.import_module(f"{__package__}.{rewritten}").use_interface(model)

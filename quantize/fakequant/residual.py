@@ -24,19 +24,26 @@ QUANTIZER = "residual_quantizer"
 
 @contextmanager
 def registered(model: "PreTrainedModel", wanted: Collection[str] = ("all",)) -> Iterator[None]:
-    """Let ModelOpt give a model's residuals a quantizer while the block runs.
+    """Let ModelOpt give a model's residuals a quantizer while the block runs, and keep its own attention.
 
     Not for good: every such model that the process quantizes later would get them, and ModelOpt restores a
     saved state only where the same classes are registered. So restore one with this too.
-    Nothing is registered where no module's residual is `wanted` in INT8.
+    Nothing is registered where no module's residual is `wanted` in INT8. ModelOpt writes the source of an
+    attention anew that transformers' interface does not call, and fails on some: such a one stays as it is.
     """
-    mtq = import_modelopt()
-    classes = family_of(model.config).residual_classes(model) if wanted else ()
+    mtq, family = import_modelopt(), family_of(model.config)
+    from modelopt.torch.quantization.plugins.custom import CUSTOM_MODEL_PLUGINS
+    from modelopt.torch.quantization.plugins.huggingface import register_hf_attentions_on_the_fly
+
+    classes = family.residual_classes(model) if wanted else ()
+    if family.attention is None:
+        CUSTOM_MODEL_PLUGINS.discard(register_hf_attentions_on_the_fly)
     for each in classes:
         mtq.register(each, _quantized_class())
     try:
         yield
     finally:
+        CUSTOM_MODEL_PLUGINS.add(register_hf_attentions_on_the_fly)
         for each in classes:
             mtq.unregister(each)
 

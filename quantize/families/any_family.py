@@ -30,7 +30,7 @@ _CALLED: dict[str, tuple[str, ...]] = {
 }
 PARTS = tuple(_CALLED)  # of a layer, in the order of computation
 _PART = {path: part for part, paths in _CALLED.items() for path in paths}
-_PART |= {family.attention: "attention" for family in FAMILIES}
+_PART |= {family.attention: "attention" for family in FAMILIES if family.attention}
 _PART |= {path: role for family in FAMILIES for path, role in family.linears.items()}
 
 

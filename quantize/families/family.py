@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Role = Literal[
     "query", "key", "value", "query, key, value", "output", "ffn-in", "ffn-out", "pooler", "classifier",
-    "embeddings",
+    "embeddings", "other",
 ]  # fmt: skip
 Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 
 # What sensitivity and search move between precisions: q, k and v go together.
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
-QKV = ("query", "key", "value", "query, key, value")
+QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 
@@ -57,7 +57,7 @@ class Family:
     layers: str  # path of the layers inside the base model; * stands for a number
     linears: Mapping[str, Role]
     outside: Mapping[str, Role]  # ends of the names of linears that are in no layer
-    attention: str
+    attention: str | None  # None: it stays as it is, in FP16
     residuals: tuple[Residual, ...]  # that of the attention first; none where a quantizer has no place
     norms: Mapping[str, Norm]  # what each LayerNorm of a layer normalises
     embeddings: str  # in the base model

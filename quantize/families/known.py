@@ -20,6 +20,9 @@ FAMILIES = (  # whose whole path is tested
     DEBERTA_V2,
     MODERNBERT,
 )
+# Families that recipes with a layout describe, by model type. A recipe enters its own when it is read, and
+# again when it is held to a model: the whole program asks for the family of a model by its type alone.
+_DESCRIBED: dict[str, Family] = {}
 
 
 def family_of(of: Any, model: str = "") -> Family:
@@ -29,19 +32,29 @@ def family_of(of: Any, model: str = "") -> Family:
         UserError: it is not supported.
     """
     model_type = of if isinstance(of, str) else of.model_type
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
+    if found := known_family(model_type) or _DESCRIBED.get(model_type):
+        return found
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
-        f"(config.json, key model_type)"
+        f"(config.json, key model_type); for others `qdqbench recipes new --model {model or 'DIR'}` writes a "
+        "recipe"
     )
+
+
+def known_family(model_type: str) -> Family | None:
+    """The family of a model type that needs no description by a recipe."""
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
+def describe(family: Family) -> None:
+    """Let models of this process be of a family that a recipe describes; of two the last counts."""
+    _DESCRIBED.update(dict.fromkeys(family.model_types, family))
 
 
 def family_named(name: str) -> Family:
     """The family that a recipe names; the schema has refused all other names."""
-    return next(family for family in FAMILIES if family.name == name)
+    return next(family for family in (*FAMILIES, *_DESCRIBED.values()) if family.name == name)
 
 
 def require_family(recipe: str, family: str, model: str, config: Any) -> Family:

@@ -8,12 +8,12 @@ from pydantic import (
     Field,
     Tag,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
 from qdqbench.quantize.core.strict import Frozen, Positive
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.families.known import FAMILIES, describe, known_family
+from qdqbench.quantize.recipe.layout import Layout
 
 Range = tuple[Positive, Positive, Positive]
 WeightMethod = Literal["max", "mse"]
@@ -51,16 +51,32 @@ class ModelSection(Frozen):
 
     family: str = Field(
         default="bert",
-        description="Encoder family; `qdqbench recipes list` says which model types it holds.",
-        json_schema_extra={"enum": [family.name for family in FAMILIES]},
+        description="Encoder family; `qdqbench recipes list` says which model types it holds. With `layout` "
+        "the model type.",
+        json_schema_extra={"examples": [family.name for family in FAMILIES]},
+    )
+    layout: Layout | None = Field(
+        default=None,
+        description="Of a family that is not known here, as `qdqbench recipes new` writes it; null: known.",
     )
 
-    @field_validator("family")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in (known := [family.name for family in FAMILIES]):
-            raise ValueError(f"{name!r} is no family that is known here; choose from {', '.join(known)}")
-        return name
+    @model_validator(mode="after")
+    def _known(self) -> "ModelSection":
+        names = [family.name for family in FAMILIES]
+        if self.layout is None and self.family not in names:
+            raise ValueError(
+                f"{self.family!r} is no family that is known here; choose from {', '.join(names)}, or give "
+                "its layout, as `qdqbench recipes new` writes it"
+            )
+        if self.layout is not None and known_family(self.family):
+            raise ValueError(f"{self.family!r} is known here; drop its layout")
+        self.describe()
+        return self
+
+    def describe(self) -> None:
+        """Let models be of the family that the layout describes; without one nothing is done."""
+        if self.layout is not None:
+            describe(self.layout.family(self.family))
 
 
 class Precision(Frozen):

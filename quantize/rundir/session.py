@@ -66,6 +66,7 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
     Raises:
         UserError: another family, or too few positions.
     """
+    recipe.model.describe()  # another recipe may have described this type since
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:
         raise UserError(

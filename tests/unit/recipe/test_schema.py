@@ -134,7 +134,7 @@ def test_every_mistake_is_named_at_once() -> None:
         ("version: '1'\nname: a", "version"),
         ("version: 1\nname: A B", "name: String should match"),
         ("version: 1\nname: ../up", "name: String should match"),
-        (HEAD + "model: {family: gpt}", "model.family: 'gpt' is no family that is known here"),
+        (HEAD + "model: {family: gpt}", "model: 'gpt' is no family that is known here"),
         (HEAD + "qat: {epoch: 1}", "unknown key 'qat.epoch', did you mean 'epochs'"),
         (HEAD + "qat: {epochs: 0}", "qat.epochs"),
         (HEAD + "qat: {distill: {logits: 0}}", "nothing to learn from"),

@@ -1,0 +1,169 @@
+"""A recipe for a model of any type: a shipped one where its family is known, else one with its layout."""
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.describe.inventory import ModuleRow, inventory
+from qdqbench.quantize.describe.recognise import Recognised, recognise
+from qdqbench.quantize.describe.untrained import config_of, untrained
+from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import known_family
+from qdqbench.quantize.recipe.layout import Layout
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, short_yaml
+from qdqbench.quantize.recipe.supported import recipes
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+class NewRecipe(Strict):
+    """A recipe for a model, and what it was made from."""
+
+    model: str
+    model_type: str
+    recipe: str  # its name
+    text: str  # YAML
+    shipped: list[str]  # recipes that fit as they are; none of a family that is not known here
+    modules: list[ModuleRow]  # none of a known family
+    left: dict[str, str]  # not recognised: module, * for numbers, and the reason
+    notes: list[str]
+
+
+def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
+    """Write a recipe that puts every recognised linear of the encoder's layers in INT8.
+
+    Args:
+        name: folder or hub id of a model; of its files config.json alone is read.
+        revision: of a hub model.
+
+    Raises:
+        UserError: a model that cannot be used here, or in which no encoder layers were recognised.
+    """
+    config = config_of(name, revision)
+    if family := known_family(config.model_type):
+        return _of_known(name, config, family)
+    model = untrained(name, config)
+    found = recognise(model)
+    recipe, notes = _described(found, config, name)
+    left = [f"# stays in FP16: {module}: {why}" for module, why in found.left.items()]
+    head = [
+        f"# Written by `qdqbench recipes new` for models of type {config.model_type}.",
+        *map("# {}".format, notes),
+    ]
+    return NewRecipe(
+        model=name,
+        model_type=config.model_type,
+        recipe=recipe.name,
+        text="\n".join([*head, *left, short_yaml(recipe)]),
+        shipped=[],
+        modules=inventory(model, found),
+        left=found.left,
+        notes=notes,
+    )
+
+
+def _of_known(name: str, config: Any, family: Family) -> NewRecipe:
+    """A shipped recipe of a family, fitted to a model."""
+    recipe = _fitted(load_recipe(DEFAULT_RECIPE, lambda: family), config, family, name)
+    return NewRecipe(
+        model=name,
+        model_type=config.model_type,
+        recipe=recipe.name,
+        text=short_yaml(recipe),
+        shipped=[row.recipe for row in recipes(family)],
+        modules=[],
+        left={},
+        notes=[],
+    )
+
+
+def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[str]]:
+    """The recipe with the layout, and what its reader should know."""
+    family, notes = found.family, []
+    base = _fitted(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
+    int8 = {"weights": "int8/channel", "input": "int8/tensor"}
+    rules: list[dict[str, Any]] = [{"match": f"{family.layers}.*", "type": "Linear", **int8}]
+    others = [path for path, role in family.linears.items() if role == "other"]
+    rules += [
+        {"match": f"{family.layers}.*.{path}", "type": "Linear", "precision": "fp16"} for path in others
+    ]
+    calibration = base.calibration.model_dump(mode="json")
+    if family.attention is None:
+        notes.append(
+            "The attention stays in FP16: it does not go through transformers' AttentionInterface, or it "
+            "rotates q and k."
+        )
+    elif found.head_size in limits_of().int8_head_sizes:
+        notes.append("INT8 attention can be tried: attention: int8, with precision.keep: [layernorm].")
+    else:
+        notes.append(
+            f"No INT8 attention: it needs a head size of {limits_of().head_sizes_text}, and this one has "
+            f"{found.head_size}."
+        )
+    if found.gated:
+        calibration["split_outliers"] = 0
+        notes.append("No outlier channels are split: the feed-forward is gated.")
+    data = base.model_dump(mode="json") | {
+        "name": re.sub(r"[^a-z0-9._-]", "-", f"{family.name}-{DEFAULT_RECIPE}".lower()),
+        "description": f"Every recognised linear in the layers of {family.name} in INT8; attention in FP16.",
+        "model": {"family": family.name, "layout": Layout.of(family).model_dump(mode="json")},
+        "rules": rules,
+        "calibration": calibration,
+    }
+    return Recipe.model_validate(data), notes
+
+
+def _fitted(recipe: Recipe, config: Any, family: Family, name: str) -> Recipe:
+    """A recipe whose lengths and activation are those of a model.
+
+    Raises:
+        UserError: the configuration does not say how many tokens a sample can have.
+    """
+    try:
+        longest = min(family.positions(config), recipe.export.max_length)
+    except AttributeError as error:
+        raise UserError(
+            f"the configuration of model {name} does not say how many positions it has ({error})"
+        ) from error
+    data = recipe.model_dump(mode="json")
+    data["export"]["max_length"] = longest
+    if getattr(config, family.activation) != "gelu":
+        data["export"]["gelu"] = "exact"  # the tanh form is of GELU alone
+    for shapes in data["engine"]["shapes"]:
+        shapes["length"] = [min(length, longest) for length in shapes["length"]]
+    return Recipe.model_validate(data)
+
+
+def new_lines(new: NewRecipe) -> "Group":
+    """What was recognised, as a rich renderable."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if new.shipped:
+        return Group(
+            Text(f"{new.model} is of type {new.model_type}, which has recipes:", style="bold"),
+            *(Text(f"  {name}") for name in new.shipped),
+        )
+    table = Table("module", "class", "count", "role", "becomes", box=None)
+    table.columns[0].overflow = "fold"
+    colours = {"INT8": "green", "FP16": "default", "": "dim"}
+    for row in new.modules:
+        becomes = Text(row.becomes, style=colours[row.becomes])
+        table.add_row(Text(row.module or "(any)"), Text(row.class_name), str(row.number), row.role, becomes)
+    left = [
+        Text(f"not recognised, stays in FP16: {module}: {why}", style="yellow")
+        for module, why in new.left.items()
+    ]
+    told = Text("Every linear, convolution and product was recognised.", style="green")
+    return Group(
+        Text(f"{new.model} is of type {new.model_type}, which has no recipes here", style="bold"),
+        table,
+        *(left or [told]),
+        *(Text(f"note: {note}") for note in new.notes),
+    )

@@ -1,0 +1,195 @@
+"""A recipe for any model: with a layout for a type that is not known, else a shipped one fitted to it."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qdqbench.quantize.cli.app import main
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.describe.recognise import recognise
+from qdqbench.quantize.describe.untrained import untrained
+from qdqbench.quantize.families import known
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.recipe.layout import Layout
+from qdqbench.quantize.recipe.new import NewRecipe, new_recipe
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
+
+from ...support.tiny_bert import new_bert
+from ...support.unknown import config_for, write_config
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_DESCRIBED", {})
+
+
+def new(folder: Path, model_type: str) -> NewRecipe:
+    return new_recipe(str(write_config(folder / model_type, model_type)))
+
+
+def test_a_layout_says_what_a_family_says() -> None:
+    # what only a description by hand says; a layout's family has the defaults
+    by_hand = {"name", "model_types", "gated", "rotary", "given_sums", "shared_layers"}
+    by_hand |= {"terms", "rewritten_by", "needs"}
+    assert {field.name for field in fields(Family)} - by_hand == {*Layout.model_fields}
+    for model_type in ("ernie", "roformer"):
+        found = recognise(untrained("tiny", config_for(model_type))).family
+        assert Layout.of(found).family(model_type) == found
+
+
+def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:
+    made = new(tmp_path, "ernie")
+    known._DESCRIBED.clear()
+    with pytest.raises(
+        UserError, match=r"is a 'ernie'; supported here: .*`qdqbench recipes new --model my` "
+    ):
+        family_of("ernie", "my")
+    recipe = parse_recipe(made.text, "mine")
+    assert family_of("ernie").linears == recipe.model.layout.linears  # type: ignore[union-attr]
+    assert parse_recipe(dump_recipe(recipe), "again") == recipe
+    assert (recipe.name, recipe.model.family, made.shipped) == ("ernie-int8-linears", "ernie", [])
+    assert recipe.export.gelu == "tanh"
+    assert recipe.calibration == load_recipe("bert-int8-linears").calibration
+    assert made.notes == ["INT8 attention can be tried: attention: int8, with precision.keep: [layernorm]."]
+    assert f"# {made.notes[0]}" in made.text.splitlines()
+
+
+def test_of_two_recipes_for_a_type_each_counts_when_it_is_used(tmp_path: Path) -> None:
+    from qdqbench.quantize.rundir.session import require_fit
+
+    one = parse_recipe(new(tmp_path, "ernie").text, "one")
+    data = one.model_dump(mode="json")
+    data["model"]["layout"]["norms"] = {}
+    other = parse_recipe(yaml.safe_dump(data), "other")
+    for recipe in (one, other, one):
+        require_fit(recipe, "tiny", config_for("ernie"))
+        assert family_of("ernie").norms == recipe.model.layout.norms  # type: ignore[union-attr]
+
+
+def test_what_is_not_recognised_has_a_rule_and_a_line(tmp_path: Path) -> None:
+    made = new(tmp_path, "mobilebert")
+    recipe = parse_recipe(made.text, "mine")
+    kept = [rule.match for rule in recipe.rules if rule.precision == "fp16"]
+    assert kept == [name.removeprefix("mobilebert.") for name in made.left]
+    assert len(kept) == 5
+    told = [line for line in made.text.splitlines() if line.startswith("# stays in FP16: ")]
+    assert told == [f"# stays in FP16: {name}: {why}" for name, why in made.left.items()]
+    assert recipe.export.gelu == "exact"  # its activation is relu
+
+
+def test_an_attention_that_cannot_be_int8_and_a_gated_feed_forward(tmp_path: Path) -> None:
+    made = new(tmp_path, "nomic_bert")
+    recipe = parse_recipe(made.text, "mine")
+    assert recipe.model.layout is not None
+    assert recipe.model.layout.attention is None
+    assert recipe.calibration.split_outliers == 0
+    assert [note.partition(":")[0] for note in made.notes] == [
+        "The attention stays in FP16",
+        "No outlier channels are split",
+    ]
+
+
+def test_a_known_type_gets_a_shipped_recipe_fitted_to_the_model(tmp_path: Path) -> None:
+    model = new_bert()
+    model.config.max_position_embeddings, model.config.hidden_act = 64, "relu"
+    model.config.save_pretrained(tmp_path)
+    made = new_recipe(str(tmp_path))
+    assert made.shipped == [name for name in shipped_recipes() if name.startswith("bert-")]
+    recipe = parse_recipe(made.text, "mine")
+    shipped = load_recipe("bert-int8-linears")
+    assert recipe.rules == shipped.rules
+    assert (recipe.export.max_length, recipe.export.gelu) == (64, "exact")
+    assert [shapes.length for shapes in recipe.engine.profiles] == [(64, 64, 64)] * 3 + [(16, 64, 64)]
+
+
+def test_recipe_names_are_those_of_the_format(tmp_path: Path) -> None:
+    assert new(tmp_path, "data2vec-text").recipe == "data2vec-text-int8-linears"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layout": {"linears": {}}}, r"model\.layout\.layers: Field required"),
+        ({"family": "bert"}, r"'bert' is known here; drop its layout"),
+        ({"layout": None}, r"'ernie' is no family that is known here; choose from bert, .*recipes new"),
+    ],
+)
+def test_a_layout_that_does_not_fit(tmp_path: Path, change: Any, why: str) -> None:
+    data = parse_recipe(new(tmp_path, "ernie").text, "mine").model_dump(mode="json")
+    data["model"] |= change
+    with pytest.raises(UserError, match=why):
+        parse_recipe(yaml.safe_dump(data), "mine")
+
+
+class TestBadModels:
+    @pytest.mark.parametrize(
+        ("config", "why"),
+        [
+            (None, r"cannot load model .*"),
+            ({"model_type": "unheard"}, r"cannot load model .* model type `unheard`"),
+            ({"model_type": "vit"}, r"is a 'vit', which does not read input_ids"),
+            ({"model_type": "t5"}, r"is a 't5', an encoder with a decoder"),
+            (
+                {"model_type": "ernie", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+                r"is a 'ernie' whose weights are quantized already \(gptq\)",
+            ),
+        ],
+    )
+    def test_one_sentence(self, tmp_path: Path, config: Any, why: str) -> None:
+        if config:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=why) as raised:
+            new_recipe(str(tmp_path))
+        assert "\n" not in str(raised.value)
+
+    def test_no_count_of_positions(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def positions(self: Family, config: Any) -> int:
+            return int(config.nowhere)
+
+        monkeypatch.setattr(Family, "positions", positions)
+        with pytest.raises(UserError, match="does not say how many positions it has"):
+            new(tmp_path, "ernie")
+
+
+class TestCommand:
+    def call(self, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+        monkeypatch.setattr("sys.argv", ["qdqbench", "recipes", "new", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        return 0
+
+    def test_it_writes_the_recipe_and_lists_what_was_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "160")
+        folder, out = write_config(tmp_path / "m", "convbert"), tmp_path / "mine.yaml"
+        assert self.call(monkeypatch, "--model", folder, "--out", out) == 0
+        printed = capsys.readouterr().out
+        assert "is of type convbert, which has no recipes here" in printed
+        assert (
+            "not recognised, stays in FP16: convbert.encoder.layer.*.attention.self.conv_out_layer" in printed
+        )
+        rows = [line.split() for line in printed.splitlines()]
+        assert ["convbert.encoder.layer.*.output.dense", "Linear", "2", "ffn-out", "INT8"] in rows
+        assert load_recipe(str(out)).name == "convbert-int8-linears"
+        before = out.read_bytes()
+        assert self.call(monkeypatch, "--model", folder, "--out", out) == 1
+        assert "mine.yaml is there already; give another --out" in capsys.readouterr().err
+        assert out.read_bytes() == before
+
+    def test_json(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = write_config(tmp_path / "m", "ernie")
+        monkeypatch.chdir(tmp_path)
+        assert self.call(monkeypatch, "--model", folder, "--json") == 0
+        found = NewRecipe.model_validate_json(capsys.readouterr().out)
+        assert (tmp_path / "ernie-int8-linears.yaml").read_text() == found.text
+        assert found.left == {}
