@@ -35,7 +35,8 @@ def markdown() -> str:
     lines = [
         "# What is supported",
         "",
-        f"Written by `{COMMAND}`; a test compares. A model of another `model_type` is refused.",
+        f"Written by `{COMMAND}`; a test compares. For a model of another `model_type`",
+        "`qdqbench recipes new` writes a recipe that describes its layout.",
         "",
         "| family | `model_type` in config.json | inputs of the graph |",
         "|---|---|---|",
