@@ -44,6 +44,10 @@ def markdown() -> str:
     for family in FAMILIES:
         types = ", ".join(f"`{name}`" for name in family.model_types)
         lines.append(f"| {family.name} | {types} | {', '.join(f'`{name}`' for name in family.inputs)} |")
+    for family in FAMILIES:
+        if family.needs:
+            wanted = ", ".join(f"`{name}` {values[0]}" for name, values in family.needs.items())
+            lines += ["", f"Of {family.name} only models with {wanted}."]
     lines += [
         "",
         "A recipe is called FAMILY-NAME. With a model NAME alone is enough: its type says which family.",

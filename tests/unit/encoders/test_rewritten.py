@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import ATTENTION, use_attention
 from qdqbench.quantize.encoders.load import load_model, prepare_model
-from qdqbench.quantize.fakequant.quantizers import forward
-from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.machine.quiet import quiet
 
-from ...support.tiny_bert import VOCABULARY, padded_batch, run_onnx
+from ...support.tiny_bert import VOCABULARY, padded_batch, plan_of, recipe_with, run_onnx
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -129,3 +130,25 @@ def test_what_no_code_is_for_is_refused(change: dict[str, Any], tmp_path: Path) 
     field, value = next(iter(change.items()))
     with pytest.raises(UserError, match=rf"has {field} {value} in config\.json; of family deberta-v2 only"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["mpnet-int8-attention", "deberta-v2-int8-attention", "deberta-v2-int8-linears"]
+)
+def test_smoothing_moves_no_score_and_heads_are_joined(recipe: str) -> None:
+    name = "mpnet" if recipe.startswith("mpnet") else "deberta-v3"
+    model, notes = prepare_model(new_model(name)), list[str]()
+    batch = batch_of(model, (9, 16))
+    exact = forward(model, batch).numpy()
+    asked = recipe_with(recipe, calibration={"smooth": 0.65})
+    plan = plan_of(asked, model)
+    record = calibrate(model, plan, [batch_of(model, (length,) * 4) for length in (5, 16)], asked.calibration)
+    assert record.smoothing.inputs
+    assert bool(record.smoothing.rows) == ("attention" in recipe)
+    assert np.abs(forward(model, batch).numpy() - exact).max() > 1e-4
+    with quantizers_off(model):
+        np.testing.assert_allclose(forward(model, batch).numpy(), exact, atol=1e-5, rtol=0)
+    graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp32", "factored"), notes)
+    assert notes == []
+    feeds = {value.name: batch[value.name] for value in graph.graph.input}
+    np.testing.assert_allclose(run_onnx(graph, feeds), forward(model, batch).numpy(), atol=0.05, rtol=0)
