@@ -133,7 +133,7 @@ def calibrate(
     histograms.install(quantizers, plan)
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*chosen.notes, *_revive_dead_channels(model, quantizers)]
+    notes = [*_shared_notes(model, plan), *chosen.notes, *_revive_dead_channels(model, quantizers)]
     for name in plan.int8:
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
@@ -237,6 +237,17 @@ def _moments(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
                 hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
         yield result
     result.update({name: math.sqrt(sums[name] / counts[name]) for name in sums})
+
+
+def _shared_notes(model: "PreTrainedModel", plan: Plan) -> list[str]:
+    """Says where linears run several times."""
+    layers, runs = len(plan.family.layer_names(model)), len(plan.family.runs(model))
+    if runs == layers:
+        return []
+    return [
+        f"{runs} layers share the weights of {layers}: every amax, smoothing factor, split channel and bias "
+        "correction in them is one for all of its runs"
+    ]
 
 
 def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) -> list[str]:
