@@ -60,9 +60,9 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     """Type an FP32 graph for a strongly typed parser, in place; graph inputs and outputs keep their types.
 
     Every node computes in FP16, except Q/DQ (FP32 scales: FP16 ones overflow with per-channel weights), the
-    nodes of `fp32_modules`, and rotary angles with their Sin and Cos (an angle is as large as its position,
-    and FP16 rounds one of 500 by up to an eighth of a radian). A Cast stands at each border, one per tensor
-    and type.
+    nodes of `fp32_modules`, rotary angles with their Sin and Cos (an angle is as large as its position, and
+    FP16 rounds one of 500 by up to an eighth of a radian), and sums over tokens with what divides them
+    (they leave FP16 on long inputs). A Cast stands at each border, one per tensor and type.
 
     Args:
         model: FP32 graph in topological order; changed.
@@ -88,7 +88,7 @@ class _Typer:
         values = [*inferred.value_info, *inferred.input, *inferred.output]
         self.floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
         self.constants = {i.name: i for i in model.graph.initializer if i.data_type == TensorProto.FLOAT}
-        self.angles = _before(model, ("Sin", "Cos"))
+        self.exact = _before(model, ("Sin", "Cos")) | _means(model)
         self.types = dict.fromkeys(self.floats | set(self.constants), TensorProto.FLOAT)
         self.nodes: list[onnx.NodeProto] = []
         self.converted: set[str] = set()
@@ -125,7 +125,7 @@ class _Typer:
 
     def _is_fp32(self, node: onnx.NodeProto) -> bool:
         suffix = ".softmax" if node.op_type == "Softmax" else ""
-        exact = node.op_type in QDQ or not self.angles.isdisjoint(node.output)
+        exact = node.op_type in QDQ or not self.exact.isdisjoint(node.output)
         return exact or f"{module_of(node.name)}{suffix}" in self.fp32_modules
 
     def _converted(self, name: str, wanted: int) -> str:
@@ -159,6 +159,15 @@ def _before(model: onnx.ModelProto, operators: Collection[str]) -> set[str]:
     for node in reversed(model.graph.node):
         if node.op_type in operators or not found.isdisjoint(node.output):
             found |= {*node.input, *node.output}
+    return found
+
+
+def _means(model: onnx.ModelProto) -> set[str]:
+    """Outputs of sums, and of what divides them."""
+    found: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type == "ReduceSum" or (node.op_type == "Div" and node.input[0] in found):
+            found |= {*node.output}
     return found
 
 

@@ -281,3 +281,16 @@ class TestCasts:
         assert [n.op_type for n in model.graph.node] == ["Add"]
         assert tensor(model, "d").dtype == np.float32
         np.testing.assert_array_equal(run_onnx(model, {"x": X}), X + np.array([1.5, 2.5, 3.5], np.float32))
+
+
+def test_a_mean_is_summed_and_divided_in_fp32() -> None:
+    axes = numpy_helper.from_array(np.array([1]), "axes")
+    nodes = [op("ReduceSum", "x axes", "sum", "/sum"), op("Div", "sum count", "mean", "/mean")]
+    small = np.full((2, 3), 2.0**-12)
+    model = graph_of([*nodes, op("Mul", "mean small", "y", "/last")], {"count": 3.0, "small": small})
+    model.graph.initializer.append(axes)
+    to_fp16(model)
+    types = compute_types(model)
+    assert (types["/sum"], types["/mean"], types["/last"]) == ({FLOAT}, {FLOAT}, {HALF})
+    large = np.full((2, 3), 2.0**15, np.float32)  # three of them are more than FP16 holds
+    np.testing.assert_array_equal(run_onnx(model, {"x": large}), np.full((2, 3), 8.0))
