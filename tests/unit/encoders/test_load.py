@@ -15,6 +15,7 @@ from qdqbench.quantize.encoders.load import (
     load_config,
     load_model,
     load_tokenizer,
+    prepare_model,
     tokenizer_of,
     use_tanh_gelu,
 )
@@ -34,6 +35,7 @@ from ...support.tiny_bert import (
     padded_batch,
     write_tiny_bert,
 )
+from ...support.tiny_modernbert import new_modernbert
 
 
 @pytest.fixture
@@ -175,6 +177,15 @@ class TestTanhGelu:
         again = forward(model, batch)
         use_tanh_gelu(model, "tiny")
         np.testing.assert_array_equal(forward(model, batch), again)
+
+    def test_the_gelu_of_a_head_stays(self) -> None:
+        model = prepare_model(new_modernbert())
+        use_tanh_gelu(model, "tiny")
+        found = {
+            name: type(module).__name__ for name, module in model.named_modules() if name.endswith(".act")
+        }
+        assert found.pop("head.act") == "GELUActivation"
+        assert {*found.values()} == {"GELUTanh"}
 
     def test_the_tanh_form_in_steps_becomes_one_operator(self, folder: Path) -> None:
         edit_json(folder / "config.json", hidden_act="gelu_new")
