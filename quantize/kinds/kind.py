@@ -89,6 +89,8 @@ class TaskKind:
     expected: Callable[[Any], int] = len  # answers that gold is for
     units: Callable[[Any], Units] | None = None  # of a row as tokenizers encode it; None: one answer a row
     tokenizing: Mapping[str, Any] = field(default_factory=dict)  # options of the tokenizer
+    windows: bool = False  # a second text that is too long is read in windows that overlap
+    names_classes: bool = False  # classes are matched by their names
     reads_first_token: bool = False  # and no other of the last hidden state
     calibrates_unlabelled: bool = False  # calibration takes rows without labels
 
