@@ -1,5 +1,6 @@
 """Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.core.errors import UserError
@@ -90,6 +91,7 @@ def load_encoder(  # noqa: PLR0913
     kind: TaskKind,
     *,
     num_labels: int,
+    classes: Sequence[str] = (),
     dropout: float | None = None,
     keep_head: bool = False,
     revision: str | None = None,
@@ -99,6 +101,7 @@ def load_encoder(  # noqa: PLR0913
     Args:
         name: folder or hub id, of an encoder or of a classifier; revision as `load_model`.
         num_labels: of the classifier; 1 for regression.
+        classes: their names; none: as the model says, or numbers.
         dropout: of hidden states and attention; None: as the model says.
         keep_head: go on with the model's own classifier instead of a new one.
 
@@ -111,6 +114,9 @@ def load_encoder(  # noqa: PLR0913
         known = config.num_labels
         config.num_labels = num_labels
         config.problem_type = kind.problem_type
+        if classes:
+            config.id2label = dict(enumerate(classes))
+            config.label2id = {name: number for number, name in enumerate(classes)}
         if dropout is not None:
             for field in family_of(config).dropouts:
                 if getattr(config, field, None) is not None:  # none: as another field says
@@ -171,6 +177,11 @@ def load_config(name: str, revision: str | None = None) -> Any:
         return _supported_config(name, commit, folder.encoder if folder else "")
 
 
+def class_names(name: str, revision: str | None = None) -> list[str]:
+    """Names of a model's classes, by their number; arguments and errors as `load_config`."""
+    return [str(name) for _, name in sorted((load_config(name, revision).id2label or {}).items())]
+
+
 def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
     from transformers import AutoConfig
 
@@ -209,6 +220,11 @@ def load_tokenizer(
             use_fast=True,
             subfolder=folder.encoder if folder else "",
         )
+        if kind.names_classes and getattr(tokenizer, "add_prefix_space", True) is False:
+            # words come one by one, and to byte-level BPE a word begins with its space
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=commit, trust_remote_code=False, use_fast=True, add_prefix_space=True
+            )
     if not tokenizer.is_fast:
         raise UserError(f"model {name} has only a slow tokenizer; save it with a tokenizer.json")
     if tokenizer.vocab_size <= len(tokenizer.all_special_ids):

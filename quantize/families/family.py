@@ -21,6 +21,7 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
+HEADS: dict[str, Role] = {"classifier": "classifier", "qa_outputs": "classifier"}  # over tokens, any family
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 
@@ -242,7 +243,8 @@ class Family:
         place = self.place(linear)
         if place:
             return self.linears.get(place.path)
-        ends = (role for end, role in self.outside.items() if f".{linear}".endswith(f".{end}"))
+        known = {**self.outside, **HEADS}
+        ends = (role for end, role in known.items() if f".{linear}".endswith(f".{end}"))
         return next(ends, None)
 
 

@@ -33,6 +33,10 @@ class Described(Protocol):
         """Number of classes; 1 for one score."""
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """That score it."""
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the model's classes, by their number; empty where nobody asks for them."""
 
@@ -89,6 +93,7 @@ class TaskKind:
     expected: Callable[[Any], int] = len  # answers that gold is for
     units: Callable[[Any], Units] | None = None  # of a row as tokenizers encode it; None: one answer a row
     tokenizing: Mapping[str, Any] = field(default_factory=dict)  # options of the tokenizer
+    text_columns: tuple[int, int] = (1, 2)  # fewest and most
     windows: bool = False  # a second text that is too long is read in windows that overlap
     names_classes: bool = False  # classes are matched by their names
     reads_first_token: bool = False  # and no other of the last hidden state

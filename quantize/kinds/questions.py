@@ -30,15 +30,15 @@ class Questions:
 
     contexts: list[str]  # of each sample
     answers: list[list[str]]  # of each sample, all that are right; none where the context has no answer
-    windows: list[list[Int64]]  # of each sample: begin and end in the context of each token [tokens, 2], or -1
+    windows: list[list[Int64]]  # of each sample: where in the context each token is [tokens, 2], or -1
     unanswerable: bool  # some questions of the split have no answer, so that none is an answer
 
     def __len__(self) -> int:
         return len(self.contexts)
 
     def __getitem__(self, samples: Int64) -> "Questions":
-        kept = ([values[sample] for sample in samples] for values in (self.contexts, self.answers))
-        return Questions(*kept, [self.windows[sample] for sample in samples], self.unanswerable)
+        contexts, answers = [self.contexts[i] for i in samples], [self.answers[i] for i in samples]
+        return Questions(contexts, answers, [self.windows[i] for i in samples], self.unanswerable)
 
     @property
     def tokens(self) -> Int64:
@@ -82,7 +82,7 @@ def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Ta
 
 
 def _mark(spans: Int64, answers: Any) -> Floats:
-    """1 at the first and the last token of the first answer, [tokens, 2]; `NO_ANSWER` where it is not whole."""
+    """1 at first and last token of the first answer, [tokens, 2]; at `NO_ANSWER` where it is not whole."""
     marks = np.zeros((len(spans), 2), dtype=np.float32)
     first = last = NO_ANSWER
     if answers["text"]:
@@ -135,7 +135,9 @@ def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:
 
 def _table(predicted: Array, gold: Questions) -> Array:
     pairs = [*zip(predicted.tolist(), gold.answers, strict=True)]
-    return np.array([(exact_match(text, right), f1(text, right), 1) for text, right in pairs], dtype=np.float64)
+    return np.array(
+        [(exact_match(text, right), f1(text, right), 1) for text, right in pairs], dtype=np.float64
+    )
 
 
 def _divergence(reference: Float64, logits: Float64, gold: Questions) -> Float64:
@@ -148,18 +150,21 @@ def _divergence(reference: Float64, logits: Float64, gold: Questions) -> Float64
 
 def _log_probabilities(logits: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
     """Over the tokens of each window, [windows, tokens, 2]."""
+    import torch
     from torch.nn import functional
     from torch.nn.utils.rnn import pad_sequence
 
-    windows = pad_sequence([*logits.float().split(answers.tolist())], batch_first=True, padding_value=PADDING)
+    rows = torch.split(logits.float(), answers.tolist())
+    windows = pad_sequence([*rows], batch_first=True, padding_value=PADDING)
     return functional.log_softmax(windows, dim=1)
 
 
 def _loss(logits: "torch.Tensor", labels: "torch.Tensor", answers: "torch.Tensor") -> "torch.Tensor":
     """Cross entropy over the tokens of a window, mean of both ends (Devlin et al. 2018, section 4.2)."""
+    import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    marks = pad_sequence([*labels.split(answers.tolist())], batch_first=True)
+    marks = pad_sequence([*torch.split(labels, answers.tolist())], batch_first=True)
     return -(marks * _log_probabilities(logits, answers)).sum() / 2
 
 
@@ -211,6 +216,7 @@ QUESTIONS = TaskKind(
     width=2,
     expected=lambda gold: int(gold.tokens.sum()),
     units=_units,
+    text_columns=(2, 2),
     windows=True,
     calibrates_unlabelled=True,
 )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
-from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.kinds.classification import kl
 from qdqbench.quantize.kinds.encoded import Layout, Targets, Units
@@ -44,18 +43,9 @@ class Tagged:
         return np.split(values, np.cumsum(self.words)[:-1])
 
     def entities(self, tags: Array) -> set[tuple[str, int, int]]:
-        """Type, first and last word of every entity of a sentence.
-
-        Raises:
-            UserError: the classes are no IOB2 tags.
-        """
+        """Type, first and last word of every entity of a sentence, where classes name entities."""
         from seqeval.metrics.sequence_labeling import get_entities
 
-        if strange := [name for name in self.classes if name != "O" and name[:2] not in ("B-", "I-")]:
-            raise UserError(
-                f"the classes {name_list(strange)} are no IOB2 tags (B-, I- and O), so there are no entities "
-                "to score; take --metric accuracy"
-            )
         return set(get_entities([self.classes[tag] for tag in tags]))
 
     @cached_property
@@ -66,7 +56,11 @@ class Tagged:
     @property
     def has_entities(self) -> bool:
         """Whether classes name entities."""
-        return all(name == "O" or name[:2] in ("B-", "I-") for name in self.classes)
+        return not _not_iob2(self.classes)
+
+
+def _not_iob2(classes: tuple[str, ...]) -> list[str]:
+    return [name for name in classes if name != "O" and name[:2] not in ("B-", "I-")]
 
 
 def class_names(dataset: "datasets.Dataset", column: str) -> tuple[str, ...]:
@@ -81,8 +75,8 @@ def class_names(dataset: "datasets.Dataset", column: str) -> tuple[str, ...]:
         return ()
     import pyarrow.compute as pc
 
-    found = pc.unique(pc.list_flatten(dataset.data.column(column))).to_pylist()
-    return tuple(sorted((str(name) for name in found if name is not None), key=lambda name: (name != "O", name)))
+    found = pc.unique(pc.drop_null(pc.list_flatten(dataset.data.column(column)))).to_pylist()
+    return tuple(sorted(map(str, found), key=lambda name: (name != "O", name)))
 
 
 def is_named(classes: tuple[str, ...]) -> bool:
@@ -106,21 +100,30 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
         low, high = pc.min(flat).as_py() or 0, pc.max(flat).as_py() or 0
         if low < 0 or high >= count:
             return f"go from {low} to {high}, but there are tags 0 to {count - 1}; correct them"
-    elif not is_named(task.classes):
+    strange = _not_iob2(task.classes if is_named(task.classes) else names or task.classes)
+    if strange and {*task.metrics} - {"accuracy"}:
         return (
-            "are texts, but the model does not name its classes; give one whose config.json has id2label, or "
-            "a label column of numbers"
+            f"are no IOB2 tags (B-, I- and O) but {name_list(strange)}, so there are no entities to score; take "
+            "--metric accuracy"
         )
-    if names and not is_named(task.classes):
-        return (
-            ""
-            if len(names) == task.num_labels
-            else f"have {len(names)} tags, but the model has {task.num_labels} classes without names"
-        )
+    return _names_problem(names, task, texts="int" not in str(flat.type))
+
+
+def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> str:
+    """What is wrong with the names of tags, against those of the model's classes."""
+    if not is_named(task.classes):
+        if texts:
+            return (
+                "are texts, but the model does not name its classes; give one whose config.json has "
+                "id2label, or a label column of numbers"
+            )
+        if names and len(names) != task.num_labels:
+            return f"have {len(names)} tags, but the model has {task.num_labels} classes without names"
+        return ""
     if lost := sorted({*names} - {*task.classes}):
         return (
-            f"are not those of the model: it does not know {name_list(lost)}, only {', '.join(task.classes)}; "
-            "give a model that was fine-tuned on these tags"
+            f"are not those of the model: it does not know {name_list(lost)}, only "
+            f"{', '.join(task.classes)}; give a model that was fine-tuned on these tags"
         )
     return ""
 
@@ -129,9 +132,9 @@ def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Ta
     names, classes, notes = class_names(dataset, task.label_column), task.classes, []
     if not is_named(classes) and names:
         classes = names
-        notes.append("the model does not name its classes: they are taken to be in the order of the data's")
+        notes.append("the model does not name its classes: they are taken to be in the data's order")
     if not names:
-        notes.append("the tags are numbers without names: they are taken to be in the order of the model's")
+        notes.append("the tags are numbers without names: they are taken to be in the model's order")
     number = {name: place for place, name in enumerate(classes)}
     rows = dataset.select_columns([task.label_column])[:][task.label_column]
     tags, words, lost = [], [], 0
@@ -219,8 +222,10 @@ def _mean_loss(logits: Floats, labels: Array, answers: Array) -> float:
 
 
 def _constant(logits: Floats, labels: Array) -> bool:
-    spread = np.ptp(kl(np.zeros_like(logits, dtype=np.float64), logits.astype(np.float64)))
-    return len(np.unique(labels)) > 1 and bool(spread <= SAME) and bool(np.ptp(np.argmax(logits, axis=1)) == 0)
+    from scipy.special import log_softmax
+
+    spread = np.ptp(log_softmax(logits.astype(np.float64), axis=1), axis=0).max()
+    return len(np.unique(labels)) > 1 and bool(spread <= SAME)
 
 
 TOKENS = TaskKind(
@@ -256,6 +261,7 @@ TOKENS = TaskKind(
     expected=lambda gold: len(gold.tags),
     units=_units,
     tokenizing={"is_split_into_words": True},
+    text_columns=(1, 1),
     names_classes=True,
     calibrates_unlabelled=True,
 )

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import load_config
+from qdqbench.quantize.encoders.load import class_names, load_config
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.session import RunConfig
-from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task
+from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, with_classes
 
 
 def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
@@ -83,6 +83,8 @@ def run_config(  # noqa: PLR0913
     )
     if revision is not None and model is None:
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
+    if model is not None and chosen.kind.names_classes:
+        chosen = with_classes(chosen, class_names(model, revision))
     return RunConfig(
         recipe=recipe,
         model=model,

@@ -110,7 +110,7 @@ class Session:
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's fast tokenizer."""
-        return tokenizer_of(self.model_name, self.config.revision)
+        return tokenizer_of(self.model_name, self.config.revision, self.config.task.kind)
 
     @property
     def pad_id(self) -> int:

@@ -11,12 +11,14 @@ from qdqbench.quantize.core.arrays import Batch, Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.kinds.classification import NUMBERS
 from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch, Layout, Units, pad
+from qdqbench.quantize.kinds.tokens import class_names
 from qdqbench.quantize.tasks.sources import Split, read_split
-from qdqbench.quantize.tasks.task import Task, nearest
+from qdqbench.quantize.tasks.task import Task, nearest, with_classes
 
 if TYPE_CHECKING:
     import datasets
 
+OVERLAP = 3  # windows share a third of their length, as 128 of 384 tokens in Devlin et al. 2018
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
 NO_LABEL = -1  # what nyu-mll/glue writes in its test splits
 
@@ -64,6 +66,29 @@ def load_split(  # noqa: PLR0913
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
     return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes))
+
+
+def with_classes_of(task: Task, source: str) -> Task:
+    """A task with the classes that the tags of its train split name.
+
+    Raises:
+        UserError: as `load_split`, or they are numbers without names.
+    """
+    loaded = read_split(task, source, task.train_split)
+    _check_columns(loaded, task, labelled=True)
+    kind = str(loaded.dataset.data.column(task.label_column).type)
+    if not re.fullmatch(task.kind.label_type, kind):
+        raise UserError(
+            f"the labels (column {task.label_column!r}) of {loaded.source} are {kind}, not "
+            f"{task.kind.label_values}; name the right --label-column"
+        )
+    names = class_names(loaded.dataset, task.label_column)
+    if not names:
+        raise UserError(
+            f"the labels (column {task.label_column!r}) of {loaded.source} are numbers without names; write "
+            "the tags as texts, such as B-PER"
+        )
+    return with_classes(task, names)
 
 
 def samples_of(dataset: "datasets.Dataset", task: Task) -> Int64:
@@ -141,7 +166,7 @@ def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:
     found = []
     for name in task.text_columns:
         texts = dataset.data.column(name).to_pylist()
-        if count := sum(not text.strip() for text in texts):
+        if count := sum(not (text.strip() if isinstance(text, str) else text) for text in texts):
             found.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
     return found
 
@@ -174,10 +199,18 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
     options = {"truncation": True, **task.kind.tokenizing}
+    if task.kind.windows:
+        options |= {
+            "truncation": "only_second",
+            "return_overflowing_tokens": True,
+            "stride": max_length // OVERLAP,
+        }
     count = 0
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
         rows = split.dataset[start : start + TOKENIZER_ROWS]
         texts = [rows[name] for name in task.text_columns]
+        if task.kind.windows:
+            _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
         coded = tokenizer(
             *texts, max_length=max_length, return_token_type_ids=True, return_attention_mask=False, **options
         )
@@ -187,11 +220,22 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
                 count,
                 np.array(coded["input_ids"][offset], dtype=np.int64),
                 np.array(coded["token_type_ids"][offset], dtype=np.int64),
-                bool(encoding.overflowing),
+                bool(encoding.overflowing) and not task.kind.windows,
                 start + sample,
                 encoding,
             )
             count += 1
+
+
+def _require_room(questions: list[str], task: Task, tokenizer: Any, room: int) -> None:
+    """Refuse first texts that leave a window no more of the second than its overlap."""
+    coded = tokenizer(questions, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    if long := [text for text, ids in zip(questions, coded, strict=True) if len(ids) > room]:
+        raise UserError(
+            f"{len(long)} texts in column {task.text_columns[0]!r} have more than {room} tokens, which "
+            f"leaves a window no room for {task.text_columns[1]!r}, such as {long[0][:60]!r}; raise "
+            "export.max_length (--max-length), or shorten them"
+        )
 
 
 def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import datasets
 
 GLUE_REPOSITORY = "nyu-mll/glue"
+HUB = {name: (GLUE_REPOSITORY, name) for name in GLUE} | {
+    name: (f"rajpurkar/{name}", "") for name in ("squad", "squad_v2")
+}
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 
@@ -77,12 +80,12 @@ def _hub_set(task: Task, source: str) -> tuple[str, str, str | None]:
     named, _, revision = source.partition("@")
     repository, _, config = named.removeprefix("hub").removeprefix(":").partition(":")
     if named == "hub":
-        if task.name not in GLUE:
+        if task.name not in HUB:
             raise UserError(
                 f"task {task.name!r} is not in {GLUE_REPOSITORY}; give --data hub:OWNER/NAME[:CONFIG], or "
                 "--data FOLDER"
             )
-        repository, config = GLUE_REPOSITORY, task.name
+        repository, config = HUB[task.name]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UserError(
             f"--data {source!r} names no hub set; write hub:OWNER/NAME[:CONFIG][@REVISION], hub[@REVISION], "

@@ -1,4 +1,4 @@
-"""The nine GLUE tasks, and any other text-classification task by naming its columns."""
+"""The nine GLUE tasks, tasks over tokens, and any other text-classification task by naming its columns."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,8 +7,10 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.kinds.kind import TaskKind
+from qdqbench.quantize.kinds.questions import QUESTIONS
 from qdqbench.quantize.kinds.regression import REGRESSION
 from qdqbench.quantize.kinds.reranking import RERANKING
+from qdqbench.quantize.kinds.tokens import TOKENS
 
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
@@ -32,7 +34,7 @@ class Task(Frozen):
         return KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
-KINDS = {kind.name: kind for kind in (CLASSIFICATION, REGRESSION, RERANKING)}
+KINDS = {kind.name: kind for kind in (CLASSIFICATION, REGRESSION, TOKENS, QUESTIONS, RERANKING)}
 
 
 def kind_of(architecture: str) -> TaskKind | None:
@@ -77,6 +79,27 @@ GLUE: dict[str, Task] = {
 EMBEDDED = Task(name="embedded", text_columns=("sentence",), num_labels=2, metrics=("accuracy", "f1"))
 
 
+# Columns as in the sets of the hub. Classes of tokens are the model's, or in fine-tuning those of the data.
+TOKEN_TASK = Task(
+    name="tokens",
+    text_columns=("tokens",),
+    label_column="ner_tags",
+    num_labels=1,
+    metrics=TOKENS.default_metrics,
+    type=TOKENS.name,
+)
+QUESTION_TASK = Task(
+    name="qa",
+    text_columns=("question", "context"),
+    label_column="answers",
+    num_labels=2,
+    metrics=QUESTIONS.default_metrics,
+    type=QUESTIONS.name,
+)
+OVER_TOKENS: dict[str, Task] = {
+    TOKEN_TASK.name: TOKEN_TASK,
+    **{name: QUESTION_TASK.model_copy(update={"name": name}) for name in ("qa", "squad", "squad_v2")},
+}
 # A query and a passage with its relevance in each row; a query has several.
 RERANK = Task(
     name="rerank",
@@ -85,7 +108,12 @@ RERANK = Task(
     metrics=RERANKING.default_metrics,
     type=RERANKING.name,
 )
-KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK}
+KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK, **OVER_TOKENS}
+
+
+def with_classes(task: Task, names: Sequence[str]) -> Task:
+    """A task whose classes are known by their names."""
+    return task.model_copy(update={"classes": tuple(names), "num_labels": len(names)})
 
 
 def by_split(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -113,7 +141,8 @@ def get_task(
     """A known task (with the given fields changed), or a new one from its columns.
 
     Args:
-        name: A GLUE task, `embedded`, `rerank`, or any name when `text_columns` is given.
+        name: A GLUE task, `tokens`, `qa`, `squad`, `squad_v2`, `rerank`, `embedded`, or any name when
+            `text_columns` is given.
         text_columns: Column of the sentence, or the two columns of a pair.
         label_column: Default `label`.
         num_labels: Number of classes; 1 means regression.
@@ -129,6 +158,8 @@ def get_task(
         "metrics": tuple(metrics),
     }
     given = {key: value for key, value in given.items() if value not in (None, ())}
+    if name in OVER_TOKENS and num_labels is not None:
+        raise UserError(f"task {name!r} takes its classes from the model; drop --num-labels")
     if name in KNOWN:
         fields = KNOWN[name].model_dump() | given
         if num_labels is not None and not metrics and KNOWN[name].type is None:
@@ -153,10 +184,13 @@ def get_task(
 
 
 def _check_fields(task: Task) -> None:
-    if len(task.text_columns) > 2 or len({*task.text_columns, task.label_column}) <= len(task.text_columns):
+    least, most = task.kind.text_columns
+    count = len(task.text_columns)
+    if not least <= count <= most or len({*task.text_columns, task.label_column}) <= count:
+        wanted = "one or two text columns" if least < most else f"{least} text column{'s' * (least > 1)}"
         raise UserError(
             f"task {task.name!r} has text columns {', '.join(task.text_columns)} and label column "
-            f"{task.label_column}; give one or two text columns, all different from each other and the label"
+            f"{task.label_column}; give {wanted}, all different from each other and the label"
         )
     if task.num_labels < 1:
         raise UserError(
@@ -174,7 +208,7 @@ def _check_fields(task: Task) -> None:
             f"task {task.name!r} ({task.kind.head.format(count=task.num_labels)}) cannot be scored by "
             f"{', '.join(bad)}; choose from {', '.join(task.kind.metrics)}"
         )
-    if "f1" in task.metrics and task.num_labels != 2:
+    if task.kind is CLASSIFICATION and "f1" in task.metrics and task.num_labels != 2:
         raise UserError(
             f"f1 is the F1 of class 1 and needs 2 classes, task {task.name!r} has {task.num_labels}; "
             "use accuracy or matthews"
@@ -192,6 +226,8 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     Raises:
         UserError: the head is for another kind of task or another number of classes.
     """
+    if task.type is not None:  # the head was held to the kind when it was loaded
+        return
     head = task_kind(model_labels, problem_type)
     made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
     needs = task.kind.head.format(count=task.num_labels)

@@ -14,7 +14,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.identity import model_commit, model_fingerprint
 from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.encoders.load import load_encoder, tokenizer_of
+from qdqbench.quantize.encoders.load import class_names, load_encoder, tokenizer_of
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
@@ -23,9 +23,9 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of
 from qdqbench.quantize.tasks.sources import from_hub
-from qdqbench.quantize.tasks.task import Task, by_split
+from qdqbench.quantize.tasks.task import Task, by_split, with_classes
 from qdqbench.quantize.train.judge import collapsed, predict_rows
 from qdqbench.quantize.train.loop import Job, decayed, train
 from qdqbench.quantize.train.record import (
@@ -120,6 +120,7 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
             request.base,
             task.kind,
             num_labels=task.num_labels,
+            classes=task.classes,
             dropout=request.settings.dropout,
             keep_head=request.keep_head,
             revision=request.revision,
@@ -134,8 +135,15 @@ def load_base(request: Request, seed: int) -> "PreTrainedModel":
 
 
 def _load(request: Request) -> _Data:
+    if request.task.kind.names_classes:
+        kept = request.keep_head
+        request.task = (
+            with_classes(request.task, class_names(request.base, request.revision))
+            if kept
+            else with_classes_of(request.task, request.data)
+        )
     task, length = request.task, request.max_length
-    tokenizer = tokenizer_of(request.base, request.revision)
+    tokenizer = tokenizer_of(request.base, request.revision, task.kind)
     seed = 0 if request.limit else None
     split = load_split(task, request.data, task.train_split, limit=request.limit, seed=seed)
     judging = {name: load_split(task, request.data, name) for name in task.eval_splits}

@@ -11,6 +11,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_encoder, load_model
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
@@ -67,6 +68,7 @@ def test_model_head_and_graph_are_as_the_kind_says(tmp_path: Path):
     tokens = dataclasses.replace(
         CLASSIFICATION,
         model_class="AutoModelForTokenClassification",
+        architecture="ForTokenClassification",
         outputs={"tags": ("batch", "length", "label")},
     )
     model = load_encoder(folder, tokens, num_labels=5)
@@ -74,6 +76,8 @@ def test_model_head_and_graph_are_as_the_kind_says(tmp_path: Path):
     assert load_encoder(folder, REGRESSION, num_labels=1).config.problem_type == "regression"
     model.config._attn_implementation = "eager"
     model.save_pretrained(tmp_path / "tagger")
+    with pytest.raises(UserError, match="is a BertForTokenClassification, but the task is a classification"):
+        load_model(str(tmp_path / "tagger"))
     loaded = load_model(str(tmp_path / "tagger"), kind=tokens)
     (output,) = trace(loaded, 20, tokens.outputs).graph.output
     shape = [axis.dim_param or axis.dim_value for axis in output.type.tensor_type.shape.dim]

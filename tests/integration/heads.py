@@ -1,0 +1,125 @@
+"""Tiny models with heads over tokens, and generated data that they learn within seconds."""
+
+from pathlib import Path
+
+import numpy as np
+
+from .tiny import FILLERS, HEAD_SIZE, HIDDEN, LAYERS, POSITIONS, WORDS, tokenizer
+
+TAGS = ("O", "B-GOOD", "I-GOOD", "B-BAD", "I-BAD")
+QUESTIONS = {"what is good": 1, "what is awful": -1}
+
+
+def tagged(rows: int, seed: int) -> dict[str, list]:
+    """Sentences of single words; runs of good words, and of bad ones, are entities (IOB2)."""
+    random = np.random.default_rng(seed)
+    words = [str(word) for word in (*FILLERS, *FILLERS, *WORDS)]
+    sentences = [[str(word) for word in random.choice(words, random.integers(3, 20))] for _ in range(rows)]
+    return {"tokens": sentences, "ner_tags": [tags_of(sentence) for sentence in sentences]}
+
+
+def tags_of(sentence: list[str]) -> list[str]:
+    """The tag of each word."""
+    found, before = [], 0
+    for word in sentence:
+        value = WORDS.get(word, 0)
+        name = {0: "O", 1: "GOOD", -1: "BAD"}[value]
+        found.append(name if not value else f"{'I' if value == before else 'B'}-{name}")
+        before = value
+    return found
+
+
+def asked(rows: int, seed: int, longest: int = 40) -> dict[str, list]:
+    """Contexts of fillers with one good and one bad word; the question says which is the answer."""
+    random = np.random.default_rng(seed)
+    table: dict[str, list] = {"id": [], "question": [], "context": [], "answers": []}
+    for row in range(rows):
+        words = [str(word) for word in random.choice(FILLERS, random.integers(6, longest))]
+        places = random.choice(len(words), 2, replace=False)
+        for place, value in zip(places, (1, -1), strict=True):
+            words[place] = str(random.choice([word for word, known in WORDS.items() if known == value]))
+        question, value = list(QUESTIONS.items())[row % 2]
+        place = places[0 if value == 1 else 1]
+        start = len(" ".join(words[:place])) + int(place > 0)
+        table["id"].append(str(row))
+        table["question"].append(question)
+        table["context"].append(" ".join(words))
+        table["answers"].append({"text": [words[place]], "answer_start": [start]})
+    return table
+
+
+def write_table(path: Path, table: dict[str, list]) -> None:
+    """JSON lines, as one writes own data."""
+    import json
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def new_model(kind: str, model_type: str = "bert"):
+    """A model of random weights in which a word's value has a direction of its own, as in `tiny`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
+
+    words = tokenizer().get_vocab()
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(words),
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // HEAD_SIZE,
+        intermediate_size=2 * HIDDEN,
+        max_position_embeddings=POSITIONS + 2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.1,
+        pad_token_id=0,
+        type_vocab_size=2,
+        **({"id2label": dict(enumerate(TAGS))} if kind == "tokens" else {}),
+    )
+    made = AutoModelForTokenClassification if kind == "tokens" else AutoModelForQuestionAnswering
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = made.from_config(config)
+    table = model.base_model.embeddings.word_embeddings.weight.data
+    for word, value in WORDS.items():
+        table[words[word]] += value * torch.linspace(-1, 1, HIDDEN)
+    return model
+
+
+def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
+    """Train on generated data for a few seconds, with the kind's own rows and loss."""
+    import datasets
+    import torch
+
+    from qdqbench.quantize.machine.quiet import quiet
+    from qdqbench.quantize.tasks.rows import encode
+    from qdqbench.quantize.tasks.sources import Split
+    from qdqbench.quantize.tasks.task import get_task, with_classes
+
+    task = get_task(kind)
+    task = with_classes(task, TAGS) if kind == "tokens" else task
+    table = tagged(600, 7) if kind == "tokens" else asked(600, 7, longest=12)
+    dataset = datasets.Dataset.from_dict(
+        {name: table[name] for name in (*task.text_columns, task.label_column)}
+    )
+    encoded = encode(Split(dataset, "", "", 600, ()), task, tokenizer(), POSITIONS)
+    model, labels = new_model(kind), torch.from_numpy(encoded.labels)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    random = np.random.default_rng(0)
+    from qdqbench.quantize.kinds.kind import joined
+
+    for _ in range(steps):
+        rows = random.integers(encoded.rows, size=32)
+        batch = {name: torch.from_numpy(array) for name, array in encoded.batch(rows.tolist(), 0)[1].items()}
+        places, counts = (torch.from_numpy(each) for each in encoded.places(rows))
+        made = encoded.kept(rows, joined(model(**batch), task.kind.outputs))
+        (task.kind.loss(made, labels[places], counts) / 32).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with quiet("transformers"):
+        model.eval().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
