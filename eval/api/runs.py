@@ -17,7 +17,7 @@ from qdqbench.quantize.core.results import (
     Verification,
 )
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, for_length
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.config import find_recipe, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
@@ -58,6 +58,7 @@ def run(  # noqa: PLR0913
     label_column: str | None = None,
     num_labels: int | None = None,
     metric: Sequence[str] | None = None,
+    max_length: int | None = None,
     batch_size: int = 32,
     seed: int = 0,
     limit: int | None = None,
@@ -68,7 +69,7 @@ def run(  # noqa: PLR0913
     Args:
         recipe: shipped name, YAML file, or what `load_recipe` gave.
         model: folder or hub id; None with `task` None: the embedded default.
-        task: GLUE task, or a free name with `text_column`.
+        task: GLUE task, tokens, qa, squad, squad_v2, or a free name with `text_column`.
         data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder.
         out: run directory; None: runs/RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
         revision: of a hub model: branch, tag or commit.
@@ -76,6 +77,7 @@ def run(  # noqa: PLR0913
         label_column: label column of your own data.
         num_labels: classes of your own data; 1 is regression.
         metric: metrics of your own data, the first decides.
+        max_length: tokens of a sample; None: as the recipe says. Its profiles follow.
         batch_size: of the evaluation.
         seed: of bootstrap, parity draw and embedded default.
         limit: evaluate on this many samples; the results warn.
@@ -86,8 +88,9 @@ def run(  # noqa: PLR0913
         CheckFailed: a stage gives what no report can hold, such as NaN.
     """
     model = None if model is None else str(model)
+    chosen = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision)
     config = run_config(
-        recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision),
+        chosen if max_length is None else for_length(chosen, max_length),
         model=model,
         revision=revision,
         task=task,

@@ -23,6 +23,10 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Evaluation batch size.")]
 MeasureSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")]
 RunSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")]
 RunOut = Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(min=8, help="Tokens of a sample; none: as the recipe says. Its profiles follow."),
+]
 RunLimit = Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")]
 
 
@@ -39,7 +43,10 @@ class Subject:
     revision: Annotated[
         str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
     ] = None
-    task: Annotated[str | None, typer.Option(help="GLUE task, or a free name with --text-column.")] = None
+    task: Annotated[
+        str | None,
+        typer.Option(help="GLUE task, tokens, qa, squad, squad_v2, or a free name with --text-column."),
+    ] = None
     data: Annotated[
         str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder.")
     ] = "hub"
@@ -54,11 +61,13 @@ class Subject:
         None
     )
 
-    def recipe(self, name: str) -> "Recipe":
-        """A recipe for the model; errors are those of `rundir.config.find_recipe`."""
+    def recipe(self, name: str, max_length: int | None = None) -> "Recipe":
+        """A recipe for the model; errors are those of `find_recipe` and `for_length`."""
+        from qdqbench.quantize.recipe.schema import for_length
         from qdqbench.quantize.rundir.config import find_recipe
 
-        return find_recipe(name, self.model, self.revision)
+        found = find_recipe(name, self.model, self.revision)
+        return found if max_length is None else for_length(found, max_length)
 
     def found_task(self) -> "Task":
         """The task; errors are those of `rundir.config.find_task`."""

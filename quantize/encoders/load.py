@@ -177,9 +177,15 @@ def load_config(name: str, revision: str | None = None) -> Any:
         return _supported_config(name, commit, folder.encoder if folder else "")
 
 
-def class_names(name: str, revision: str | None = None) -> list[str]:
-    """Names of a model's classes, by their number; arguments and errors as `load_config`."""
-    return [str(name) for _, name in sorted((load_config(name, revision).id2label or {}).items())]
+def class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
+    """Names of a model's classes, by their number; arguments as `load_model`.
+
+    Raises:
+        UserError: as `load_config`, or a head of another kind.
+    """
+    config = load_config(name, revision)
+    _require_head(config, name, kind)
+    return [str(label) for _, label in sorted((config.id2label or {}).items())]
 
 
 def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:

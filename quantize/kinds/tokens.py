@@ -103,8 +103,8 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     strange = _not_iob2(task.classes if is_named(task.classes) else names or task.classes)
     if strange and {*task.metrics} - {"accuracy"}:
         return (
-            f"are no IOB2 tags (B-, I- and O) but {name_list(strange)}, so there are no entities to score; take "
-            "--metric accuracy"
+            f"are no IOB2 tags (B-, I- and O) but {name_list(strange)}, so there are no entities to score; "
+            "take --metric accuracy"
         )
     return _names_problem(names, task, texts="int" not in str(flat.type))
 

@@ -84,7 +84,7 @@ def run_config(  # noqa: PLR0913
     if revision is not None and model is None:
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     if model is not None and chosen.kind.names_classes:
-        chosen = with_classes(chosen, class_names(model, revision))
+        chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
     return RunConfig(
         recipe=recipe,
         model=model,

@@ -138,7 +138,7 @@ def _load(request: Request) -> _Data:
     if request.task.kind.names_classes:
         kept = request.keep_head
         request.task = (
-            with_classes(request.task, class_names(request.base, request.revision))
+            with_classes(request.task, class_names(request.base, request.revision, request.task.kind))
             if kept
             else with_classes_of(request.task, request.data)
         )

@@ -1,0 +1,124 @@
+"""Heads over tokens go the whole path: run, report, sensitivity, training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from . import heads
+from .tiny import call, results
+
+pytestmark = pytest.mark.slow
+KINDS = ("tokens", "qa")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Options of a model and data of each kind."""
+    folder, options = tmp_path_factory.mktemp("heads"), {}
+    for kind, make in (("tokens", heads.tagged), ("qa", heads.asked)):
+        heads.write_model(folder / kind / "model", kind, steps=80)
+        for seed, (split, rows) in enumerate({"train": 540, "validation": 64}.items()):
+            heads.write_table(folder / kind / "data" / f"{split}.jsonl", make(rows, seed))
+        paths = {"--model": folder / kind / "model", "--task": kind, "--data": folder / kind / "data"}
+        options[kind] = [str(each) for pair in paths.items() for each in pair]
+    return options
+
+
+@pytest.fixture(scope="module")
+def runs(given, tmp_path_factory):
+    """Finished run directories; of questions with windows of 32 tokens."""
+    from qdqbench.eval.api.runs import run
+
+    folder = tmp_path_factory.mktemp("runs")
+    for kind in KINDS:
+        model, task, data = given[kind][1::2]
+        longest = 32 if kind == "qa" else None
+        run("int8-linears", model, task, data, out=folder / kind, max_length=longest)
+    return {kind: folder / kind for kind in KINDS}
+
+
+def test_a_run_ends_with_a_report_and_proof(runs):
+    for kind, shape in (("tokens", ["batch", "length", 5]), ("qa", ["batch", "length"])):
+        found = results(runs[kind])
+        assert found["gate"]["passed"], found["gate"]
+        assert (found["engine"]["int8_gemms"], found["engine"]["not_int8"]) == (12, [])
+        assert not any("classifier" in name or "qa_outputs" in name for name in found["quantized_layers"])
+        assert found["parity"]["passed"]
+        assert found["parity"]["logits_max_abs_diff"] < 0.1
+        stages = found["stages"]
+        assert stages["fp32"]["n"] == stages["onnxruntime"]["vs_fp32"]["n"] == 64
+        assert stages["fp32"]["metrics"]["f1"] > 0.5
+        assert stages["onnxruntime"]["vs_fp32"]["mcnemar_p"] is not None
+        assert "F1" in (runs[kind] / "report.md").read_text()
+        outputs = onnx.load(runs[kind] / "model.int8.onnx").graph.output
+        assert {
+            tuple(axis.dim_param or axis.dim_value for axis in output.type.tensor_type.shape.dim)
+            for output in outputs
+        } == {tuple(shape)}
+    assert [output.name for output in outputs] == ["start_logits", "end_logits"]
+
+
+def test_scores_are_those_of_seqeval_and_of_transformers_own_head(runs, given):
+    import torch
+    from seqeval.metrics import f1_score
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    model = AutoModelForTokenClassification.from_pretrained(given["tokens"][1]).eval()
+    words = AutoTokenizer.from_pretrained(given["tokens"][1])
+    lines = (Path(given["tokens"][5]) / "validation.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    said = []
+    for row in rows:
+        with torch.inference_mode():
+            tags = model(**words(row["tokens"], is_split_into_words=True, return_tensors="pt")).logits.argmax(
+                2
+            )
+        said.append([heads.TAGS[tag] for tag in tags[0, 1:-1]])  # each word is one token
+    expected = f1_score([row["ner_tags"] for row in rows], said)
+    assert results(runs["tokens"])["stages"]["fp32"]["metrics"]["f1"] == pytest.approx(expected)
+
+
+def test_windows_are_as_long_as_asked(runs):
+    found = results(runs["qa"])
+    assert found["recipe"]["export"]["max_length"] == 32
+    assert [each["length"] for each in found["recipe"]["engine"]["shapes"]][-1] == [16, 32, 32]
+    with np.load(runs["qa"] / "logits" / "fp32.npz") as arrays:
+        answers = arrays["validation.logits"]
+    assert answers.shape[1] == 2
+    assert len(answers) > 64 * 20  # an answer a token
+
+
+def test_sensitivity_sees_heads_over_tokens(given, tmp_path, capsys):
+    done = call(
+        capsys, "sensitivity", "bert-int8-linears", *given["tokens"], "--samples", 24, "--out", tmp_path / "s"
+    )
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "s" / "sensitivity.json").read_text())
+    assert found["data"]["samples"] == 24
+    rows = [row for row in found["rows"] if row["group"] == "linear"]
+    assert len(rows) == 13  # twelve and the head, without a pooler
+    assert {row["kind"] for row in rows} == {"qkv", "output", "ffn-in", "ffn-out", "classifier"}
+    assert all(row["only"]["divergence"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finetune_learns_and_names_its_classes(given, tmp_path, capsys, kind):
+    options = ["--limit", 96, "--epochs", 1, "--seeds", 1, "--batch-size", 16, "--out", tmp_path / "f"]
+    done = call(capsys, "finetune", *given[kind], *options)
+    assert done.code == 0, done.err
+    (run,) = json.loads((tmp_path / "f" / "finetune.json").read_text())["runs"]
+    assert set(run["metrics"]) >= {"f1"}
+    assert run["n"] == 64
+    config = json.loads((tmp_path / "f" / "seed-0" / "model" / "config.json").read_text())
+    if kind == "tokens":
+        assert set(config["id2label"].values()) == set(heads.TAGS)
+
+
+def test_a_head_of_another_kind_is_one_sentence(given, tmp_path, capsys):
+    model = [*given["qa"][:2], *given["tokens"][2:]]
+    done = call(capsys, "run", "int8-linears", *model, "--metric", "accuracy", "--out", tmp_path / "r")
+    assert done.code == 1
+    assert "is a BertForQuestionAnswering, but the task is a token classification" in done.err
