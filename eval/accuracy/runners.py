@@ -12,7 +12,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
-from qdqbench.quantize.tasks.rows import sorted_batches
+from qdqbench.quantize.tasks.batches import sorted_batches
 
 if TYPE_CHECKING:
     import torch

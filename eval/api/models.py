@@ -24,7 +24,8 @@ from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.artifacts import weight_form
 from qdqbench.quantize.rundir.session import require_fit
-from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
+from qdqbench.quantize.tasks.batches import equal_length_batches
+from qdqbench.quantize.tasks.rows import Sample
 
 if TYPE_CHECKING:
     import pandas

@@ -17,9 +17,9 @@ from qdqbench.quantize.core.results import (
     Verification,
 )
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.recipe.schema import Recipe, for_length
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
-from qdqbench.quantize.rundir.config import find_recipe, run_config
+from qdqbench.quantize.rundir.config import find_recipe, for_length, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config

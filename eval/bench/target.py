@@ -26,7 +26,8 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
-from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches
+from qdqbench.quantize.tasks.batches import sorted_batches
+from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.task import Task, get_task
 
 if TYPE_CHECKING:

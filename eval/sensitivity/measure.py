@@ -34,7 +34,7 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import sorted_batches
+from qdqbench.quantize.tasks.batches import sorted_batches
 from qdqbench.quantize.tasks.sources import Split
 
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left

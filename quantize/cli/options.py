@@ -63,8 +63,7 @@ class Subject:
 
     def recipe(self, name: str, max_length: int | None = None) -> "Recipe":
         """A recipe for the model; errors are those of `find_recipe` and `for_length`."""
-        from qdqbench.quantize.recipe.schema import for_length
-        from qdqbench.quantize.rundir.config import find_recipe
+        from qdqbench.quantize.rundir.config import find_recipe, for_length
 
         found = find_recipe(name, self.model, self.revision)
         return found if max_length is None else for_length(found, max_length)

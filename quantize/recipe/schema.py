@@ -156,28 +156,15 @@ def parse_recipe(text: str, source: str) -> Recipe:
         raise UserError(f"{source} is not valid recipe YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise UserError(f"{source} holds no recipe: expected keys like version, name and rules at top level")
-    return _validated(data, source)
+    return validated(data, source)
 
 
-def _validated(data: Any, source: str) -> Recipe:
+def validated(data: Any, source: str) -> Recipe:
+    """A recipe from what its YAML holds; arguments and errors as `parse_recipe`."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise UserError(f"{source}: {_explain(error)}") from error
-
-
-def for_length(recipe: Recipe, length: int) -> Recipe:
-    """A recipe for samples of so many tokens: it cuts them there, and its longest profiles end there.
-
-    Raises:
-        UserError: what the recipe asks for does not go with that length.
-    """
-    data, longest = recipe.model_dump(mode="json"), max(each.length[2] for each in recipe.engine.profiles)
-    data["export"]["max_length"] = length
-    shapes = data["engine"]["shapes"]
-    for each in [shapes] if isinstance(shapes, dict) else shapes:
-        each["length"] = [length if size == longest else min(size, length) for size in each["length"]]
-    return _validated(data, f"recipe {recipe.name} for {length} tokens")
 
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:

@@ -6,7 +6,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import class_names, load_config
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.known import family_of
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
 from qdqbench.quantize.rundir.session import RunConfig
 from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, with_classes
 
@@ -23,6 +23,20 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
         UserError: no such recipe, none for the model's family, or a model that cannot be read.
     """
     return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
+
+
+def for_length(recipe: Recipe, length: int) -> Recipe:
+    """A recipe for samples of so many tokens: it cuts them there, and its longest profiles end there.
+
+    Raises:
+        UserError: what the recipe asks for does not go with that length.
+    """
+    data, longest = recipe.model_dump(mode="json"), max(each.length[2] for each in recipe.engine.profiles)
+    data["export"]["max_length"] = length
+    shapes = data["engine"]["shapes"]
+    for each in [shapes] if isinstance(shapes, dict) else shapes:
+        each["length"] = [length if size == longest else min(size, length) for size in each["length"]]
+    return validated(data, f"recipe {recipe.name} for {length} tokens")
 
 
 def find_task(  # noqa: PLR0913

@@ -18,7 +18,8 @@ from qdqbench.quantize.families.known import require_family
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.rows import CalibrationBatches, encode, load_split
+from qdqbench.quantize.tasks.batches import CalibrationBatches
+from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 

@@ -1,16 +1,15 @@
 """Checked splits, and their samples as batches of tokens."""
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Batch, Int64
+from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.kinds.classification import NUMBERS
-from qdqbench.quantize.kinds.encoded import Encoded, IndexedBatch, Layout, Units, pad
+from qdqbench.quantize.kinds.encoded import Encoded, Layout, Units
 from qdqbench.quantize.kinds.tokens import class_names
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import Task, nearest, with_classes
@@ -257,58 +256,3 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         scored=made.gold,
         notes=made.notes,
     )
-
-
-def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterator[IndexedBatch]:
-    """Batches for evaluation: longest samples first, each batch padded to its own longest.
-
-    Sorting by length keeps padding small; the longest first makes the largest allocation the first one.
-
-    Yields:
-        Rows of the split, int64 [B], and `input_ids`, `attention_mask`, `token_type_ids`, int64 [B, L].
-    """
-    order = np.argsort(-encoded.lengths, kind="stable")
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size].tolist()
-        yield encoded.batch(rows, pad_id)
-
-
-def equal_length_batches(
-    samples: Iterable[Sample], batch_size: int, *, pad_id: int
-) -> Iterator[IndexedBatch]:
-    """Batches for calibration: every sample of a batch has the same length, so no padding token is ever seen.
-
-    A quantizer sees all positions whatever the attention mask says. Samples wait in one bucket per length; a
-    full bucket is a batch, the rest follows at the end, shortest first. So at most `batch_size - 1` samples
-    per length are held, however many there are.
-
-    Yields:
-        As `sorted_batches`.
-    """
-    buckets: dict[int, list[tuple[int, Int64, Int64]]] = {}
-    for sample in samples:
-        bucket = buckets.setdefault(len(sample.input_ids), [])
-        bucket.append(sample[:3])
-        if len(bucket) == batch_size:
-            yield pad(bucket, pad_id)
-            bucket.clear()
-    for _, bucket in sorted(buckets.items()):
-        if bucket:
-            yield pad(bucket, pad_id)
-
-
-@dataclass(frozen=True)
-class CalibrationBatches:
-    """Batches of equal length over a split, made anew on each pass, so that memory holds few samples."""
-
-    split: Split
-    task: Task
-    tokenizer: Any
-    max_length: int
-    batch_size: int
-    pad_id: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        samples = iter_encoded(self.split, self.task, self.tokenizer, self.max_length)
-        for _, batch in equal_length_batches(samples, self.batch_size, pad_id=self.pad_id):
-            yield batch

@@ -226,7 +226,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     Raises:
         UserError: the head is for another kind of task or another number of classes.
     """
-    if task.type is not None:  # the head was held to the kind when it was loaded
+    if task.kind.units is not None:  # the head was held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
     made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"

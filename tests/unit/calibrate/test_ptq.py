@@ -23,7 +23,8 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
+from qdqbench.quantize.tasks.batches import equal_length_batches
+from qdqbench.quantize.tasks.rows import Sample
 
 from ...support.tiny_bert import (
     ATTENTIONS,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.tasks import batches as batching
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks import sources
 from qdqbench.quantize.tasks.task import get_task
@@ -329,7 +330,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=60)
 @settings(deadline=None)
 @given(lengths=LENGTHS, batch_size=st.integers(1, 9))
 def test_sorted_batches(lengths, batch_size):
-    batches = list(data.sorted_batches(encoded_of(lengths), batch_size, pad_id=9))
+    batches = list(batching.sorted_batches(encoded_of(lengths), batch_size, pad_id=9))
     check_batches(batches, lengths, batch_size)
     assert len(batches) == -(-len(lengths) // batch_size)
     widths = [batch["input_ids"].shape[1] for _, batch in batches]
@@ -351,7 +352,7 @@ def test_equal_length_batches_have_no_padding_and_hold_few_samples(lengths, batc
             yield data.Sample(row, ids, types, False)
 
     batches = []
-    for rows, batch in data.equal_length_batches(samples(), batch_size, pad_id=9):
+    for rows, batch in batching.equal_length_batches(samples(), batch_size, pad_id=9):
         given_back += len(rows)
         assert batch["attention_mask"].all()
         batches.append((rows, batch))
@@ -363,7 +364,7 @@ class TestCalibrationBatches:
         texts = ["good " * (1 + row % 4) for row in range(rows)]
         sst2(folder / "train.csv", rows, sentence=texts)
         split = load(folder, split="train", limit=rows, seed=1)
-        return data.CalibrationBatches(split, SST2, tokenizer, 5, 3, 0)
+        return batching.CalibrationBatches(split, SST2, tokenizer, 5, 3, 0)
 
     def test_each_pass_gives_the_same_batches(self, tmp_path, tokenizer):
         batches = self.made(tmp_path, tokenizer)
