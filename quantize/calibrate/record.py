@@ -7,10 +7,10 @@ from typing import Any, Literal
 import numpy as np
 
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.limits import FP16_MAX
-from qdqbench.quantize.core.results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.fakequant.quantizers import QuantizerKind
 from qdqbench.quantize.fakequant.residual import QUANTIZER

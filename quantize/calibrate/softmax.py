@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.core.calibration_results import SoftmaxRow
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.results import SoftmaxRow
 from qdqbench.quantize.fakequant.quantizers import INT8_MAX, quantizers_off
 from qdqbench.quantize.recipe.plan import Plan
 

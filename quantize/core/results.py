@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.training_results import TrainingRun
@@ -74,30 +75,6 @@ class EngineResult(Tabular):
     def rows(self) -> list[LayerRow]:
         """One a kernel."""
         return self.layers
-
-
-class QuantizerRow(Strict):
-    """One calibrated quantizer."""
-
-    name: str
-    module: str
-    kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
-    axis: int | None
-    amax: float  # the largest, when per-channel
-    amax_min: float
-    amax_over_rms: float | None  # outlier measure of an activation: amax / root mean square
-
-
-class SoftmaxRow(Strict):
-    """What INT8 costs the softmax of an attention on calibration samples of some lengths, alone in INT8."""
-
-    module: str  # the attention
-    length: int  # tokens of the longest samples of this row; shorter ones have a row of their own
-    amax: float
-    centered: bool  # the values are centred, so that what is lost is near to nothing
-    zeroed: float  # part of the attention that rounds to zero
-    clipped: float  # part of it above the amax
-    error: float  # of the attention's output: ||P_int8 v - P v|| / ||P v||
 
 
 class ParityRow(Strict):

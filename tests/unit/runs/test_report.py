@@ -20,6 +20,7 @@ from qdqbench.eval.report import svg as plots
 from qdqbench.eval.runs import charts, report
 from qdqbench.eval.runs import report as report_module
 from qdqbench.eval.runs import verdict as wording
+from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.results import (
     SCHEMA_VERSION,
     Comparison,
@@ -30,9 +31,7 @@ from qdqbench.quantize.core.results import (
     LayerRow,
     Parity,
     ParityRow,
-    QuantizerRow,
     Results,
-    SoftmaxRow,
     StageResult,
     Timing,
 )
