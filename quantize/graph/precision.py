@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.limits import FP16_MAX
+from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes
 
 QDQ = ("QuantizeLinear", "DequantizeLinear")
@@ -140,6 +141,8 @@ class _Typer:
 
     def _fp16_constant(self, name: str, target: str) -> onnx.TensorProto:
         value = numpy_helper.to_array(self.constants[name])
+        # what an attention of its own hides padding with; FP16 would make -inf of it, and NaN of 0 times it
+        value = np.where(value == np.finfo(np.float32).min, np.float32(MASK_FILL), value)
         if not np.isfinite(value).all() or np.abs(value).max(initial=0.0) > FP16_MAX:
             self.too_large.append(name)
             value = np.zeros_like(value)

@@ -1,11 +1,12 @@
 """Configurations of tiny models of types that have no recipes here."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.machine.quiet import quiet
 
-from .families import HIDDEN, SIZES
+from .families import HIDDEN, SIZES, new_tokenizer
 from .tiny_bert import VOCABULARY
 
 LIKE_BERT, LIKE_ROBERTA = SIZES["bert"], SIZES["roberta"]
@@ -48,4 +49,21 @@ def write_config(folder: Path, model_type: str) -> Path:
     """A model folder with a configuration and nothing more."""
     with quiet("transformers"):
         config_for(model_type).save_pretrained(folder)
+    return folder
+
+
+def write_unknown(folder: Path, model_type: str, vocabulary: Sequence[str]) -> Path:
+    """A classifier with random weights wide enough that every layer matters, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_config(config_for(model_type, len(vocabulary)))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.dim() > 1:
+                value.copy_(0.2 * torch.randn(value.shape, generator=generator))
+    with quiet("transformers"):
+        model.save_pretrained(folder)
+    new_tokenizer(model.config.pad_token_id, vocabulary).save_pretrained(folder)
     return folder

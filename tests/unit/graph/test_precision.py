@@ -203,6 +203,14 @@ class TestConstants:
         to_fp16(model)
         assert run_onnx(model, {"x": np.full((2, 3), 0.5, np.float32)})[0, 0] == value / 2
 
+    def test_what_hides_padding_is_finite(self) -> None:
+        least = float(np.finfo(np.float32).min)
+        nodes = [op("Mul", "x fill", "m", "/a/Mul"), op("Softmax", "m", "y", "/a/Softmax", axis=1)]
+        model = graph_of(nodes, {"fill": [least, least, least]})
+        to_fp16(model)
+        shown = np.array([[0, 0, 1], [0, 1, 1]], np.float32)
+        np.testing.assert_array_equal(run_onnx(model, {"x": shown}), [[0.5, 0.5, 0], [1, 0, 0]])
+
     def test_an_empty_one(self) -> None:
         model = graph_of([op("Concat", "x none", "y", "/a/Concat", axis=1)], {"none": np.zeros((2, 0))})
         to_fp16(model)
