@@ -9,11 +9,13 @@ from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Effect, Sensitivity, ranking
 from qdqbench.quantize.core import files
+from qdqbench.quantize.families.any_family import part_of
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 WORST = 10
+WIDEST = 36  # characters of a name in a terminal
 REPORT_COLUMNS = (
     "only this in INT8: divergence",
     "drop",
@@ -143,13 +145,22 @@ def sensitivity_summary(found: Sensitivity) -> "Group":
 
 def _short_cells(row: CandidateRow) -> list[str]:
     """A row for a terminal 80 characters wide: divergence, drop, divergence."""
-    name = row.name.removeprefix("encoder.")
+    name = _brief(row.name.removeprefix("encoder."))
     rest = "" if row.all_but is None else f"{row.all_but.divergence:.1e}"
     if row.only is None:
         return [name, "", "", "", rest]
     drop = f"{row.only.drop:+.4f} ± {row.only.drop_stderr:.4f}"
     noise = "noise" if row.only.within_noise else ""
     return [name, f"{row.only.divergence:.1e}", drop, noise, rest]
+
+
+def _brief(name: str) -> str:
+    """A name that is too wide as its layer and its end: `0: attention.query`."""
+    found = part_of(name) if len(name) > WIDEST else None
+    if found is None:
+        return name
+    parts = [part for part in found[2].split(".") if not part.isdecimal()]
+    return f"{found[0]}: {'.'.join(parts[-2:])}"
 
 
 def _explanation(found: Sensitivity) -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from qdqbench.eval.sensitivity import results as schema
 from qdqbench.eval.sensitivity.report import (
+    _brief,
     sensitivity_headline,
     sensitivity_summary,
     sensitivity_view,
@@ -204,3 +205,19 @@ def test_nothing_to_divide_by() -> None:
     shown = sensitivity_view(found)
     assert "alone makes nothing" in shown.headline
     assert all("nan" not in svg for svg in shown.charts)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("layer.11.attention.output.dense", "layer.11.attention.output.dense"),
+        ("albert_layer_groups.0.albert_layers.0.attention.query", "0: attention.query"),
+        ("albert_layer_groups.1.albert_layers.0.ffn", "1: albert_layers.ffn"),
+        (
+            "a_module_outside_of_all_layers_with_a_long_name",
+            "a_module_outside_of_all_layers_with_a_long_name",
+        ),
+    ],
+)
+def test_a_wide_name_is_told_by_its_layer_and_its_end(name, shown):
+    assert _brief(name) == shown
