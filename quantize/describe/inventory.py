@@ -23,10 +23,12 @@ class ModuleRow(NamedTuple):
 
 def inventory(model: "PreTrainedModel", found: Recognised) -> list[ModuleRow]:
     """Every module that computes, in model order; those without weights by class alone."""
+    prefix = f"{model.base_model_prefix}."
     rows: Counter[tuple[str, str, str, str]] = Counter()
     for name, module in model.named_modules():
         class_name, place, role = type(module).__name__, found.family.place(name), ""
         pattern = f"{any_number(place.layers)}.*.{place.path}" if place else name
+        pattern = pattern.removeprefix(prefix)
         becomes = "FP16" if pattern in found.left else ""
         if (kind := module_kind(module)) == "linear":
             role = found.family.role(name)

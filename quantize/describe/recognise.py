@@ -22,7 +22,7 @@ class Recognised:
     """A family described, and what of its models multiplies matrices and is not in it."""
 
     family: Family
-    left: dict[str, str]  # module: why it stays in FP16 or FP32; numbers of layers are *
+    left: dict[str, str]  # module, as rules name it: why it stays in FP16 or FP32; numbers of layers are *
     gated: bool  # the feed-forward multiplies two halves, or what two linears made
     head_size: int
     attention: str  # inside a layer, also where it cannot be exchanged
@@ -100,4 +100,6 @@ def recognise(model: "PreTrainedModel") -> Recognised:
         **config_fields(model, layer, paths["ffn-in"], wide),
     )
     gated = list(linears.values()).count("ffn-in") > 1 or wide != read
-    return Recognised(family, left | unplaced | other_products(flow, found, frame.pattern), gated, size, path)
+    left |= unplaced | other_products(flow, found, frame.pattern)
+    short = {each.removeprefix(prefix): why for each, why in left.items()}
+    return Recognised(family, short, gated, size, path)

@@ -126,7 +126,7 @@ CONVOLUTION = "a convolution; only linears become INT8"
 def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: dict[str, str]) -> None:
     model = untrained("tiny", config_for(model_type))
     found = recognise(model)
-    assert {name.partition(".layer.*.")[2]: why for name, why in found.left.items()} == left
+    assert {name.removeprefix("encoder.layer.*."): why for name, why in found.left.items()} == left
     others = {path for path, role in found.family.linears.items() if role == "other"}
     assert others == {path for path, why in left.items() if why != CONVOLUTION}
     assert {path: role for path, role in found.family.linears.items() if role != "other"} == BERT.linears
