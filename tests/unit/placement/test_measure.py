@@ -155,7 +155,7 @@ def test_placements_differ_and_can_be_built(folder, count):
     for units, attention in found:
         assert units
         assert all((layer, "output") in units for layer in attention)
-        marks = columns((units, attention), 2)
+        marks = columns((units, attention), range(2))
         assert sum(text.count("1") for text in marks.values()) == len(units) + len(attention)
 
 
