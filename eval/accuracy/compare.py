@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from qdqbench.eval.accuracy.agreement import agreement_of
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.results import Comparison
@@ -35,6 +36,7 @@ def compare(
         CheckFailed: wrong shape, NaN or infinite answers.
         UserError: regression labels that are all equal.
     """
+    gold = metrics.against(task, gold, reference_answers)
     kind, both = task.kind, (reference_answers, answers)
     before, after = (metrics.compute(task, each, gold) for each in both)
     delta = {name: after[name] - before[name] for name in task.metrics}
@@ -53,6 +55,7 @@ def compare(
         within_noise=abs(delta[primary]) <= NOISE * errors[primary],
         mean_abs_logit_diff=float(np.abs(difference).mean()),
         sqnr_db=_sqnr_db(reference_answers.astype(np.float64), difference),
+        agreement=agreement_of(reference_answers, answers, seed=seed) if kind.embeds else None,
     )
 
 

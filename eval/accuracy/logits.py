@@ -61,9 +61,10 @@ def score(  # noqa: PLR0913, PLR0917
     accuracy_mm. Everything else, the number of samples too, is of the first.
     """
     logits = read_logits(path)
+    before = logits if reference is None else read_logits(reference)
+    gold = {name: metrics.against(task, gold[name], before[name]) for name in logits}
     versus = None
     if reference is not None:
-        before = read_logits(reference)
         found = [compare(task, before[name], logits[name], gold[name], seed=seed) for name in logits]
         deltas = by_split(each.delta for each in found)
         errors = by_split(each.delta_stderr for each in found)

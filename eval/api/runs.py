@@ -59,6 +59,8 @@ def run(  # noqa: PLR0913
     num_labels: int | None = None,
     metric: Sequence[str] | None = None,
     max_length: int | None = None,
+    pooling: str | None = None,
+    normalize: bool = False,
     batch_size: int = 32,
     seed: int = 0,
     limit: int | None = None,
@@ -69,8 +71,9 @@ def run(  # noqa: PLR0913
     Args:
         recipe: shipped name, YAML file, or what `load_recipe` gave.
         model: folder or hub id; None with `task` None: the embedded default.
-        task: GLUE task, tokens, qa, squad, squad_v2, or a free name with `text_column`.
-        data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder.
+        task: GLUE task, embed, tokens, qa, squad, squad_v2, or a free name with `text_column`.
+        data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder; of task embed also a
+            file with one text a line.
         out: run directory; None: runs/RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
         revision: of a hub model: branch, tag or commit.
         text_column: text column of your own data, or the two of a pair.
@@ -78,6 +81,8 @@ def run(  # noqa: PLR0913
         num_labels: classes of your own data; 1 is regression.
         metric: metrics of your own data, the first decides.
         max_length: tokens of a sample; None: as the recipe says. Its profiles follow.
+        pooling: of a plain encoder as embedding model: "mean", "cls" or "last".
+        normalize: embeddings of length 1; with `pooling`.
         batch_size: of the evaluation.
         seed: of bootstrap, parity draw and embedded default.
         limit: evaluate on this many samples; the results warn.
@@ -99,6 +104,8 @@ def run(  # noqa: PLR0913
         label_column=label_column,
         num_labels=num_labels,
         metric=metric,
+        pooling=pooling,
+        normalize=normalize,
         batch_size=batch_size,
         seed=seed,
         limit=limit,

@@ -180,11 +180,11 @@ class Comparing:
         judged = {}
         for name, (_, encoded) in self.session.eval_splits.items():
             answers = self._logits(model, encoded, case.section.method)
+            fp32 = self.reference_eval[name]
+            judge = metrics.against(config.task, encoded.gold, fp32)
             judged[name] = SplitResult(
-                metrics=metrics.compute(config.task, answers, encoded.gold),
-                vs_fp32=compare(
-                    config.task, self.reference_eval[name], answers, encoded.gold, seed=config.seed
-                ),
+                metrics=metrics.compute(config.task, answers, judge),
+                vs_fp32=compare(config.task, fp32, answers, judge, seed=config.seed),
             )
         return MethodCost(
             divergence=float(each.mean()),
@@ -245,7 +245,8 @@ class Comparing:
 
     def _scores(self, name: str) -> Scores:
         task, seed = self.session.config.task, self.session.config.seed
-        logits, gold = self.reference_eval[name], self.session.gold[name]
+        logits = self.reference_eval[name]
+        gold = metrics.against(task, self.session.gold[name], logits)
         return Scores(
             metrics=metrics.compute(task, logits, gold),
             stderr=metrics.stderr(task, logits, gold, seed=seed),

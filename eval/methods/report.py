@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 METHOD_MEANING = {
     "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
+    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
     "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
 }
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.kinds.kind import Divergence
 
 METHODS_FILE = "methods.json"
 METHODS_RECIPE = "recipe.yaml"
@@ -77,7 +78,8 @@ class Methods(Strict):
     seed: int  # of the bootstrap; the draws have the recipe's calibration.seed
     batch_size: int
     metric: str  # primary metric of the task
-    divergence: Literal["kl", "squared"]  # KL(FP32 || INT8) per sample, nat; or MSE / variance of FP32 logits
+    # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
+    divergence: Divergence
     fp32: dict[str, Scores]  # by evaluation split
     rows: list[MethodRow]  # the recipe as it is comes first
     recipe_name: str  # of recipe.yaml

@@ -9,6 +9,7 @@ from qdqbench.eval.bench.report import bench_of
 from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runs import charts
+from qdqbench.eval.runs.agreement_chart import agreement_svg, agreements
 from qdqbench.eval.runs.training_report import section_of
 from qdqbench.eval.runs.verdict import (
     delta_text,
@@ -26,6 +27,7 @@ from qdqbench.eval.runs.verdict import (
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Comparison, Results
 from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.kinds.embedding import AGREEMENT
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -155,6 +157,9 @@ def _context(results: Results) -> dict[str, Any]:
         "outliers": outliers[:3],
         "worst": sorted(results.parity.rows, key=lambda row: -share(row))[:6] if results.parity else [],
         "accuracy_svg": charts.accuracy_svg(results, LABELS | names),
+        "agreements": agreements(results),
+        "agreement_names": list(AGREEMENT),
+        "agreement_svg": agreement_svg(results, LABELS | names),
         "amax_svg": charts.ranges_svg(results, "amax"),
         "outlier_svg": charts.ranges_svg(results, "amax_over_rms"),
         "parity_svg": charts.parity_svg(results),

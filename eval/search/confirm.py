@@ -20,7 +20,7 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.runtime.runner import EngineRunner
-from qdqbench.quantize.tasks.metrics import compute
+from qdqbench.quantize.tasks.metrics import against, compute
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.tasks.task import by_split
 
@@ -155,7 +155,7 @@ def _predict(work: Workspace, model: Any) -> Logits:
 def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Comparison], dict[str, float]]:
     """Comparison by split, and metrics of all splits."""
     task, seed = work.session.config.task, work.session.config.seed
-    gold = work.session.gold
+    gold = {name: against(task, each, fp32[name]) for name, each in work.session.gold.items()}
     versus = {name: compare(task, fp32[name], logits[name], gold[name], seed=seed) for name in gold}
     return versus, by_split(compute(task, logits[name], gold[name]) for name in gold)
 

@@ -21,7 +21,7 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks.metrics import Gold, compute
+from qdqbench.quantize.tasks.metrics import Gold, against, compute
 from qdqbench.quantize.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def accuracy(task: Task, reference: Floats, logits: Floats, gold: Gold, seed: in
     return Accuracy(
         divergence=float(divergence(task, reference, logits, gold).mean()),
         metric=metric,
-        value=compute(task, logits, gold)[metric],
+        value=compute(task, logits, against(task, gold, reference))[metric],
         drop=-found.delta[metric] + 0.0,  # no negative zero
         drop_stderr=found.delta_stderr[metric],
         within_noise=found.within_noise,

@@ -24,7 +24,7 @@ def effect_of(task: Task, reference: Float32, logits: Float32, gold: metrics.Gol
     primary = task.metrics[0]
     each = divergence(task, reference, logits, gold)
     return Effect(
-        metric=metrics.compute(task, logits, gold)[primary],
+        metric=metrics.compute(task, logits, metrics.against(task, gold, reference))[primary],
         drop=-found.delta[primary] + 0.0,  # no negative zero
         drop_stderr=found.delta_stderr[primary],
         within_noise=found.within_noise,

@@ -131,7 +131,8 @@ class Measurement:
         return _Bench(switches, suffixes, reference, states)
 
     def _reference(self) -> dict[str, Any]:
-        task, logits, gold = self.session.config.task, self.bench.reference, self.draw[1].gold
+        task, logits = self.session.config.task, self.bench.reference
+        gold = metrics.against(task, self.draw[1].gold, logits)
         primary = task.metrics[0]
         return {
             "metric": metrics.compute(task, logits, gold)[primary],

@@ -27,6 +27,7 @@ REPORT_COLUMNS = (
 )
 COLUMN_MEANING = {
     "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
+    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
     "squared": "the mean squared difference of the outputs from FP32's, over the variance of FP32's",
 }
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.kinds.kind import Divergence
 
 SENSITIVITY_FILE = "sensitivity.json"
 Group = Literal["linear", "attention", "block", "kind"]
@@ -74,7 +75,8 @@ class Sensitivity(Strict):
     seed: int  # of the bootstrap; the draw has the recipe's calibration.seed
     batch_size: int
     metric: str  # primary metric of the task
-    divergence: Literal["kl", "squared"]  # KL(FP32 || INT8) per sample, nat; or MSE / variance of FP32 logits
+    # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
+    divergence: Divergence
     fp32: Reference
     full: Effect  # everything in INT8
     int8: list[str]  # what "everything" is: full names of linears and attention modules

@@ -45,10 +45,13 @@ class Subject:
     ] = None
     task: Annotated[
         str | None,
-        typer.Option(help="GLUE task, tokens, qa, squad, squad_v2, or a free name with --text-column."),
+        typer.Option(help="GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column."),
     ] = None
     data: Annotated[
-        str, typer.Option(help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder.")
+        str,
+        typer.Option(
+            help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder; for embed a file too."
+        ),
     ] = "hub"
     text_column: Annotated[
         list[str] | None, typer.Option(help="Text column of your own data; twice for pairs.")
@@ -60,6 +63,11 @@ class Subject:
     metric: Annotated[list[str] | None, typer.Option(help="Metrics of your own data, the first decides.")] = (
         None
     )
+    pooling: Annotated[
+        str | None,
+        typer.Option(help="Of a plain encoder as embedding model: mean, cls or last."),
+    ] = None
+    normalize: Annotated[bool, typer.Option("--normalize", help="To length 1; with --pooling.")] = False
 
     def recipe(self, name: str, max_length: int | None = None) -> "Recipe":
         """A recipe for the model; errors are those of `find_recipe` and `for_length`."""
@@ -72,9 +80,8 @@ class Subject:
         """The task; errors are those of `rundir.config.find_task`."""
         from qdqbench.quantize.rundir.config import find_task
 
-        fields = asdict(self)
-        del fields["revision"], fields["data"]
-        return find_task(**fields)
+        names = ("model", "task", "text_column", "label_column", "num_labels", "metric")
+        return find_task(**{name: getattr(self, name) for name in names})
 
     def config(
         self, recipe: "Recipe", *, batch_size: int, seed: int, limit: int | None = None

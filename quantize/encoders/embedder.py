@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import MASK, TOKENS
-from qdqbench.quantize.encoders.pooling import FIELD, Dense, Pooling, cached_path
+from qdqbench.quantize.encoders.pooling import FIELD, Dense, Pooling, model_file
 
 
 @dataclass
@@ -108,7 +108,7 @@ def load_dense(model: PreTrainedModel, name: str, folder: str, commit: str | Non
     """
     from safetensors.torch import load_file
 
-    if (path := cached_path(name, f"{folder}/model.safetensors", commit)) is None:
+    if (path := model_file(name, f"{folder}/model.safetensors", commit)) is None:
         raise UserError(
             f"model {name} has no {folder}/model.safetensors; save it again with sentence-transformers 3 or "
             "later"

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import read_json, sha256
-from qdqbench.quantize.encoders.pooling import MODULES
+from qdqbench.quantize.encoders.pooling import FIELD, MODULES, read_file, read_sentence_folder
 from qdqbench.quantize.machine.hub import HubError, commit_of
+from qdqbench.quantize.machine.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,6 +78,33 @@ def model_fingerprint(name: str, revision: str | None = None) -> str:
         if file.suffix in (".json", ".safetensors", ".txt"):
             digest.update(f"{file.relative_to(folder)} {sha256(file)}\n".encode())
     return digest.hexdigest()
+
+
+def says_pooling(name: str, revision: str | None = None) -> bool:
+    """Whether a model says how its tokens become an embedding; False of one that cannot be loaded."""
+    try:
+        with quiet("transformers"), explained(name):
+            commit = model_commit(name, revision)
+            if read_file(name, MODULES, commit) is not None:
+                return True
+            return FIELD in (read_file(name, "config.json", commit) or {})
+    except UserError:  # loading says why
+        return False
+
+
+def embedding_notes(name: str, revision: str | None, max_length: int) -> list[str]:
+    """What a reader must know of an embedding model that is exported for texts of `max_length` tokens."""
+    with quiet("transformers"), explained(name):
+        folder = read_sentence_folder(name, model_commit(name, revision))
+    if folder is None:
+        return []
+    notes = [*folder.notes]
+    if folder.longest is not None and folder.longest < max_length:
+        notes.append(
+            f"texts are cut at {max_length} tokens (export.max_length); sentence-transformers would cut "
+            f"those of this model at {folder.longest} (max_seq_length)"
+        )
+    return notes
 
 
 @contextmanager

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator and step by step
-POOLED = "AutoModel"  # class of a kind of task whose models are an encoder with pooling
 
 
 def load_model(
@@ -41,13 +40,12 @@ def load_model(
         UserError: not found, no such head in the weights, an unsupported architecture, or pooling that is not
             known, not supported or said twice.
     """
-    pools = kind.model_class == POOLED
     with quiet("transformers"), explained(name):
         commit = model_commit(name, revision)
-        folder = read_sentence_folder(name, commit) if pools else None
+        folder = read_sentence_folder(name, commit) if kind.embeds else None
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
-        if pools:
+        if kind.embeds:
             chosen = chosen_pooling(name, folder, getattr(config, FIELD, None), pooling)
             setattr(config, FIELD, chosen.model_dump(mode="json"))
         _require_head(config, name, kind)
@@ -147,7 +145,7 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     import torch
     import transformers
 
-    if kind.model_class == POOLED:
+    if kind.embeds:
         from qdqbench.quantize.encoders.embedder import embedder_class
 
         made: Any = embedder_class(config.__class__)
@@ -199,7 +197,7 @@ def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
 def _require_head(config: Any, name: str, kind: TaskKind) -> None:
     """Refuse a head of another kind, whose weights may have the same names."""
     made = next(iter(config.architectures or ()), "")
-    if kind.model_class != POOLED and kind_of(made) is not None and not made.endswith(kind.architecture):
+    if not kind.embeds and kind_of(made) is not None and not made.endswith(kind.architecture):
         raise UserError(
             f"model {name} is a {made}, but the task is a {kind.name}, which needs a model "
             f"...{kind.architecture}; give one that was fine-tuned on this task, or the --task of this model"
@@ -218,7 +216,7 @@ def load_tokenizer(
 
     with quiet("transformers"), explained(name, "tokenizer"):
         commit = model_commit(name, revision)
-        folder = read_sentence_folder(name, commit) if kind.model_class == POOLED else None
+        folder = read_sentence_folder(name, commit) if kind.embeds else None
         tokenizer = AutoTokenizer.from_pretrained(
             name,
             revision=commit,

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Frozen
@@ -12,6 +12,7 @@ MODULES = "modules.json"
 FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
 POOLING_CLASS = "SentencePooling"  # of the module that pools
 Mode = Literal["mean", "cls", "last"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 _MODES: dict[str, Mode] = {  # of 1_Pooling/config.json: flags, in newer files names
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -58,18 +59,18 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     Raises:
         UserError: it has modules, or ways of pooling, that are not supported; names them all.
     """
-    if (listed := _read(name, MODULES, commit)) is None:
+    if (listed := read_file(name, MODULES, commit)) is None:
         return None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
     there = [kind for kind in _ORDER if kind in modules]
     if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
         found = ", ".join(str(each["type"]).rpartition(".")[2] for each in listed)
         raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
-    encoder, pooling = modules["Transformer"], _read(name, f"{modules['Pooling']}/config.json", commit) or {}
-    dense = modules.get("Dense", "")
-    own = _read(name, "config_sentence_transformers.json", commit) or {}
+    encoder, dense = modules["Transformer"], modules.get("Dense", "")
+    pooling = read_file(name, f"{modules['Pooling']}/config.json", commit) or {}
+    own = read_file(name, "config_sentence_transformers.json", commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
-    texts: Any = next((read for file in files if (read := _read(name, f"{encoder}/{file}", commit))), {})
+    texts: Any = next((read for file in files if (read := read_file(name, f"{encoder}/{file}", commit))), {})
     notes = []
     if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
         notes.append(
@@ -104,7 +105,7 @@ def _mode(name: str, pooling: dict[str, Any]) -> Mode:
 def _dense(name: str, folder: str, commit: str | None) -> Dense | None:
     if not folder:
         return None
-    settings = _read(name, f"{folder}/config.json", commit) or {}
+    settings = read_file(name, f"{folder}/config.json", commit) or {}
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[
         2
     ]
@@ -145,14 +146,21 @@ def chosen_pooling(name: str, folder: SentenceFolder | None, saved: Any, asked: 
     return found
 
 
-def cached_path(name: str, file: str, commit: str | None) -> Path | None:
+def model_file(name: str, file: str, commit: str | None) -> Path | None:
     """A file of a folder or hub model; None where it has none."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(
+        name,
+        file,
+        revision=commit,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     return Path(found) if found else None
 
 
-def _read(name: str, file: str, commit: str | None) -> Any:
-    path = cached_path(name, file.lstrip("/"), commit)
+def read_file(name: str, file: str, commit: str | None) -> Any:
+    """What a JSON file of a folder or hub model holds; None where it has none."""
+    path = model_file(name, file.lstrip("/"), commit)
     return json.loads(path.read_text(encoding="utf-8")) if path else None

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+Divergence = Literal["kl", "squared", "cosine"]
+
+
 class Described(Protocol):
     """What a kind must know of a task."""
 
@@ -75,14 +78,14 @@ class TaskKind:
     table: Callable[[Array, Any], Array]  # predictions and gold to [samples, columns]
     right: Callable[[Array], Array] | None  # of a table, bool [samples]; None: none is right or wrong
     # How far answers are from others
-    divergence_name: Literal["kl", "squared"]
+    divergence_name: Divergence
     divergence: Callable[[Float64, Float64, Any], Float64]  # reference's answers, others, gold; by sample
     # Training: float32 scalars, summed over rows, of answers of any floating type [answers, width] and their
     # labels, or a teacher's answers and a temperature; the last is the number of answers of each row
-    loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]"
+    loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None"  # None: no labels
     distance: "Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], torch.Tensor]"
     distance_unit: Callable[[Floats], float]  # of answers: a large distance
-    mean_loss: "Callable[[Floats, Array, Array], float]"  # the loss on NumPy arrays, mean over rows
+    mean_loss: "Callable[[Floats, Array, Array], float] | None"  # the loss on NumPy arrays, mean over rows
     constant: Callable[[Floats, Array], bool]  # answers do not depend on the input though labels do
     # What only some have
     texts: tuple[int, ...] = (1, 2)  # numbers of text columns that it takes
@@ -98,6 +101,13 @@ class TaskKind:
     names_classes: bool = False  # classes are matched by their names
     reads_first_token: bool = False  # and no other of the last hidden state
     calibrates_unlabelled: bool = False  # calibration takes rows without labels
+    labelled: bool = True  # False: there are no labels, and FP32's answers are gold
+    texts_apart: bool = False  # each text of a sample is a row of its own
+
+    @property
+    def embeds(self) -> bool:
+        """Whether models give embeddings: an encoder with pooling and no head of its own."""
+        return self.model_class == "AutoModel"
 
 
 LOGITS = {"logits": ("batch", "label")}

@@ -162,7 +162,7 @@ def distillation(  # noqa: PLR0913, PLR0917
         total: Any = 0.0
         if parts.logits:
             total = parts.logits * kind.distance(made, wanted[places], parts.temperature, counts)
-        if parts.labels:
+        if parts.labels and kind.loss is not None:
             total = total + parts.labels * kind.loss(made, labels[places], counts)
         if parts.hidden:
             with torch.no_grad(), accelerator.autocast():
@@ -195,14 +195,16 @@ def _judge(  # noqa: PLR0913, PLR0917
         parts = settings.distill
         pair = torch.from_numpy(made), torch.from_numpy(wanted)
         distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(counts))
-        loss = task.kind.mean_loss(made, labels, counts)
-        found = {"distance": float(distance) / judged.rows, "loss": loss}
-        score = parts.logits * found["distance"] + parts.labels * found["loss"]
+        found = {"distance": float(distance) / judged.rows}
+        score = parts.logits * found["distance"]
+        if task.kind.mean_loss is not None:
+            found["loss"] = task.kind.mean_loss(made, labels, counts)
+            score += parts.labels * found["loss"]
         if parts.hidden:
             found["hidden"] = _held_out_hidden(accelerator, model, teacher, data)
             score += parts.hidden * found["hidden"]
             found = {"objective": score, **found}
-        values = {**found, **metrics.compute(task, made, judged.gold)}
+        values = {**found, **metrics.compute(task, made, metrics.against(task, judged.gold, wanted))}
         constant = collapsed(task, made, labels) and not collapsed(task, wanted, labels)
         return HeldOut(-score, values, constant)
 

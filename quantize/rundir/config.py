@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.identity import says_pooling
 from qdqbench.quantize.encoders.load import class_names, load_config
+from qdqbench.quantize.encoders.pooling import MODES, Pooling
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
 from qdqbench.quantize.rundir.session import RunConfig
-from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, with_classes
+from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
 
 
 def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
@@ -66,6 +68,16 @@ def find_task(  # noqa: PLR0913
     )
 
 
+def _pooling(mode: str | None, normalize: bool) -> Pooling | None:
+    if mode is None:
+        if normalize:
+            raise UserError("--normalize belongs to --pooling; give both")
+        return None
+    if mode not in MODES:
+        raise UserError(f"--pooling {mode} is not known; choose from {', '.join(MODES)}")
+    return Pooling(mode=mode, normalize=normalize)
+
+
 def run_config(  # noqa: PLR0913
     recipe: Recipe,
     *,
@@ -77,6 +89,8 @@ def run_config(  # noqa: PLR0913
     label_column: str | None = None,
     num_labels: int | None = None,
     metric: Sequence[str] | None = None,
+    pooling: str | None = None,
+    normalize: bool = False,
     batch_size: int = 32,
     seed: int = 0,
     limit: int | None = None,
@@ -85,7 +99,8 @@ def run_config(  # noqa: PLR0913
     """What a run with these options was asked to do.
 
     Raises:
-        UserError: as `find_task`, or a revision without a model.
+        UserError: as `find_task`, a revision without a model, or an embedding model and a task that cannot
+            judge it.
     """
     chosen = find_task(
         model=model,
@@ -99,10 +114,14 @@ def run_config(  # noqa: PLR0913
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     if model is not None and chosen.kind.names_classes:
         chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
+    asked = _pooling(pooling, normalize)
+    if model is not None and (asked or says_pooling(model, revision)):
+        chosen = of_embeddings(chosen, metric or ())
     return RunConfig(
         recipe=recipe,
         model=model,
         revision=revision,
+        pooling=asked,
         task=chosen,
         data=data,
         limit=limit,

@@ -11,9 +11,10 @@ from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
-from qdqbench.quantize.encoders.identity import model_fingerprint
+from qdqbench.quantize.encoders.identity import embedding_notes, model_fingerprint
 from qdqbench.quantize.encoders.load import load_model, tokenizer_of, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.known import require_family
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -40,6 +41,7 @@ class RunConfig(Strict):
     model: str | None  # folder or hub id; None: the embedded default
     task: Task
     revision: str | None = None  # of a hub model: branch, tag or commit; None: its default branch
+    pooling: Pooling | None = None  # of a plain encoder that is measured as an embedding model
     data: str  # "hub", "hub:OWNER/NAME", either with "@REVISION", or a folder
     limit: int | None = None  # evaluate on this many samples only
     batch_size: int = 32
@@ -73,6 +75,19 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
         raise UserError(
             f"export.max_length is {recipe.export.max_length}, but model {model} has "
             f"{longest} positions; lower export.max_length and engine.shapes.length"
+        )
+
+
+def require_teachable(recipe: Recipe, task: Task) -> None:
+    """Refuse to learn from labels that teach nothing.
+
+    Raises:
+        UserError: QAT with labels, of a task whose kind has no loss on them.
+    """
+    if recipe.qat and recipe.qat.distill.labels and task.kind.loss is None:
+        raise UserError(
+            f"qat.distill.labels is {recipe.qat.distill.labels:g}, but embeddings learn from those of FP32 "
+            "alone; set it to 0"
         )
 
 
@@ -120,8 +135,13 @@ class Session:
 
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
-        model = load_model(self.model_name, self.config.revision, self.config.task.kind)
+        asked = self.config
+        model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
         config = model.config
+        require_teachable(self.recipe, asked.task)
+        if asked.task.kind.embeds:
+            said = embedding_notes(self.model_name, asked.revision, self.recipe.export.max_length)
+            self.notes += [note for note in said if note not in self.notes]
         require_fit(self.recipe, self.model_name, config)
         check_model_fits(
             self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type

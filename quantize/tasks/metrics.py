@@ -14,6 +14,11 @@ RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)
 
 
+def against(task: Task, gold: Gold, reference: Floats) -> Gold:
+    """What answers are scored against: FP32's answers [answers, width] where there are no labels."""
+    return gold if task.kind.labelled else reference
+
+
 def predictions(task: Task, answers: Floats, gold: Gold) -> Array:
     """What is scored of each sample, [samples]: of a classification the class, of a regression the score.
 
@@ -25,7 +30,8 @@ def predictions(task: Task, answers: Floats, gold: Gold) -> Array:
         CheckFailed: wrong shape, NaN or infinite answers.
     """
     kind = task.kind
-    wanted = kind.expected(gold), kind.width or task.num_labels
+    width = answers.shape[1] if kind.embeds else kind.width or task.num_labels
+    wanted = kind.expected(gold), width
     if answers.shape != wanted:
         raise CheckFailed(
             f"logits have shape {list(answers.shape)}, task {task.name!r} with {len(gold)} samples needs "

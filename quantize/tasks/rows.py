@@ -50,6 +50,7 @@ def load_split(  # noqa: PLR0913
     """
     if limit is not None and limit < 1:
         raise UserError(f"{limit} samples of split {split!r} were asked for; ask for at least 1")
+    labelled = labelled and task.kind.labelled
     loaded = read_split(task, source, split)
     columns = _check_columns(loaded, task, labelled)
     dataset = loaded.dataset.select_columns(columns)
@@ -194,7 +195,8 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     """
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")
-    special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2)
+    apart = len(task.text_columns) if task.kind.texts_apart else 1  # rows of each sample
+    special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2 and apart == 1)
     if max_length <= special:  # the tokenizer would then not truncate at all
         raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
     options = {"truncation": True, **task.kind.tokenizing}
@@ -210,6 +212,8 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
         texts = [rows[name] for name in task.text_columns]
         if task.kind.windows:
             _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
+        if apart > 1:
+            texts = [[text for sample in zip(*texts, strict=True) for text in sample]]
         coded = tokenizer(
             *texts, max_length=max_length, return_token_type_ids=True, return_attention_mask=False, **options
         )
@@ -220,7 +224,7 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
                 np.array(coded["input_ids"][offset], dtype=np.int64),
                 np.array(coded["token_type_ids"][offset], dtype=np.int64),
                 bool(encoding.overflowing) and not task.kind.windows,
-                start + sample,
+                start + sample // apart,
                 encoding,
             )
             count += 1

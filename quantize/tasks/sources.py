@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.tasks.task import GLUE, Task
+from qdqbench.quantize.tasks.texts import as_dataset, distinct, half, read_lines
 
 if TYPE_CHECKING:
     import datasets
@@ -25,7 +26,7 @@ GLUE_REPOSITORY = "nyu-mll/glue"
 HUB = {name: (GLUE_REPOSITORY, name) for name in GLUE} | {
     name: (f"rajpurkar/{name}", "") for name in ("squad", "squad_v2")
 }
-FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,18 @@ def read_split(task: Task, source: str, split: str) -> Split:
         UserError: nothing found, or unreadable.
     """
     if from_hub(source):
-        return _load_hub(task, source, split)
-    return _load_folder(task, Path(source), split)
+        found = _load_hub(task, source, split)
+    else:
+        found = _load_files(task, *_find_files(task, Path(source), split))
+    if task.kind.labelled:
+        return found
+    column, dataset = task.text_columns[0], found.dataset
+    if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
+        return found  # the caller says what is wrong
+    texts, notes = distinct(dataset.data.column(column).to_pylist(), found.source)
+    if Path(source).is_file():
+        texts = half(texts, (task.train_split, task.eval_splits[0]), split, source)
+    return replace(found, dataset=as_dataset(texts, column), rows=len(texts), notes=(*found.notes, *notes))
 
 
 @lru_cache
@@ -129,18 +140,26 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
     return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset), ())
 
 
-def _load_folder(task: Task, folder: Path, split: str) -> Split:
+def _load_files(task: Task, paths: list[Path], notes: list[str]) -> Split:
+    names, kind = ", ".join(str(path) for path in paths), FORMATS[paths[0].suffix]
+    if kind == "text":
+        dataset = as_dataset(read_lines(paths), task.text_columns[0])
+    else:
+        dataset = _read_table(task, paths, names, kind)
+    digests = [files.sha256(path) for path in paths]
+    whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return Split(dataset, names, whole, len(dataset), tuple(notes))
+
+
+def _read_table(task: Task, paths: list[Path], names: str, kind: str) -> "datasets.Dataset":
     import datasets
 
-    paths, notes = _find_files(task, folder, split)
-    kind = FORMATS[paths[0].suffix]
     # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
     options: dict[str, Any] = {}
     if kind == "csv":
         options["converters"] = dict.fromkeys(task.text_columns, str)
         options["keep_default_na"] = False
         options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
-    names = ", ".join(str(path) for path in paths)
     try:
         with quiet("datasets"):
             dataset = datasets.load_dataset(
@@ -158,16 +177,18 @@ def _load_folder(task: Task, folder: Path, split: str) -> Split:
         raise UserError(
             f"{names} has rows with more fields than its header; quote the texts that hold commas"
         )
-    digests = [files.sha256(path) for path in paths]
-    whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return Split(dataset, names, whole, len(dataset), tuple(notes))
+    return dataset
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Files of a split in FOLDER/TASK or FOLDER, and what to note about them.
+    """Files of a split in FOLDER/TASK or FOLDER, or the only file, and what to note about them.
 
     `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
     """
+    if folder.is_file() and not task.kind.labelled:
+        if folder.suffix not in FORMATS:
+            raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give texts in one of them")
+        return [folder], []
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise UserError(f"data folder {folder} {what}; give --data a folder with {split}.parquet, or hub")

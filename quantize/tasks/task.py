@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.kinds.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.kinds.kind import TaskKind
 from qdqbench.quantize.kinds.questions import QUESTIONS
 from qdqbench.quantize.kinds.regression import REGRESSION
@@ -34,7 +35,10 @@ class Task(Frozen):
         return KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
-KINDS = {kind.name: kind for kind in (CLASSIFICATION, REGRESSION, TOKENS, QUESTIONS, RERANKING)}
+KINDS = {
+    kind.name: kind
+    for kind in (CLASSIFICATION, REGRESSION, TOKENS, QUESTIONS, RERANKING, PAIRS, TEXTS_ALONE)
+}
 
 
 def kind_of(architecture: str) -> TaskKind | None:
@@ -77,6 +81,15 @@ GLUE: dict[str, Task] = {
 }
 # The generated task of qdqbench.eval.embedded.
 EMBEDDED = Task(name="embedded", text_columns=("sentence",), num_labels=2, metrics=("accuracy", "f1"))
+# Texts without labels, for embedding models: the judge is FP32.
+EMBED = Task(
+    name="embed",
+    text_columns=("text",),
+    label_column="",
+    num_labels=1,
+    metrics=TEXTS_ALONE.default_metrics,
+    type=TEXTS_ALONE.name,
+)
 
 
 # Columns as in the sets of the hub. Classes of tokens are the model's, or in fine-tuning those of the data.
@@ -108,7 +121,7 @@ RERANK = Task(
     metrics=RERANKING.default_metrics,
     type=RERANKING.name,
 )
-KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK, **OVER_TOKENS}
+KNOWN = {**GLUE, EMBEDDED.name: EMBEDDED, RERANK.name: RERANK, EMBED.name: EMBED, **OVER_TOKENS}
 
 
 def with_classes(task: Task, names: Sequence[str]) -> Task:
@@ -215,6 +228,27 @@ def _check_fields(task: Task) -> None:
         )
 
 
+def of_embeddings(task: Task, metrics: Sequence[str]) -> Task:
+    """A task as it judges embeddings: a score of pairs by the cosine of their texts.
+
+    Args:
+        metrics: that were asked for, if any.
+
+    Raises:
+        UserError: the task is about something else.
+    """
+    if task.kind.embeds:
+        return task
+    if task.kind is not REGRESSION or len(task.text_columns) != 2:
+        raise UserError(
+            f"task {task.name!r} ({task.kind.head.format(count=task.num_labels)}) cannot judge an embedding "
+            "model; give pairs of texts with a score (--task stsb, or two --text-column and --num-labels 1), "
+            f"or texts alone (--task {EMBED.name} --data lines.txt)"
+        )
+    fields = {"type": PAIRS.name, "metrics": tuple(metrics) or PAIRS.default_metrics}
+    return task.model_copy(update=fields)
+
+
 def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
     """Check that a model's head makes what the task scores.
 
@@ -226,7 +260,7 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
     Raises:
         UserError: the head is for another kind of task or another number of classes.
     """
-    if task.kind.units is not None:  # the head was held to the kind when it was loaded
+    if task.kind.units is not None or task.kind.embeds:  # held to the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
     made = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"

@@ -1,0 +1,134 @@
+"""Sentence embeddings: pairs with a score, and texts without labels, which FP32's own embeddings judge."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.quantize.core.arrays import Array, Float64, Floats
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.kinds.classification import NUMBERS, TEXTS, label_and_prediction
+from qdqbench.quantize.kinds.encoded import Layout, Targets
+from qdqbench.quantize.kinds.kind import Described, TaskKind
+from qdqbench.quantize.kinds.neighbors import NEIGHBORS, cosines, overlap, weighted_percentile
+from qdqbench.quantize.kinds.regression import REGRESSION
+from qdqbench.quantize.kinds.scores import CORRELATIONS, Metric
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+
+OUTPUT = "sentence_embedding"
+LOWEST = 0.01  # the share of texts whose cosine is at most `cosine_p1`
+SAME = 1e-3  # length of what differs between embeddings, relative to theirs, up to which they are the same
+
+
+def agreement(reference: Floats, made: Floats) -> Float64:
+    """Of each text its cosine to FP32's embedding, and the share of FP32's neighbours that stay, [n, 2]."""
+    return np.stack([cosines(reference, made), overlap(reference, made)], axis=1)
+
+
+def _mean(column: int) -> Metric:
+    return Metric(
+        value=lambda table: float(table[:, column].mean()),
+        weighted=lambda weights, table: np.asarray(weights @ table[:, column] / weights.sum(axis=1)),
+    )
+
+
+AGREEMENT = {  # of the table of `agreement`
+    "cosine": _mean(0),
+    "cosine_p1": Metric(
+        value=lambda table: float(np.quantile(table[:, 0], LOWEST, method="inverted_cdf")),
+        weighted=lambda weights, table: weighted_percentile(weights, table[:, 0], LOWEST),
+    ),
+    "neighbors": _mean(1),
+}
+
+
+def _scores(answers: Floats, labels: Array) -> Float64:
+    """Cosine of the two texts of each pair."""
+    return cosines(answers[::2], answers[1::2])
+
+
+def _pair_divergence(reference: Float64, answers: Float64, labels: Array) -> Float64:
+    """1 - cosine to FP32's embedding, mean of both texts."""
+    return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
+
+
+def _pair_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    made = REGRESSION.targets(dataset, task, layout).labels
+    return Targets(np.repeat(made, 2), gold=made)
+
+
+def _text_targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+    count = len(layout.samples)
+    if count <= NEIGHBORS:
+        raise UserError(
+            f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbours; give at least "
+            f"{NEIGHBORS + 1} different ones to judge on, and as many to calibrate with"
+        )
+    return Targets(np.zeros(count, dtype=np.float32))
+
+
+def _distance(
+    made: "torch.Tensor", teacher: "torch.Tensor", temperature: float, answers: "torch.Tensor"
+) -> "torch.Tensor":
+    """Squared error relative to the teacher's power: of embeddings of length 1 this is 2 - 2 cosine."""
+    teacher = teacher.float()
+    return ((made.float() - teacher).square().sum(dim=1) / teacher.square().sum(dim=1)).sum()
+
+
+def _constant(answers: Floats, labels: Array) -> bool:
+    """Whether all texts have the same embedding."""
+    spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
+    return bool(spread <= SAME * np.linalg.norm(answers, axis=1).max())
+
+
+def _embedding(**fields: Any) -> TaskKind:
+    """What both kinds share."""
+    return TaskKind(
+        model_class="AutoModel",
+        architecture="SentenceEmbedding",
+        problem_type=None,
+        outputs={OUTPUT: ("batch", "width")},
+        head="a sentence embedding",
+        text_type=TEXTS,
+        text_values="texts",
+        right=None,
+        divergence_name="cosine",
+        loss=None,
+        distance=_distance,
+        distance_unit=lambda answers: 1.0,  # orthogonal embeddings are twice as far
+        mean_loss=None,
+        constant=_constant,
+        calibrates_unlabelled=True,
+        **fields,
+    )
+
+
+PAIRS = _embedding(
+    name="embedding",
+    texts_apart=True,
+    label_type=NUMBERS,
+    label_values="numbers",
+    label_problem=REGRESSION.label_problem,
+    targets=_pair_targets,
+    metrics=CORRELATIONS,
+    default_metrics=("spearman", "pearson"),
+    predict=_scores,
+    table=label_and_prediction,
+    divergence=_pair_divergence,
+    expected=lambda gold: 2 * len(gold),
+)
+TEXTS_ALONE = _embedding(
+    name="embedding of texts",
+    labelled=False,
+    label_type="",
+    label_values="",
+    label_problem=lambda dataset, task: "",
+    targets=_text_targets,
+    metrics=AGREEMENT,
+    default_metrics=("cosine", "cosine_p1", "neighbors"),
+    predict=lambda answers, gold: agreement(gold, answers),
+    table=lambda predicted, gold: predicted,
+    divergence=lambda reference, answers, gold: 1 - cosines(reference, answers),
+)
