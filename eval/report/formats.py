@@ -26,7 +26,7 @@ LABELS = {
     "mrr@10": "MRR@10",
     "ndcg@10": "NDCG@10",
     "cosine": "cosine to FP32",
-    "cosine_p1": "its 1st percentile",
+    "cosine_p1": "1st percentile of cosine",
     "neighbors": "neighbours kept",
     "cola": "CoLA",
     "sst2": "SST-2",

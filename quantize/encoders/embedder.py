@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.generic import ModelOutput
@@ -45,7 +44,8 @@ class SentencePooling(nn.Module):
         made = pooled(hidden.float(), mask, self.mode)
         if self.dense is not None:
             made = self.activation(self.dense(made.to(self.dense.weight.dtype))).float()
-        return functional.normalize(made, dim=-1) if self.normalize else made
+        # as functional.normalize, whose expand_as would leave the width out of the graph
+        return made / made.norm(dim=1, keepdim=True).clamp(min=1e-12) if self.normalize else made
 
 
 def pooled(hidden: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:

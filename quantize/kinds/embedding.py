@@ -107,6 +107,8 @@ def _embedding(**fields: Any) -> TaskKind:
 
 PAIRS = _embedding(
     name="embedding",
+    texts=(2,),
+    text_columns=(2, 2),
     texts_apart=True,
     label_type=NUMBERS,
     label_values="numbers",
@@ -121,6 +123,8 @@ PAIRS = _embedding(
 )
 TEXTS_ALONE = _embedding(
     name="embedding of texts",
+    texts=(1,),
+    text_columns=(1, 1),
     labelled=False,
     label_type="",
     label_values="",

@@ -21,7 +21,7 @@ from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.batches import CalibrationBatches
 from qdqbench.quantize.tasks.rows import encode, load_split
-from qdqbench.quantize.tasks.sources import Split
+from qdqbench.quantize.tasks.sources import Split, has_only_texts
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 
 if TYPE_CHECKING:
@@ -202,7 +202,9 @@ class Session:
     def calibration_batches(self) -> CalibrationBatches:
         """The draw of the recipe's calibration section."""
         settings = self.recipe.calibration
-        labelled = not self.config.task.kind.calibrates_unlabelled
+        task = self.config.task
+        texts = has_only_texts(task, self.data_source, settings.split)
+        labelled = not (task.kind.calibrates_unlabelled or texts)
         split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
         return CalibrationBatches(
             split,

@@ -77,6 +77,15 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
+def has_only_texts(task: Task, source: str, split: str) -> bool:
+    """Whether a split is a text file, in which there are no labels.
+
+    Raises:
+        UserError: nothing found.
+    """
+    return not from_hub(source) and _find_files(task, Path(source), split)[0][0].suffix == ".txt"
+
+
 def from_hub(source: str) -> bool:
     """Whether a source is `hub[:OWNER/NAME[:CONFIG]][@REVISION]` rather than a folder."""
     return source == "hub" or source.startswith(("hub:", "hub@"))

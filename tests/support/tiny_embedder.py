@@ -44,17 +44,9 @@ def write_sentence_folder(
     (folder / inside / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": 64, "do_lower_case": False})
     )
-    kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalize else [])]
-    paths = [inside, *(f"{number}_{kind}" for number, kind in enumerate([*kinds[1:], *modules], start=1))]
-    listed = [
-        {"idx": number, "name": str(number), "path": path, "type": f"{KINDS}.{kind}"}
-        for number, (kind, path) in enumerate(zip([*kinds, *modules], paths, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
-    flags = {name: name == mode for name in (MEAN, CLS, LAST, "pooling_mode_max_tokens")}
-    settings = {"word_embedding_dimension": HIDDEN, **flags, "include_prompt": True, **pooling}
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    write_modules(
+        folder, mode, normalize=normalize, dense=bool(dense), inside=inside, modules=modules, **pooling
+    )
     if dense:
         (folder / "2_Dense").mkdir()
         named = f"torch.nn.modules.activation.{dense['activation']}"
@@ -70,6 +62,30 @@ def write_sentence_folder(
         for path in folder.glob("*token*"):
             path.unlink()
     return folder
+
+
+def write_modules(
+    folder: Path,
+    mode: str,
+    *,
+    normalize: bool = True,
+    dense: bool = False,
+    inside: str = "",
+    modules: tuple[str, ...] = (),
+    **pooling: Any,
+) -> None:
+    """What makes an encoder's folder one of sentence-transformers; arguments as `write_sentence_folder`."""
+    kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalize else [])]
+    paths = [inside, *(f"{number}_{kind}" for number, kind in enumerate([*kinds[1:], *modules], start=1))]
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": f"{KINDS}.{kind}"}
+        for number, (kind, path) in enumerate(zip([*kinds, *modules], paths, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    flags = {name: name == mode for name in (MEAN, CLS, LAST, "pooling_mode_max_tokens")}
+    settings = {"word_embedding_dimension": HIDDEN, **flags, "include_prompt": True, **pooling}
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
 def plain_encoder(folder: Path) -> Path:

@@ -13,7 +13,8 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks import batches as batching
 from qdqbench.quantize.tasks import rows as data
 from qdqbench.quantize.tasks import sources
-from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.tasks.sources import has_only_texts
+from qdqbench.quantize.tasks.task import EMBED, get_task, of_embeddings
 
 SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
 TRICKY = [
@@ -400,3 +401,63 @@ class TestCalibrationBatches:
         assert asked == []
         next(iter(batches))
         assert len(asked) < 10
+
+
+class TestTexts:
+    """`--task embed`: texts without labels."""
+
+    def lines(self, path, count=40):
+        path.write_text("".join(f"text {number}\n" for number in range(count)))
+        return path
+
+    @pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet", ".jsonl"])
+    def test_a_single_file_calibrates_with_half_and_judges_on_the_other(self, tmp_path, suffix):
+        texts = [f"text {number}" for number in range(40)]
+        path = tmp_path / f"mine{suffix}"
+        if suffix == ".txt":
+            self.lines(path)
+        else:
+            write(path, {"text": texts})
+        halves = [list(load(path, EMBED, split).dataset["text"]) for split in ("train", "validation")]
+        assert sorted(halves[0] + halves[1]) == sorted(texts)
+        assert len(halves[0]) == len(halves[1])
+        drawn = load(path, EMBED, "train", limit=5, seed=0)
+        assert (len(drawn.dataset), drawn.rows) == (5, 20)
+
+    def test_a_folder_has_its_own_splits(self, tmp_path):
+        self.lines(tmp_path / "train.txt", 3)
+        (tmp_path / "validation.txt").write_text("a\n\na\nb\n")
+        found = load(tmp_path, EMBED)
+        assert list(found.dataset["text"]) == ["a", "b"]
+        assert len(found.notes) == 2
+        assert len(load(tmp_path, EMBED, "train").dataset) == 3
+
+    def test_a_text_file_calibrates_a_task_with_labels(self, tmp_path):
+        self.lines(tmp_path / "plain.txt", 3)
+        assert has_only_texts(SST2, str(tmp_path), "plain")
+        found = load(tmp_path, SST2, "plain", labelled=False)
+        assert list(found.dataset["sentence"]) == ["text 0", "text 1", "text 2"]
+        with pytest.raises(UserError, match="has no column label"):
+            load(tmp_path, SST2, "plain")
+
+    def test_what_cannot_be_read(self, tmp_path):
+        with pytest.raises(UserError, match=r"--data .*a\.md is none of \.parquet, .*\.txt"):
+            load(self.lines(tmp_path / "a.md"), EMBED)
+        write(tmp_path / "b.csv", {"other": ["a", "b"]})
+        with pytest.raises(UserError, match=r"has no column text \(nearest: other\)"):
+            load(tmp_path / "b.csv", EMBED)
+        (tmp_path / "c.txt").write_text("\n\n")
+        with pytest.raises(UserError, match="has no rows"):
+            load(tmp_path / "c.txt", EMBED)
+
+    def test_the_texts_of_a_pair_are_rows_of_their_own(self, tmp_path, tokenizer):
+        write(
+            tmp_path / "validation.csv",
+            {"sentence1": ["a b", "c"], "sentence2": ["d", "e f g"], "label": [1, 2]},
+        )
+        task = of_embeddings(get_task("stsb"), ())
+        encoded = data.encode(load(tmp_path, task), task, tokenizer, 16)
+        assert encoded.lengths.tolist() == [4, 3, 3, 5]
+        assert encoded.samples.tolist() == [0, 0, 1, 1]
+        assert encoded.gold.tolist() == [1, 2]
+        assert [types.max() for types in encoded.token_type_ids] == [0, 0, 0, 0]

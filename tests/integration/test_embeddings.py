@@ -1,0 +1,116 @@
+"""Embedding models down the whole path: texts without labels, pairs with a score, QAT, sensitivity."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+from ..support.tiny_embedder import MEAN, write_modules
+from .tiny import new_model, results, sentences, tokenizer, write_data
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    """A sentence-transformers folder."""
+    folder = tmp_path_factory.mktemp("embedder") / "model"
+    new_model(2).bert.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    write_modules(folder, MEAN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """240 different texts, and 20 lines that are empty or there before."""
+    path = tmp_path_factory.mktemp("lines") / "lines.txt"
+    texts = list(dict.fromkeys(sentences(300, 5)[0]))[:240]
+    path.write_text("\n".join([*texts, *texts[:12], *[""] * 8]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the run of texts, which other tests read."""
+    return tmp_path_factory.mktemp("texts") / "run"
+
+
+@pytest.mark.slow
+class TestTexts:
+    def test_a_run_without_labels(self, qdqbench, embedder, lines, folder):
+        pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+        done = qdqbench(
+            "run",
+            "bert-int8-linears",
+            "--model",
+            embedder,
+            "--task",
+            "embed",
+            "--data",
+            lines,
+            "--out",
+            folder,
+        )
+        assert done.code == 0, done.err
+        found = results(folder)
+        assert found["data"]["evaluation"] == {"validation": 120}
+        assert found["data"]["calibration"]["samples"] == 120
+        assert "8 of 260 texts of" in " ".join(found["warnings"])
+        assert "12 of 260 texts of" in " ".join(found["warnings"])
+        assert found["task"]["metrics"] == ["cosine", "cosine_p1", "neighbors"]
+        assert {round(value, 9) for value in found["stages"]["fp32"]["metrics"].values()} == {1.0}
+        for stage in ("fake_quant", "onnxruntime"):
+            made = found["stages"][stage]
+            assert 0.98 < made["metrics"]["cosine_p1"] <= made["metrics"]["cosine"] < 1
+            assert 0.3 < made["metrics"]["neighbors"] < 1
+            assert made["stderr"]["neighbors"] > 0
+            assert made["vs_fp32"]["delta"]["cosine"] == pytest.approx(made["metrics"]["cosine"] - 1)
+            agreed = made["vs_fp32"]["agreement"]
+            assert agreed["values"] == pytest.approx(made["metrics"])
+            assert sum(agreed["cosine_counts"]) == sum(agreed["neighbor_counts"]) == agreed["n"] == 120
+        assert (found["engine"]["int8_gemms"], found["engine"]["not_int8"]) == (12, [])
+        assert found["parity"]["passed"]
+        graph = onnx.load(folder / "model.int8.onnx").graph
+        assert [(v.name, v.type.tensor_type.shape.dim[1].dim_value) for v in graph.output] == [
+            ("sentence_embedding", 64)
+        ]
+        html = (folder / "report.html").read_text()
+        assert "How near the embeddings of each stage are to those of FP32" in html
+        assert "### Embeddings against those of FP32" in (folder / "report.md").read_text()
+
+    def test_check_holds_the_file_to_the_recipe(self, qdqbench, folder):
+        done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "bert-int8-linears")
+        assert done.code == 0, done.err
+
+    def test_sensitivity_measures_by_cosine(self, qdqbench, embedder, lines, tmp_path):
+        recipe = tmp_path / "short.yaml"
+        text = qdqbench("recipes", "show", "bert-int8-linears").out
+        recipe.write_text(text.replace("samples: 512", "samples: 64"))
+        given = ("--model", embedder, "--task", "embed", "--data", lines)
+        done = qdqbench("sensitivity", recipe, *given, "--samples", 32, "--out", tmp_path / "s")
+        assert done.code == 0, done.err
+        found = json.loads((tmp_path / "s" / "sensitivity.json").read_text())
+        assert (found["divergence"], found["metric"]) == ("cosine", "cosine")
+        assert all(0 <= row["only"]["divergence"] < 0.1 for row in found["rows"] if row["only"])
+
+
+@pytest.mark.slow
+def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, embedder, tmp_path):
+    write_data(tmp_path, "stsb")
+    recipe = tmp_path / "short.yaml"
+    text = qdqbench("recipes", "show", "bert-int8-linears-per-tensor-qat").out
+    text = text.replace("samples: 512", "samples: 64").replace("max_steps: 1000", "max_steps: 6")
+    recipe.write_text(text.replace("evaluations: 10", "evaluations: 2"))
+    given = ("--model", embedder, "--task", "stsb", "--data", tmp_path, "--out", tmp_path / "run")
+    done = qdqbench("run", recipe, *given, "--until", "fake_quant")
+    assert done.code == 0, done.err
+    with np.load(tmp_path / "run" / "logits" / "fake_quant.npz") as arrays:
+        made = arrays["validation.logits"]
+    assert made.shape == (2 * 96, 64)
+    np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-5)
+    training = json.loads((tmp_path / "run" / "qat" / "training.json").read_text())
+    before, *_, after = (row for row in training["log"] if row["values"])
+    assert after["values"]["distance"] < before["values"]["distance"]
+    assert {"spearman", "pearson"} <= set(after["values"])
+    task = json.loads((tmp_path / "run" / "run.json").read_text())["task"]
+    assert task["metrics"] == ["spearman", "pearson"]
