@@ -3,7 +3,7 @@
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Floats
-from qdqbench.quantize.core.results import COSINE_EDGES, Agreement
+from qdqbench.quantize.core.comparison import COSINE_EDGES, Agreement
 from qdqbench.quantize.kinds.neighbors import NEIGHBORS
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import EMBED

@@ -5,7 +5,7 @@ import numpy as np
 from qdqbench.eval.accuracy.agreement import agreement_of
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.quantize.core.arrays import Array, Floats
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 

@@ -9,7 +9,7 @@ from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import cleaned, flat, label, model_label, seconds, sentence
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 
 if TYPE_CHECKING:
     from rich.console import Group

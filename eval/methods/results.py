@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.kinds.kind import Divergence
 

@@ -3,7 +3,8 @@
 import numpy as np
 
 from qdqbench.eval.report.svg import BLUE, GREEN, ORANGE, PURPLE, dress, figure_of, legend, log_scale, svg_of
-from qdqbench.quantize.core.results import COSINE_EDGES, Agreement, Results
+from qdqbench.quantize.core.comparison import COSINE_EDGES, Agreement
+from qdqbench.quantize.core.results import Results
 
 STYLES = {
     "ptq": (PURPLE, "D"),

@@ -14,17 +14,10 @@ from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.results import (
-    Comparison,
-    FileRow,
-    Gate,
-    Parity,
-    Results,
-    StageResult,
-    Timing,
-)
+from qdqbench.quantize.core.results import FileRow, Gate, Parity, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
 from qdqbench.quantize.engine.build import require_int8

@@ -15,7 +15,7 @@ from qdqbench.eval.runs.run import run_until
 from qdqbench.eval.stages import engine as engine_stages
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.families.known import family_named

@@ -24,8 +24,9 @@ from qdqbench.eval.runs.verdict import (
     stage_name,
     verdict,
 )
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import Comparison, Results
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.kinds.embedding import AGREEMENT
 

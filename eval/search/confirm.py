@@ -15,7 +15,7 @@ from qdqbench.eval.bench.engines import Latency, build_and_prove, write_engine_g
 from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes

@@ -9,7 +9,7 @@ from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import drop_points, label, model_label
 from qdqbench.eval.report.render import write
 from qdqbench.eval.search.results import Confirmed, Search, Trial
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report.formats import points
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.strict import Strict, read
 
 SEARCH_FILE = "search.json"

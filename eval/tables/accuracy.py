@@ -8,7 +8,8 @@ from typing import Any
 
 from qdqbench.eval.report.formats import code, in_points, label, text
 from qdqbench.eval.tables.changed import Changed
-from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Comparison, Results
+from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.tasks.task import GLUE
 

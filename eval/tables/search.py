@@ -6,7 +6,7 @@ from qdqbench.eval.report.formats import code, drop_points, label, text, version
 from qdqbench.eval.search.results import Confirmed, Search
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed
-from qdqbench.quantize.core.results import Comparison
+from qdqbench.quantize.core.comparison import Comparison
 
 
 def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.training_results import TrainingRun
@@ -14,35 +15,6 @@ SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise ho
 MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
-
-
-# 1 - cosine at which `Agreement.cosine_counts` begins a new count: four a decade
-COSINE_EDGES = tuple(10 ** (quarter / 4) for quarter in range(-28, 1))
-
-
-class Agreement(Strict):
-    """Embeddings of a stage against those of FP32 of the same texts."""
-
-    n: int  # texts
-    # cosine to FP32's (mean), cosine_p1 (its 1st percentile), neighbors (of the 10 nearest, share that stays)
-    values: dict[str, float]
-    stderr: dict[str, float]  # bootstrap over texts
-    cosine_counts: list[int]  # texts by 1 - cosine, from one of `COSINE_EDGES` to the next
-    neighbor_counts: list[int]  # texts by how many of the nearest stay: none, 1, ..., all
-
-
-class Comparison(Strict):
-    """A stage against FP32 on the same samples (paired)."""
-
-    delta: dict[str, float]  # stage minus FP32, by metric
-    delta_stderr: dict[str, float]  # paired bootstrap
-    n: int  # paired samples
-    disagreements: int | None  # samples whose predicted class differs; None for regression
-    mcnemar_p: float | None  # exact McNemar test on the discordant pairs; None for regression
-    within_noise: bool  # |delta| of the primary metric is at most 2 paired standard errors
-    mean_abs_logit_diff: float
-    sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
-    agreement: Agreement | None = None  # None but for embeddings
 
 
 class StageResult(Strict):

@@ -36,8 +36,7 @@ class Task(Frozen):
 
 
 KINDS = {
-    kind.name: kind
-    for kind in (CLASSIFICATION, REGRESSION, TOKENS, QUESTIONS, RERANKING, PAIRS, TEXTS_ALONE)
+    kind.name: kind for kind in (CLASSIFICATION, REGRESSION, TOKENS, QUESTIONS, RERANKING, PAIRS, TEXTS_ALONE)
 }
 
 

@@ -14,7 +14,8 @@ from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
-from qdqbench.quantize.core.results import AnswersCheck, Comparison, Gate, StageResult
+from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.results import AnswersCheck, Gate, StageResult
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
 

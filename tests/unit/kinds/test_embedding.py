@@ -5,8 +5,8 @@ import pytest
 
 from qdqbench.eval.accuracy.agreement import agreement_of
 from qdqbench.eval.accuracy.compare import compare
+from qdqbench.quantize.core.comparison import COSINE_EDGES
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.results import COSINE_EDGES
 from qdqbench.quantize.kinds.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.kinds.encoded import Layout
 from qdqbench.quantize.tasks import metrics
@@ -125,7 +125,7 @@ class TestTasks:
             of_embeddings(GLUE[name], ())
 
     def test_texts_are_no_pairs(self):
-        with pytest.raises(UserError, match="has text columns a, b and .*give 1 text column, all"):
+        with pytest.raises(UserError, match=r"has text columns a, b and .*give 1 text column, all"):
             get_task("embed", text_columns=("a", "b"))
 
     def test_the_metric_that_decides_can_be_chosen(self):

@@ -15,8 +15,8 @@ from qdqbench.eval.methods.results import MethodCost, MethodRow, Methods, Scores
 from qdqbench.eval.methods.sections import METHODS, sections, write_up_method
 from qdqbench.eval.methods.shared import calibrated, collect_ranges, widest_weight
 from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant.quantizers import quantizer_kind

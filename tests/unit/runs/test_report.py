@@ -21,9 +21,9 @@ from qdqbench.eval.runs import charts, report
 from qdqbench.eval.runs import report as report_module
 from qdqbench.eval.runs import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import (
     SCHEMA_VERSION,
-    Comparison,
     EngineResult,
     FileRow,
     FindingRow,

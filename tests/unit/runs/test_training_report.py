@@ -15,7 +15,8 @@ from qdqbench.eval.report import formats
 from qdqbench.eval.runs import training_charts, training_report
 from qdqbench.eval.runs import verdict as wording
 from qdqbench.eval.tables.write import tables_markdown
-from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Comparison, Results
+from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, Spread, TrainingRun
 
 from .test_report import HOSTILE, Page, measured, one_line, schema_models, terminal, written

@@ -25,8 +25,8 @@ from qdqbench.eval.search.results import (
     read_search,
     trial_holds,
 )
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.results import Comparison
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
