@@ -12,15 +12,16 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.encoders.identity import embedding_notes, model_fingerprint
-from qdqbench.quantize.encoders.load import load_model, tokenizer_of, use_tanh_gelu
+from qdqbench.quantize.encoders.load import class_names, load_model, tokenizer_of, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.known import require_family
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.batches import CalibrationBatches
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.rows import encode, load_split, require_order
 from qdqbench.quantize.tasks.sources import Split, has_only_texts
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 
@@ -221,6 +222,8 @@ class Session:
         task, found = self.config.task, {}
         for name in task.eval_splits:
             split = self.split(name, limit=self.config.limit)
+            if task.kind is CLASSIFICATION:
+                require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))
             encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
             found[name] = split, encoded
             self.notes += [note for note in encoded.notes if note not in self.notes]

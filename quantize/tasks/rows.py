@@ -1,7 +1,7 @@
 """Checked splits, and their samples as batches of tokens."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -159,6 +159,22 @@ def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
         problem = task.kind.label_problem(dataset, task)
     if problem:
         raise UserError(f"the labels (column {task.label_column!r}) of {source} {problem}")
+
+
+def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
+    """Hold the names that a data set gives its classes to those of a model, by their numbers.
+
+    Raises:
+        UserError: the same names in another order, so that right answers would count as wrong.
+    """
+    there = getattr(split.dataset.features[task.label_column], "names", ())
+    named, known = ([str(name).lower() for name in names] for names in (there, classes))
+    if named != known and sorted(named) == sorted(known):
+        raise UserError(
+            f"the labels (column {task.label_column!r}) of {split.source} are not those of the model: "
+            f"0, 1, ... are {', '.join(named)} in the data and {', '.join(known)} in the model; number "
+            "the data as it does"
+        )
 
 
 def _blank(dataset: "datasets.Dataset", task: Task, split: str) -> list[str]:

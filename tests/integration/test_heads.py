@@ -91,6 +91,27 @@ def test_windows_are_as_long_as_asked(runs):
     assert len(answers) > 64 * 20  # an answer a token
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
+    from qdqbench.eval.verify.bisect import run_onnxruntime
+    from qdqbench.eval.verify.blocks import reference_blocks, stitch
+    from qdqbench.eval.verify.checks import BlockSums
+    from qdqbench.quantize.encoders.inputs import inputs_of
+    from qdqbench.quantize.rundir.session import Session, read_config
+
+    session = Session(read_config(runs[kind]), runs[kind])
+    stitched = stitch(onnx.load(runs[kind] / "model.int8.onnx"), session.plan.family)
+    _, batch = session.eval_splits["validation"][1].batch(range(32), 0)
+    made = reference_blocks(session.fake_quant_model, session.fp32_model, batch, half=True)
+    feeds = stitched.feeds({name: each.input for name, each in made.items() if each.input is not None})
+    got = run_onnxruntime(stitched.model, inputs_of(session.fp32_model, batch) | feeds)
+    for block in stitched.blocks:
+        sums, each = BlockSums(block.name), made[block.name]
+        sums.add(got[block.output], each.output, each.unquantized, batch["attention_mask"])
+        assert sums.check().holds, block.name
+    assert got[stitched.blocks[-1].output].shape[2] == {"tokens": 5, "qa": 2}[kind]
+
+
 def test_sensitivity_sees_heads_over_tokens(given, tmp_path, capsys):
     done = call(
         capsys, "sensitivity", "bert-int8-linears", *given["tokens"], "--samples", 24, "--out", tmp_path / "s"

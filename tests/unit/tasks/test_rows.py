@@ -461,3 +461,18 @@ class TestTexts:
         assert encoded.samples.tolist() == [0, 0, 1, 1]
         assert encoded.gold.tolist() == [1, 2]
         assert [types.max() for types in encoded.token_type_ids] == [0, 0, 0, 0]
+
+
+def test_classes_in_another_order_than_the_model_s_are_refused(tmp_path):
+    features = datasets.Features(
+        {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    rows = datasets.Dataset.from_dict({"sentence": ["a", "b"], "label": [0, 1]}, features=features)
+    rows.to_parquet(tmp_path / "train.parquet")
+    split = load(tmp_path, split="train")
+    for names in (["BAD", "GOOD"], ["LABEL_0", "LABEL_1"], ["bad", "fine"]):
+        data.require_order(split, SST2, names)
+    with pytest.raises(
+        UserError, match=r"not those of the model: .* are bad, good in the data and good, bad"
+    ):
+        data.require_order(split, SST2, ["Good", "Bad"])
