@@ -1,5 +1,7 @@
 """The whole path of every family on a tiny random model: what the recipe asks for is proven and reported."""
 
+import json
+
 import pytest
 from transformers import AutoConfig
 
@@ -59,3 +61,45 @@ def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
     for stage in ("fp32", "fake_quant", "onnxruntime"):
         assert found["stages"][stage]["n"] == EVAL_ROWS
     assert name in (out / "report.md").read_text()
+
+
+@needs_rtx
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES[1:], ids=lambda family: family.name)
+def test_a_family_is_trained(family, sentences, tmp_path, qdqbench):
+    def short(recipe):
+        recipe["gate"].update(max_drop=1.0)
+        recipe["qat"].update(max_steps=4)
+        recipe["calibration"].update(samples=64)
+
+    name = f"{family.name}-int8-attention-qat"
+    recipe = edited(tmp_path / "short.yaml", short, name)
+    model = write_model(tmp_path / "model", family.model_types[0], entries())
+    out = tmp_path / "run"
+    given = ["--model", model, "--task", "sst2", "--data", sentences, "--out", out]
+    done = qdqbench("qat", recipe, *given)
+    assert (done.code, done.err) == (0, "")
+    found = results(out)
+    assert found["training"]["steps"] == 4
+    assert all(found["stages"][name]["status"] == "done" for name in ("ptq", "fake_quant", "onnxruntime"))
+    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] > 0
+    assert found["parity"]["passed"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES[1:], ids=lambda family: family.name)
+def test_the_layers_of_a_family_are_ranked(family, sentences, tmp_path, qdqbench):
+    def short(recipe):
+        recipe["gate"].update(max_drop=1.0)
+        recipe["calibration"].update(samples=64)
+
+    recipe = edited(tmp_path / "short.yaml", short, f"{family.name}-int8-linears")
+    model = write_model(tmp_path / "model", family.model_types[0], entries())
+    out = tmp_path / "sensitivity"
+    given = ["--model", model, "--task", "sst2", "--data", sentences, "--samples", "16", "--out", out]
+    done = qdqbench("sensitivity", recipe, *given)
+    assert (done.code, done.err) == (0, "")
+    rows = json.loads((out / "sensitivity.json").read_text())["rows"]
+    linears = {name for row in rows if row["group"] == "linear" for name in row["modules"] or [row["name"]]}
+    assert LAYERS * len(family.linears) <= len(linears)
+    assert load_recipe(str(out / "recipe.yaml")).model.family == family.name
