@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qdqbench.eval.api.bench import bench
-    from qdqbench.eval.api.models import Exported, Quantized, check, export, quantize
+    from qdqbench.eval.api.models import Exported, Quantized, check, export, load_embedder, quantize
     from qdqbench.eval.api.runs import Evaluation, Proof, build, evaluate, load_recipe, resume, run
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.runs.run import StageProgress
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # where each name lives: nothing is imported before it is asked for, so that `import qdqbench` is instant
 _HOMES = {
     "eval.api.bench": "bench",
-    "eval.api.models": "Exported Quantized check export",
+    "eval.api.models": "Exported Quantized check export load_embedder",
     "eval.api.runs": "Evaluation Proof build evaluate load_recipe resume run",
     "eval.bench.results": "Bench",
     "eval.runs.run": "StageProgress",
@@ -52,6 +52,7 @@ __all__ = [
     "check",
     "evaluate",
     "export",
+    "load_embedder",
     "load_recipe",
     "quantize",
     "resume",

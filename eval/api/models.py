@@ -14,15 +14,17 @@ from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.check.check import CheckReport, check_file
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
-from qdqbench.quantize.encoders.load import prepare_model, use_tanh_gelu
+from qdqbench.quantize.encoders.load import load_model, prepare_model, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant.quantizers import outputs_of
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.modules import recipe_modules
+from qdqbench.quantize.kinds.embedding import PAIRS
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.artifacts import weight_form
+from qdqbench.quantize.rundir.config import asked_pooling
 from qdqbench.quantize.rundir.session import require_fit
 from qdqbench.quantize.tasks.batches import equal_length_batches
 from qdqbench.quantize.tasks.rows import Sample
@@ -56,6 +58,23 @@ class Exported:
     notes: list[str]
 
 
+def load_embedder(
+    model: str | Path, *, revision: str | None = None, pooling: str | None = None, normalize: bool = False
+) -> "PreTrainedModel":
+    """A sentence-embedding model with pooling in its graph, for `quantize`.
+
+    Args:
+        model: folder or hub id, of sentence-transformers or of an encoder.
+        revision: of a hub model: branch, tag or commit.
+        pooling: of an encoder that does not say it itself: "mean", "cls" or "last".
+        normalize: embeddings of length 1; with `pooling`.
+
+    Raises:
+        UserError: not found or not supported, or it does not fit what the model says itself.
+    """
+    return load_model(str(model), revision, PAIRS, asked_pooling(pooling, normalize))
+
+
 def quantize(
     model: "PreTrainedModel",
     samples: Samples,
@@ -66,7 +85,8 @@ def quantize(
     """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
 
     Args:
-        model: FP32 classifier; it is not changed, its copy is on the same device.
+        model: FP32 classifier, or what `load_embedder` gave; it is not changed, its copy is on the same
+            device.
         samples: tokens to calibrate with: a list, a tokenized dataset or a data loader, whose items are one
             sample (lists of L numbers) or a batch ([B, L] arrays or tensors) with input_ids and, where they
             are known, attention_mask and token_type_ids. All of them are used, and more than once; padding is

@@ -68,7 +68,12 @@ def find_task(  # noqa: PLR0913
     )
 
 
-def _pooling(mode: str | None, normalize: bool) -> Pooling | None:
+def asked_pooling(mode: str | None, normalize: bool) -> Pooling | None:
+    """What --pooling and --normalize ask for.
+
+    Raises:
+        UserError: an unknown mode, or normalization alone.
+    """
     if mode is None:
         if normalize:
             raise UserError("--normalize belongs to --pooling; give both")
@@ -114,7 +119,7 @@ def run_config(  # noqa: PLR0913
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     if model is not None and chosen.kind.names_classes:
         chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
-    asked = _pooling(pooling, normalize)
+    asked = asked_pooling(pooling, normalize)
     if model is not None and (asked or says_pooling(model, revision)):
         chosen = of_embeddings(chosen, metric or ())
     return RunConfig(

@@ -234,3 +234,17 @@ def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None
     assert made.shape == (3, HIDDEN)
     np.testing.assert_allclose(made, embed(model, batch), atol=2e-3, rtol=0)
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-6)  # FP16 would leave 1e-3
+
+
+def test_a_model_in_memory_is_quantized_and_exported(tmp_path: Path) -> None:
+    import qdqbench
+
+    model = qdqbench.load_embedder(write_sentence_folder(tmp_path / "model"))
+    quantized = qdqbench.quantize(
+        model, [padded_batch((7, 7), seed=seed) for seed in range(3)], recipe_with()
+    )
+    exported = qdqbench.export(quantized, tmp_path / "model.onnx")
+    batch = padded_batch()
+    made = run_onnx(onnx.load(exported.path), batch)
+    np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
+    assert (made != embed(model, batch)).any()
