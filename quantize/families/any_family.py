@@ -11,7 +11,7 @@ from qdqbench.quantize.families.known import FAMILIES
 ANY_LAYER = re.compile(r"(?:^|[/._])layers?[./](\d+)(?=[/.]|$)")
 RUN = re.compile(r"@(\d+)(?=[^/]*$)")  # in names of what runs several times with the same weights
 ANY_HEAD = re.compile(
-    r"(?:^|/)(?:pooler|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
+    r"(?:^|/)(?:pooler|pooling|classifier|cls|head|score|qa_outputs|logits)(?=[/_.]|$)", re.IGNORECASE
 )
 ANY_EMBEDDINGS = re.compile(r"(?:^|[/.])embeddings?(?=[/.]|$)")
 ANY_QKV = re.compile(r"(?:query|key|value|[qkv])(?:_proj|_lin)?")  # the last part of a linear's name

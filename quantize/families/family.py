@@ -21,7 +21,11 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
-HEADS: dict[str, Role] = {"classifier": "classifier", "qa_outputs": "classifier"}  # over tokens, any family
+HEADS: dict[str, Role] = {
+    "classifier": "classifier",
+    "qa_outputs": "classifier",
+    "pooling.dense": "pooler",
+}  # over tokens, any family
 SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
 
 

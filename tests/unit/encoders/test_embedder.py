@@ -16,7 +16,7 @@ from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 
-from ...support.tiny_bert import HIDDEN, LINEARS, padded_batch, plan_of, recipe_with, run_onnx
+from ...support.tiny_bert import HIDDEN, INT8, LINEARS, padded_batch, plan_of, recipe_with, run_onnx
 from ...support.tiny_embedder import (
     CLS,
     LAST,
@@ -107,6 +107,7 @@ def test_a_dense_is_between_pooling_and_normalization(tmp_path: Path) -> None:
         wanted = torch.tanh(dense(torch.from_numpy(mean).float()))
     wanted = wanted / wanted.norm(dim=1, keepdim=True)
     np.testing.assert_allclose(embed(model, batch), wanted.numpy(), atol=2e-6, rtol=0)
+    assert plan_of(recipe_with(), model).high == ("pooling.dense",)  # a recipe may quantize it
 
 
 @pytest.mark.parametrize("dense", [None, {"width": 8, "activation": "Identity"}])
@@ -248,3 +249,19 @@ def test_a_model_in_memory_is_quantized_and_exported(tmp_path: Path) -> None:
     made = run_onnx(onnx.load(exported.path), batch)
     np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
     assert (made != embed(model, batch)).any()
+
+
+def test_a_dense_may_be_int8(tmp_path: Path) -> None:
+    import qdqbench
+
+    folder = write_sentence_folder(tmp_path / "model", dense={"width": 8, "activation": "Tanh"})
+    rules = [*recipe_with().rules, {"match": "pooling.dense", **INT8}]
+    samples = [padded_batch((7, 7), seed=seed) for seed in range(3)]
+    quantized = qdqbench.quantize(qdqbench.load_embedder(folder), samples, recipe_with(rules=rules))
+    exported = qdqbench.export(quantized, tmp_path / "model.onnx")
+    assert "pooling.dense" in quantized.plan.int8
+    batch = padded_batch()
+    made = run_onnx(onnx.load(exported.path), batch)
+    assert made.shape == (3, 8)
+    np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
+    assert qdqbench.check(exported.path).findings == []
