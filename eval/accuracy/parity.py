@@ -5,10 +5,10 @@ cannot be told from a wrong one there. With teacher forcing it can: each quantiz
 reference's, so that every layer is judged on its own. A correct layer then differs by at most one step, in
 well under one percent of its codes.
 
-A residual goes into the next LayerNorm as it is. Where ModelOpt (which multiplies by 1 / scale) and ONNX
-(which divides) round a border value to two codes, one element is then off by that whole step, and its code
-behind the LayerNorm by more than one. So the tensor of an INT8 residual is replaced by the value behind its
-quantizer.
+A residual goes into the next LayerNorm as it is, and a probability near 1 gives a value on as it is. Where
+ModelOpt (which multiplies by 1 / scale) and ONNX (which divides) round a border value to two codes, one
+element is then off by that whole step, and its code behind the LayerNorm or the attention by more than one.
+So the tensors of an INT8 residual or attention are replaced by the values behind their quantizers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,6 @@ LIMIT_STEP = 1
 # exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
 SOFTMAX_STEP = 2
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
-RESIDUAL = "residual_quantizer"
 _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
     "p_bmm_quantizer": "softmax",
     "residual_quantizer": "residual",
@@ -61,8 +60,8 @@ class Boundary:
 
     @property
     def fed(self) -> str:
-        """The quantizer whose value it takes; of a residual what it makes, which all others round alike."""
-        return next(filter(_of_residual, self.quantizers), next(iter(self.quantizers)))
+        """The quantizer whose value it takes, or what that makes, which all others round alike."""
+        return next(filter(_passes_on, self.quantizers), next(iter(self.quantizers)))
 
 
 def compare_layers(
@@ -88,7 +87,7 @@ def compare_layers(
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
     half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
     epsilon = FP16_EPSILON if half else 0.0
-    rounded = [b.fed for b in boundaries if _of_residual(b.fed)]
+    rounded = [b.fed for b in boundaries if _passes_on(b.fed)]
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
@@ -191,8 +190,9 @@ def _place(quantizer: str) -> tuple[str, str]:
     return f"{module}{at}{run}", kind
 
 
-def _of_residual(quantizer: str) -> bool:
-    return _place(quantizer)[1] == RESIDUAL
+def _passes_on(quantizer: str) -> bool:
+    """Whether what a quantizer makes goes on without a linear that adds many of its elements."""
+    return _place(quantizer)[1] in _OTHERS
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from qdqbench.eval.bench.target import Target, check_lengths, model_target, real
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.rundir.config import find_recipe
+from qdqbench.quantize.rundir.config import asked_pooling, find_recipe
 from qdqbench.quantize.rundir.session import read_config
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
@@ -28,6 +29,8 @@ def bench(  # noqa: PLR0913
     target: str | Path | None = None,
     *,
     model: str | None = None,
+    pooling: str | None = None,
+    normalize: bool = False,
     recipe: str | None = None,
     batch: Sequence[int] | None = None,
     length: Sequence[int] | None = None,
@@ -58,6 +61,8 @@ def bench(  # noqa: PLR0913
     Args:
         target: run directory; or `model` is given.
         model: model folder, or a name of `families.shapes` with random weights, such as "bert-base".
+        pooling: with `model`: as an embedding model that pools by mean, cls or last.
+        normalize: to length 1; with `pooling`.
         recipe: with `model`: name or YAML file; None: the default.
         batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8.
         length: tokens per sequence; None: 128.
@@ -87,6 +92,9 @@ def bench(  # noqa: PLR0913
     """
     path = None if target is None else Path(target)
     _check_arguments(path, model, recipe, profile, compile_mode)
+    asked = asked_pooling(pooling, normalize)
+    if path is not None and asked:
+        raise UserError(f"--pooling belongs to --model; {path} has its own")
     if not seconds > 0:
         raise UserError(f"--seconds is {seconds}; give a positive number")
     if not cpu:
@@ -94,7 +102,7 @@ def bench(  # noqa: PLR0913
         require_gpu(wanted.engine.backend)
     progress("exporting")
     lengths = tuple(dict.fromkeys(length or (128,)))
-    chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed, max(lengths))
+    chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed, max(lengths), asked)
     real = None
     if real_lengths is not None:
         real = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
@@ -154,11 +162,17 @@ def _recipe(model: str, recipe: str | None) -> Recipe:
 
 
 def _open(  # noqa: PLR0913, PLR0917
-    target: Path | None, model: str | None, recipe: str | None, out: Path | None, seed: int, longest: int
+    target: Path | None,
+    model: str | None,
+    recipe: str | None,
+    out: Path | None,
+    seed: int,
+    longest: int,
+    pooling: Pooling | None,
 ) -> tuple[Target, Path]:
     if target is not None:
         return run_target(target), out or target
     assert model is not None
     loaded = _recipe(model, recipe)
     folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
-    return model_target(model, loaded, folder / "work", seed, longest), folder
+    return model_target(model, loaded, folder / "work", seed, longest, pooling), folder

@@ -17,7 +17,9 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.encoders.identity import says_pooling
 from qdqbench.quantize.encoders.load import load_model, load_tokenizer
+from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_named, family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
@@ -28,7 +30,7 @@ from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks.batches import sorted_batches
 from qdqbench.quantize.tasks.rows import encode, load_split
-from qdqbench.quantize.tasks.task import Task, get_task
+from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,22 +85,30 @@ def run_target(folder: Path) -> Target:
     return _target(session, "run", session.model_name, calibration)
 
 
-def model_target(model: str, recipe: Recipe, folder: Path, seed: int, longest: int = 0) -> Target:
+def model_target(  # noqa: PLR0913, PLR0917
+    model: str, recipe: Recipe, folder: Path, seed: int, longest: int = 0, pooling: Pooling | None = None
+) -> Target:
     """A model folder or a built-in shape, exported into `folder` by the stages of a run.
 
     Calibrated on random token ids, because only latency is measured. Unchanged files are reused.
 
     Args:
         longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
+        pooling: of a built-in shape, or of a plain encoder, that is measured as an embedding model.
 
     Raises:
         UserError: the model or the folder cannot be used.
     """
     shape = MODEL_SHAPES.get(model)
     source = str(folder / "model") if shape else model
-    task = random_ids_task(None if shape else model)
     config = RunConfig(
-        recipe=recipe, model=source, task=task, data="none", seed=seed, command="qdqbench bench"
+        recipe=recipe,
+        model=source,
+        task=random_ids_task(None if shape else model, pooling),
+        pooling=pooling,
+        data="none",
+        seed=seed,
+        command="qdqbench bench",
     )
     session = open_run(config, folder)
     if shape:
@@ -198,8 +208,10 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
         raise UserError(f"--length {', '.join(wrong)} is too long: {reason}")
 
 
-def random_ids_task(model: str | None) -> Task:
+def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
     """A task without data for a model folder; None: for a model of `write_random_model`."""
+    if pooling or (model is not None and says_pooling(model)):
+        return EMBED.model_copy(update={"name": "random-token-ids"})
     labels = int(load_model(model).config.num_labels or 0) if model else 2
     metrics = ("pearson",) if labels == 1 else ("accuracy",)
     return Task(name="random-token-ids", text_columns=("sentence",), num_labels=labels, metrics=metrics)

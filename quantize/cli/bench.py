@@ -22,6 +22,10 @@ class Wanted:
             help="Model folder, or a published size with random weights: bert-base, xlm-roberta-base..."
         ),
     ] = None
+    pooling: Annotated[
+        str | None, typer.Option(help="With --model: as an embedding model that pools by mean, cls or last.")
+    ] = None
+    normalize: Annotated[bool, typer.Option("--normalize", help="To length 1; with --pooling.")] = False
     recipe: Annotated[
         str | None, typer.Option(help=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
     ] = None

@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 
-from qdqbench.eval.accuracy.parity import LIMIT_FRACTION, compare_layers, force
+from qdqbench.eval.accuracy.parity import LIMIT_FRACTION, Boundary, compare_layers, force
 from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.results import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.quantize.encoders.attention import MASK_FILL
@@ -283,3 +283,12 @@ def test_a_dropped_correction_is_seen(uneven_bert: Path) -> None:
     assert errors[0] is not None
     assert errors[1] is not None
     assert errors[1] > 10 * errors[0]
+
+
+@pytest.mark.parametrize("kind", ["q_bmm", "k_bmm", "v_bmm", "p_bmm", "residual"])
+def test_what_goes_on_as_it_is_is_rounded_once(kind: str) -> None:
+    """A border value that two roundings tell apart would be a whole step, and more behind an attention."""
+    made = f"layer.0.attention.{kind}_quantizer"
+    boundary = Boundary("tensor", {"layer.0.query.input_quantizer": 0.1, made: 0.1})
+    assert boundary.fed == made
+    assert Boundary("tensor", {"layer.0.query.input_quantizer": 0.1}).fed.endswith("input_quantizer")

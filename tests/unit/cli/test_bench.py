@@ -406,3 +406,31 @@ def test_all_shapes_of_a_split_share_a_stream(device, tmp_path):
         (lane,) = entries[0].contestant.lanes
         assert list(lane.bounds) == [(32, 64), (32, 40), (8, 40)]
         assert len({id(bound.stream) for bound in lane.bounds.values()}) == 1
+
+
+def test_a_built_in_shape_as_an_embedding_model(tmp_path, monkeypatch):
+    shape = {"model_type": "xlm-roberta", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
+    small = {"intermediate_size": 64, "vocab_size": 100, "pad_token_id": 1, "max_position_embeddings": 130}
+    monkeypatch.setitem(MODEL_SHAPES, "tiny", shape | small)
+    found = api_bench.bench(
+        model="tiny", recipe="int8-linears", pooling="mean", normalize=True, batch=[2], length=[16],
+        rounds=1, repeats=1, cpu=True, out=tmp_path,
+    )  # fmt: skip
+    assert not found.errors
+    (cell,) = found.cells
+    assert all(row.rel_error is None or row.rel_error < 0.2 for row in cell.rows)
+    graph = onnx.load(tmp_path / "work" / "model.int8.onnx", load_external_data=False)
+    assert [value.name for value in graph.graph.output] == ["sentence_embedding"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "bert-base", "--normalize"], "--normalize belongs to --pooling"),
+        (["--model", "bert-base", "--pooling", "max"], "--pooling max is not known; choose from"),
+        (["run", "--pooling", "mean"], "--pooling belongs to --model; run has its own"),
+    ],
+)
+def test_pooling_that_cannot_be_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        raise invoke("bench", *options).exception
