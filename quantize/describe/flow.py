@@ -5,7 +5,7 @@ Names do not say what a linear does; which tensors meet in a product whose resul
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -156,7 +156,6 @@ class _Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Write down what modules and functions of torch do while the block runs."""
-        from torch.nn.modules import module as hooks
         from torch.overrides import TorchFunctionMode
 
         recorder = self
@@ -169,19 +168,15 @@ class _Recorder:
 
         _register_recorded(self)
         self.model.config._attn_implementation = RECORDED
-        handles = [
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, with_kwargs=True),
-        ]
-        try:
-            with Mode():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        # on each module: torch 2.13 never forgets a global hook `with_kwargs`, and compiled modules warn
+        with ExitStack() as hooks, Mode():
+            for module in self.modules.values():
+                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
+                hooks.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            yield
 
     def _enter(self, module: "nn.Module", _: Any) -> None:
-        self.inside.append(self.names.get(id(module), ""))
+        self.inside.append(self.names[id(module)])
 
     def _leave(self, module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         name = self.inside.pop()

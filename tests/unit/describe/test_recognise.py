@@ -170,6 +170,14 @@ def test_a_model_that_fails_on_a_sample() -> None:
         recognise(untrained("tiny", config))
 
 
+def test_no_hooks_are_left_behind() -> None:
+    """PyTorch warns of global hooks whenever a compiled module runs; warnings are errors."""
+    import torch
+
+    recognised("ernie")
+    torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
+
+
 class TestAnotherAttention:
     """A model whose logits change with the attention and the mask of this program is refused."""
 
