@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import FAMILIES
@@ -194,10 +195,11 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
     """The shipped recipe that a family-free name stands for."""
     free = family_free_recipes()
     if name not in free:
-        near = difflib.get_close_matches(name, [*shipped_recipes(), *free], n=1)
+        near = difflib.get_close_matches(name, [*shipped_recipes(), *(free if family else ())], n=1)
         nearest = f"; the nearest is {near[0]!r}" if near else ""
+        kind = "for a model" if family else f"after a family, as in {FAMILIES[0].name}-{DEFAULT_RECIPE}"
         raise UserError(
-            f"no recipe or file is called {name!r}{nearest} (names for a model: {', '.join(free)}; "
+            f"no recipe or file is called {name!r}{nearest} (names {kind}: {', '.join(free)}; "
             "`qdqbench recipes list` says which family has which)"
         )
     having = ", ".join(free[name])

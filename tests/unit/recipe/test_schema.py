@@ -301,6 +301,21 @@ class TestFiles:
             load_recipe("bert-int8-linear")
         assert all(name in str(error.value) for name in family_free_recipes())
 
+    @pytest.mark.parametrize(
+        ("name", "family", "told"),
+        [
+            ("int8-linear", None, "nearest is 'bert-int8-linears'"),
+            ("nonesuch", None, r"names after a family, as in bert-int8-linears: fp16,"),
+            ("int8-linear", "bert", "nearest is 'int8-linears'"),
+            ("nonesuch", "bert", r"names for a model: fp16,"),
+        ],
+    )
+    def test_names_without_a_family_are_offered_only_with_a_model(
+        self, name: str, family: str | None, told: str
+    ) -> None:
+        with pytest.raises(UserError, match=told):
+            load_recipe(name, (lambda: family_of(family)) if family else None)
+
     def test_a_name_of_several_families_without_a_model(self) -> None:
         with pytest.raises(UserError, match=r"in each family \(bert, roberta, .*such as bert-int8"):
             load_recipe("int8-linears")
