@@ -107,7 +107,6 @@ def _embedding(**fields: Any) -> TaskKind:
 
 PAIRS = _embedding(
     name="embedding",
-    texts=(2,),
     text_columns=(2, 2),
     texts_apart=True,
     label_type=NUMBERS,
@@ -123,7 +122,6 @@ PAIRS = _embedding(
 )
 TEXTS_ALONE = _embedding(
     name="embedding of texts",
-    texts=(1,),
     text_columns=(1, 1),
     labelled=False,
     label_type="",

@@ -88,7 +88,6 @@ class TaskKind:
     mean_loss: "Callable[[Floats, Array, Array], float] | None"  # the loss on NumPy arrays, mean over rows
     constant: Callable[[Floats, Array], bool]  # answers do not depend on the input though labels do
     # What only some have
-    texts: tuple[int, ...] = (1, 2)  # numbers of text columns that it takes
     count: int | None = None  # of labels, where there is no choice
     # the sample of each row of a data set, by its first row; None: each row is one
     groups: "Callable[[datasets.Dataset, Described], Int64] | None" = None

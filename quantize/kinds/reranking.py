@@ -123,7 +123,7 @@ RERANKING = dataclasses.replace(
     REGRESSION,
     name="re-ranking",
     head="one score (num_labels 1)",
-    texts=(2,),
+    text_columns=(2, 2),
     count=1,
     groups=_groups,
     label_values="relevance from 0 to 1",

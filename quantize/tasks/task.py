@@ -209,11 +209,10 @@ def _check_fields(task: Task) -> None:
             f"task {task.name!r} has {task.num_labels} labels; give --num-labels 1 (regression) or more"
         )
     kind = task.kind
-    if len(task.text_columns) not in kind.texts or task.num_labels != (kind.count or task.num_labels):
+    if task.num_labels != (kind.count or task.num_labels):
         raise UserError(
-            f"task {task.name!r} has {len(task.text_columns)} text columns and {task.num_labels} labels, but "
-            f"{kind.name} takes {' or '.join(map(str, kind.texts))} text columns and "
-            f"{kind.head.format(count=task.num_labels)}"
+            f"task {task.name!r} has {task.num_labels} labels, but {kind.name} takes "
+            f"{kind.head.format(count=kind.count)}"
         )
     if bad := [metric for metric in task.metrics if metric not in task.kind.metrics]:
         raise UserError(

@@ -134,9 +134,9 @@ def test_the_task_takes_a_pair_and_one_score():
     assert (own.kind, own.text_columns, own.metrics) == (
         RERANKING, ("question", "text"), RERANKING.default_metrics,
     )  # fmt: skip
-    with pytest.raises(UserError, match="re-ranking takes 2 text columns and one score"):
+    with pytest.raises(UserError, match="has 2 labels, but re-ranking takes one score"):
         get_task("rerank", num_labels=2)
-    with pytest.raises(UserError, match="re-ranking takes 2 text columns"):
+    with pytest.raises(UserError, match=r"text columns text and .*give 2 text columns, all different"):
         get_task("rerank", text_columns=["text"])
     check_model_fits(RERANK, model_labels=1, problem_type=None)
     with pytest.raises(UserError, match=r"classification with 2 outputs, but task 'rerank' needs one score"):
