@@ -92,7 +92,7 @@ DAMAGED = {
     "config-missing": (lambda m, d: (m / "config.json").unlink(), [r"model", r"config\.json|model_type"]),
     "config-not-json": (
         lambda m, d: cut(m / "config.json", 0.5),
-        [r"cannot load tokenizer", r"config\.json|JSON"],
+        [r"cannot load model", r"config\.json.* is not a valid JSON"],
     ),
     "other-architecture": (
         lambda m, d: config_edited(m, model_type="mobilebert"),
@@ -458,7 +458,7 @@ def test_check_against_an_unknown_recipe(finished_run, qdqbench):
 # Interrupted runs: each name is called in the middle of a stage.
 
 INTERRUPTED = {
-    "baseline": "qdqbench.quantize.tasks.rows.pad",
+    "baseline": "qdqbench.quantize.kinds.encoded.pad",
     "quantize": "qdqbench.quantize.calibrate.ptq.forward",
     "export": "qdqbench.quantize.graph.export.save",
     "check": "qdqbench.eval.stages.stages.to_json",

@@ -10,8 +10,11 @@ import typer
 import yaml
 
 from qdqbench.quantize.cli.app import app
+from qdqbench.quantize.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.tasks.task import get_task
+
+from ..support.unknown import config_for
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -21,7 +24,7 @@ DOCUMENTS = [
 STAGES = "embedded baseline quantize ptq qat fake_quant export check parity onnxruntime build verify engine"
 UNTIL = [*STAGES.split(), "evaluate", "report"]
 RECIPES = {*shipped_recipes(), *family_free_recipes()}
-NO_MODEL = ("recipes",)  # commands that need no model, no file and no run directory
+NO_MODEL = ("recipes",)  # commands that need no weights, no file and no run directory
 
 
 def blocks(document, *languages):
@@ -119,6 +122,8 @@ def test_every_command_parses(line):
 def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
     """In the order in which a reader would type them: one writes the file that the next one reads."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(known, "_DESCRIBED", {})
+    config_for("ernie").save_pretrained("my-ernie")  # of a type that has no recipes here
     ran = 0
     for document in DOCUMENTS:
         for line in (line for text in blocks(document, "sh", "bash", "console") for line in lines(text)):
