@@ -1,10 +1,11 @@
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from .tiny import Given, Outcome, call, write_data, write_model
+from .tiny import Given, Outcome, call, one_profile, write_data, write_model
 
 
 @pytest.fixture(scope="session")
@@ -58,14 +59,12 @@ def _trained_once(monkeypatch, tmp_path_factory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_profile(monkeypatch, request) -> None:
-    """Engines for the shape that takes everything, but where shipped recipes are what is tested."""
-    from qdqbench.eval.stages import engine
-
-    real = engine.engine_profiles
+def _one_profile(request) -> Iterator[None]:
+    """One profile, but where shipped recipes are what is tested."""
     name = request.node.name
-    if "-qat" in name or ("shipped" not in name and "embedded_default" not in name):
-        monkeypatch.setattr(engine, "engine_profiles", lambda session: real(session)[-1:])
+    all_of_them = "-qat" not in name and ("shipped" in name or "embedded_default" in name)
+    with nullcontext() if all_of_them else one_profile():
+        yield
 
 
 @pytest.fixture(scope="session")

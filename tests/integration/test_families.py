@@ -18,12 +18,15 @@ pytestmark = pytest.mark.slow
 def of_families():
     """INT8 attention takes the linears with it, so the linears alone are a second way where both are there.
 
-    BERT's recipes are run by `test_run`.
+    So are families whose layers are built as those of others: unit tests hold what is in their files. BERT's
+    recipes are run by `test_run`.
     """
+    alike = ("distilbert", "electra", "mpnet")
     for family in FAMILIES[1:]:
         names = [f"{family.name}-int8-{what}" for what in ("attention", "linears")]
         for number, name in enumerate(name for name in names if name in shipped_recipes()):
-            yield pytest.param(family, name, id=name, marks=pytest.mark.long if number else ())
+            long = number or family.name in alike
+            yield pytest.param(family, name, id=name, marks=pytest.mark.long if long else ())
 
 
 @pytest.fixture(scope="session")

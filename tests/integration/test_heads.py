@@ -8,10 +8,11 @@ import onnx
 import pytest
 
 from . import heads
-from .tiny import call, results
+from .test_run import edited
+from .tiny import call, one_profile, results
 
 pytestmark = pytest.mark.slow
-KINDS = ("tokens", "qa")
+KINDS, SAMPLES = ("tokens", "qa"), 128
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def given(tmp_path_factory):
     folder, options = tmp_path_factory.mktemp("heads"), {}
     for kind, make in (("tokens", heads.tagged), ("qa", heads.asked)):
         heads.write_model(folder / kind / "model", kind, steps=80)
-        for seed, (split, rows) in enumerate({"train": 540, "validation": 64}.items()):
+        for seed, (split, rows) in enumerate({"train": SAMPLES + 32, "validation": 64}.items()):
             heads.write_table(folder / kind / "data" / f"{split}.jsonl", make(rows, seed))
         paths = {"--model": folder / kind / "model", "--task": kind, "--data": folder / kind / "data"}
         options[kind] = [str(each) for pair in paths.items() for each in pair]
@@ -28,7 +29,14 @@ def given(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(given, tmp_path_factory):
+def recipe(tmp_path_factory):
+    """Calibrates on few samples."""
+    path = tmp_path_factory.mktemp("recipe") / "short.yaml"
+    return edited(path, lambda recipe: recipe["calibration"].update(samples=SAMPLES), "bert-int8-linears")
+
+
+@pytest.fixture(scope="module")
+def runs(given, recipe, tmp_path_factory):
     """Finished run directories; of questions with windows of 32 tokens."""
     from qdqbench.eval.api.runs import run
 
@@ -36,7 +44,8 @@ def runs(given, tmp_path_factory):
     for kind in KINDS:
         model, task, data = given[kind][1::2]
         longest = 32 if kind == "qa" else None
-        run("int8-linears", model, task, data, out=folder / kind, max_length=longest)
+        with one_profile():
+            run(recipe, model, task, data, out=folder / kind, max_length=longest)
     return {kind: folder / kind for kind in KINDS}
 
 
@@ -112,10 +121,8 @@ def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
     assert got[stitched.blocks[-1].output].shape[2] == {"tokens": 5, "qa": 2}[kind]
 
 
-def test_sensitivity_sees_heads_over_tokens(given, tmp_path, capsys):
-    done = call(
-        capsys, "sensitivity", "bert-int8-linears", *given["tokens"], "--samples", 24, "--out", tmp_path / "s"
-    )
+def test_sensitivity_sees_heads_over_tokens(given, recipe, tmp_path, capsys):
+    done = call(capsys, "sensitivity", recipe, *given["tokens"], "--samples", 24, "--out", tmp_path / "s")
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "s" / "sensitivity.json").read_text())
     assert found["data"]["samples"] == 24

@@ -3,10 +3,12 @@
 import json
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 MAIN = "from qdqbench.quantize.cli.app import program; program()"  # `qdqbench` as its own process
 
@@ -70,6 +72,17 @@ def call(capsys, *arguments) -> Outcome:
     finally:
         sys.argv = before
     return Outcome(code, *capsys.readouterr())
+
+
+@contextmanager
+def one_profile():
+    """Engines for the shape that takes everything."""
+    from qdqbench.eval.stages import engine
+
+    real = engine.engine_profiles
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "engine_profiles", lambda session: real(session)[-1:])
+        yield
 
 
 def results(folder: Path) -> dict:

@@ -160,6 +160,7 @@ TINY_SHAPE = {
     "hidden_size": 32,
     "num_attention_heads": 2,
     "intermediate_size": 64,
+    "vocab_size": 500,
 }
 
 
@@ -172,7 +173,7 @@ def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
         assert target.about.kind == "shape"
         assert target.about.random_weights
         assert "random token ids" in target.about.calibration
-        assert (target.about.shape["layers"], target.about.shape["vocabulary"]) == (2, 30522)
+        assert (target.about.shape["layers"], target.about.shape["vocabulary"]) == (2, 500)
     assert sums[0] == sums[1] != sums[2]
 
 

@@ -10,23 +10,28 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.accuracy import switches
+from qdqbench.eval.accuracy.parity import compare_layers
+from qdqbench.quantize.calibrate.ptq import calibrate
+from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import inputs_of, widened
 from qdqbench.quantize.encoders.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families import known as family_module
 from qdqbench.quantize.families.albert import ALBERT
-from qdqbench.quantize.families.bert import BERT, ROBERTA
+from qdqbench.quantize.families.bert import BERT, ELECTRA, ROBERTA
 from qdqbench.quantize.families.distilbert import DISTILBERT
 from qdqbench.quantize.families.family import ENCODER_KINDS, Family
 from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
-from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.families.relative import MPNET
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import ModelSection
 
-from ...support.families import new_model
-from ...support.tiny_bert import INT8, new_bert, recipe_with
+from ...support.families import new_model, write_model
+from ...support.tiny_bert import INT8, new_bert, padded_batch, recipe_with
 
 every_model = pytest.mark.parametrize(
     ("family", "model_type"), [pytest.param(f, name, id=name) for f in FAMILIES for name in f.model_types]
@@ -135,6 +140,29 @@ def test_the_graph_has_the_inputs_of_the_family(family: Family, model_type: str,
     new_model(model_type).save_pretrained(tmp_path)
     graph = trace(load_model(str(tmp_path)), 20, CLASSIFICATION.outputs).graph
     assert [value.name for value in graph.input] == list(family.inputs)
+
+
+@pytest.mark.parametrize("family", [DISTILBERT, ELECTRA, MPNET], ids=lambda family: family.name)
+def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Path) -> None:
+    """The other families go the whole path, to an engine, in a test that is not long."""
+    model = load_model(str(write_model(tmp_path, family.model_types[0])))
+    recipe = load_recipe(f"{family.name}-int8-attention")
+    plan = resolve(recipe, module_table(model), model.base_model_prefix)
+    assert len(plan.int8) == len(family.layer_names(model)) * len(family.linears)
+    batches = [padded_batch((length,) * 4, seed=length) for length in (5, 12)]
+    calibrate(model, plan, [inputs_of(model, batch) for batch in batches], recipe.calibration)
+    graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+    report = check_model(graph, expected_quantized={*plan.int8, *plan.attention})
+    assert report.findings == []
+    runs = len(family.runs(model))
+    assert len(report.quantized) == runs * (len(family.linears) + 2)
+    assert len(report.attention_quantized) == runs
+    batch = padded_batch((9, 4, 16))
+    batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
+    parity = compare_layers(graph, model, [inputs_of(model, batch)])
+    assert parity.passed
+    assert parity.padded
+    assert len(parity.rows) == runs * (len(family.linears) + 4)
 
 
 def test_a_shared_layer_runs_several_times() -> None:
