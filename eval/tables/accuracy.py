@@ -61,6 +61,8 @@ def accuracy_tables(runs: Sequence[Results], places: Places, changed: Changed) -
         ]  # fmt: skip
         rows = [_accuracy_row(run, places, changed, trained=trained) for run in by_task[task]]
         parts.append(table(header, rows))
+        if agreeing := [line for run in by_task[task] if (line := _agreement(run, changed))]:
+            parts.append("\n".join(agreeing))
         parts += [f"Partial data: {line}" for run in by_task[task] if (line := _limited(run))]
     return parts
 
@@ -96,6 +98,16 @@ def _accuracy_row(run: Results, places: Places, changed: Changed, *, trained: bo
         "✓" if run.gate.passed else "✗",
         str(places.number(run)),
     ]
+
+
+def _agreement(run: Results, changed: Changed) -> str:
+    """How the embeddings of the last stage agree with FP32's; empty where there are none."""
+    stages = [row.vs_fp32 for name in STAGES if (row := run.stages.get(name)) and row.vs_fp32]
+    found = stages[-1].agreement if stages else None
+    if found is None:
+        return ""
+    said = (f"{label(name)} {value:.4f} ± {found.stderr[name]:.4f}" for name, value in found.values.items())
+    return f"- {changed.label(run.recipe)}, {text(_model_name(run))}, last stage: {text(', '.join(said))}"
 
 
 def _difference(versus: Comparison | None, metric: str) -> str:

@@ -254,3 +254,26 @@ def test_memory_of_engines_by_shape():
     made = tables_markdown([], [bench])
     assert "Memory on the GPU, engine + one context:\n\n| shape | INT8 engine | FP16 engine |\n" in made
     assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.cells)
+
+
+DOCS = {
+    "docs/families.md": "docs/measured-families",
+    "docs/issue-4058.md": "docs/measured-embeddings",
+    "recipes/README.md": "docs/measured",
+}
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_the_pages_hold_the_tables_of_their_results(page):
+    before = (ROOT / page).read_text(encoding="utf-8")
+    runs, benches = find_results([ROOT / DOCS[page]])
+    studies, searches = find_studies([ROOT / DOCS[page]]), find_searches([ROOT / DOCS[page]])
+    assert insert(before, tables_markdown(runs, benches, studies, searches), page) == before
+
+
+def test_embeddings_are_listed_with_what_they_keep():
+    runs, _ = find_results([ROOT / "docs" / "measured-embeddings"])
+    made = tables_markdown(runs, [])
+    kept = runs[0].stages["engine"].vs_fp32.agreement.values["neighbors"]
+    assert made.count(", last stage: ") == len(runs) == 2
+    assert f"neighbours kept {kept:.4f} ±" in made
