@@ -8,7 +8,8 @@ well under one percent of its codes.
 A residual goes into the next LayerNorm as it is, and a probability near 1 gives a value on as it is. Where
 ModelOpt (which multiplies by 1 / scale) and ONNX (which divides) round a border value to two codes, one
 element is then off by that whole step, and its code behind the LayerNorm or the attention by more than one.
-So the tensors of an INT8 residual or attention are replaced by the values behind their quantizers.
+So these tensors are replaced by the values behind their quantizers. Not so q and k: DeBERTa's position terms
+read them as they were before.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,6 +40,7 @@ LIMIT_STEP = 1
 # exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
 SOFTMAX_STEP = 2
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
+PASSED_ON = ("residual_quantizer", "v_bmm_quantizer", "p_bmm_quantizer")
 _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value")} | {
     "p_bmm_quantizer": "softmax",
     "residual_quantizer": "residual",
@@ -192,7 +194,7 @@ def _place(quantizer: str) -> tuple[str, str]:
 
 def _passes_on(quantizer: str) -> bool:
     """Whether what a quantizer makes goes on without a linear that adds many of its elements."""
-    return _place(quantizer)[1] in _OTHERS
+    return _place(quantizer)[1] in PASSED_ON
 
 
 @contextmanager
