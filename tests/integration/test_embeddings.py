@@ -94,6 +94,7 @@ class TestTexts:
         assert all(0 <= row["only"]["divergence"] < 0.1 for row in found["rows"] if row["only"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, embedder, tmp_path):
     write_data(tmp_path, "stsb")

@@ -121,6 +121,7 @@ def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
     assert got[stitched.blocks[-1].output].shape[2] == {"tokens": 5, "qa": 2}[kind]
 
 
+@pytest.mark.long
 def test_sensitivity_sees_heads_over_tokens(given, recipe, tmp_path, capsys):
     done = call(capsys, "sensitivity", recipe, *given["tokens"], "--samples", 24, "--out", tmp_path / "s")
     assert done.code == 0, done.err
@@ -132,6 +133,7 @@ def test_sensitivity_sees_heads_over_tokens(given, recipe, tmp_path, capsys):
     assert all(row["only"]["divergence"] > 0 for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_finetune_learns_and_names_its_classes(given, tmp_path, capsys, kind):
     options = ["--limit", 96, "--epochs", 1, "--seeds", 1, "--batch-size", 16, "--out", tmp_path / "f"]

@@ -12,6 +12,7 @@ from .tiny import results, tokenizer
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 @needs_rtx
 def test_the_path_of_an_unknown_type(sentences, tmp_path, qdqbench, monkeypatch):  # noqa: F811
     """RoFormer: an attention of its own, which rotates q and k."""

@@ -45,6 +45,7 @@ def plain_scores(model, table):
         return encoder(**batch).logits.numpy().reshape(-1, PASSAGES)
 
 
+@pytest.mark.long
 def test_the_path_of_a_cross_encoder(given, tmp_path, qdqbench):
     from sklearn.metrics import ndcg_score
 
