@@ -73,6 +73,7 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
         if "p2c" in self.pos_att_type:
             table = self._projected(self.query_proj, rel_embeddings) * scaling
             attention_mask = attention_mask + self.p2c(key, table, relative_pos[1])
+        # called here, by this name: ModelOpt finds attentions by it in a module's own source
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         made, probabilities = attention(
             self,

@@ -29,6 +29,7 @@ class MPNetSelfAttention(theirs.MPNetSelfAttention):
         query, key, value = (
             linear(hidden_states).view(heads).transpose(1, 2) for linear in (self.q, self.k, self.v)
         )
+        # called here, by this name: ModelOpt finds attentions by it in a module's own source
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         made, probabilities = attention(
             self,

@@ -4,12 +4,15 @@ MPNet: Song et al. 2020, arXiv 2004.09297. DeBERTa v2 and v3: He et al. 2020, ar
 2021, arXiv 2111.09543.
 """
 
-from qdqbench.quantize.families.family import Family, Residual
+from dataclasses import replace
 
-MPNET = Family(
+from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.family import Residual
+
+MPNET = replace(
+    BERT,
     name="mpnet",
     model_types=("mpnet",),
-    layers="encoder.layer",
     linears={
         "attention.attn.q": "query",
         "attention.attn.k": "key",
@@ -20,26 +23,19 @@ MPNET = Family(
     },
     outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
     attention="attention.attn",
-    residuals=(
-        Residual("attention.sum", ("query", "key", "value")),
-        Residual("output", ("ffn-in",)),
-    ),
+    residuals=(Residual("attention.sum", ("query", "key", "value")), BERT.residuals[1]),
     norms={"attention.LayerNorm": "attention", "output.LayerNorm": "ffn"},
-    embeddings="embeddings",
-    embeddings_norm="embeddings.LayerNorm",
     pooler=None,
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
-    activation="hidden_act",
-    intermediate="intermediate_size",
     inputs=("input_ids", "attention_mask"),
     positions_follow_padding=True,
     layers_return_tuples=True,
     rewritten_by="mpnet",
 )
-DEBERTA_V2 = Family(
+DEBERTA_V2 = replace(
+    BERT,
     name="deberta-v2",
     model_types=("deberta-v2",),
-    layers="encoder.layer",
     linears={
         "attention.self.query_proj": "query",
         "attention.self.key_proj": "key",
@@ -49,18 +45,8 @@ DEBERTA_V2 = Family(
         "output.dense": "ffn-out",
     },
     outside={"embeddings.embed_proj": "embeddings", "pooler.dense": "pooler", "classifier": "classifier"},
-    attention="attention.self",
-    residuals=(
-        Residual("attention.output", ("query", "key", "value")),
-        Residual("output", ("ffn-in",)),
-    ),
-    norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
-    embeddings="embeddings",
-    embeddings_norm="embeddings.LayerNorm",
     pooler=None,
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout"),
-    activation="hidden_act",
-    intermediate="intermediate_size",
     inputs=("input_ids", "attention_mask"),
     layers_return_tuples=True,
     terms=("attention.self.c2p", "attention.self.p2c"),

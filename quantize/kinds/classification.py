@@ -1,5 +1,6 @@
 """Classification: one class for a sentence, or a pair."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,9 +31,14 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     return ""
 
 
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
-    values = dataset.select_columns([task.label_column])[:][task.label_column]
-    return Targets(np.array(values, dtype=np.int64))
+def labels_as(dtype: type) -> "Callable[[datasets.Dataset, Described, Layout], Targets]":
+    """`TaskKind.targets` of a label column that holds a number in each row."""
+
+    def targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
+        values = dataset.select_columns([task.label_column])[:][task.label_column]
+        return Targets(np.array(values, dtype=dtype))
+
+    return targets
 
 
 def _predict(logits: Floats, labels: Array) -> Int64:
@@ -80,8 +86,11 @@ def _mean_loss(logits: Floats, labels: Array, answers: Array) -> float:
     return float(-np.mean(_log_softmax(logits)[np.arange(len(labels)), labels]))
 
 
-def _constant(logits: Floats, labels: Array) -> bool:
-    """Not whether one class gets them all: with few samples of the others, a sound model may do that."""
+def same_for_all(logits: Floats, labels: Array) -> bool:
+    """Whether the class probabilities do not depend on the input though labels do.
+
+    Not whether one class gets them all: with few samples of the others, a sound model may do that.
+    """
     return len(np.unique(labels)) > 1 and bool(np.ptp(_log_softmax(logits), axis=0).max() <= SAME)
 
 
@@ -97,7 +106,7 @@ CLASSIFICATION = TaskKind(
     label_type=NUMBERS,
     label_values="integers from 0 to {last}",
     label_problem=_label_problem,
-    targets=_targets,
+    targets=labels_as(np.int64),
     metrics=CLASSES,
     default_metrics=("accuracy",),
     predict=_predict,
@@ -110,5 +119,5 @@ CLASSIFICATION = TaskKind(
     distance_unit=lambda answers: 1.0,  # nat
     mean_loss=_mean_loss,
     reads_first_token=True,
-    constant=_constant,
+    constant=same_for_all,
 )

@@ -113,6 +113,21 @@ LOGITS = {"logits": ("batch", "label")}
 SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same
 
 
+def mean_over_rows(
+    loss: "Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]",
+) -> "Callable[[Floats, Array, Array], float]":
+    """`TaskKind.mean_loss` of a `loss`."""
+
+    def mean(answers: Floats, labels: Array, counts: Array) -> float:
+        import numpy as np
+        import torch
+
+        given = (torch.from_numpy(np.asarray(each)) for each in (answers, labels, counts))
+        return float(loss(*given)) / len(counts)
+
+    return mean
+
+
 def joined(outputs: Any, names: Iterable[str]) -> Any:
     """The answers [batch, ...] in a model's outputs: the only one, or several stacked along a new last axis.
 

@@ -8,7 +8,7 @@ import numpy as np
 from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.kinds.classification import TEXTS, kl
 from qdqbench.quantize.kinds.encoded import Layout, Targets, Units
-from qdqbench.quantize.kinds.kind import SAME, Described, TaskKind
+from qdqbench.quantize.kinds.kind import SAME, Described, TaskKind, mean_over_rows
 from qdqbench.quantize.kinds.scores import of_sums, ratio
 from qdqbench.quantize.kinds.squad import exact_match, f1
 
@@ -178,13 +178,6 @@ def _distance(
     return functional.kl_div(student, target, reduction="sum", log_target=True) * temperature**2 / 2
 
 
-def _mean_loss(logits: Floats, labels: Array, answers: Array) -> float:
-    import torch
-
-    given = (torch.from_numpy(np.asarray(each)) for each in (logits, labels, answers))
-    return float(_loss(*given)) / len(answers)
-
-
 QUESTIONS = TaskKind(
     name="question answering",
     model_class="AutoModelForQuestionAnswering",
@@ -211,7 +204,7 @@ QUESTIONS = TaskKind(
     loss=_loss,
     distance=_distance,
     distance_unit=lambda answers: 1.0,  # nat
-    mean_loss=_mean_loss,
+    mean_loss=mean_over_rows(_loss),
     constant=lambda logits, labels: bool(np.ptp(logits, axis=0).max() <= SAME),
     width=2,
     expected=lambda gold: int(gold.tokens.sum()),

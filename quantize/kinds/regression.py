@@ -6,8 +6,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float64, Floats
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.kinds.classification import NUMBERS, TEXTS, label_and_prediction
-from qdqbench.quantize.kinds.encoded import Layout, Targets
+from qdqbench.quantize.kinds.classification import NUMBERS, TEXTS, label_and_prediction, labels_as
 from qdqbench.quantize.kinds.kind import LOGITS, SAME, Described, TaskKind
 from qdqbench.quantize.kinds.scores import CORRELATIONS
 
@@ -20,11 +19,6 @@ def _label_problem(dataset: "datasets.Dataset", task: Described) -> str:
     labels = dataset.data.column(task.label_column).to_numpy()
     bad = int((~np.isfinite(labels)).sum())
     return f"are not finite in {bad} of {len(labels)} rows; drop or correct them" if bad else ""
-
-
-def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
-    values = dataset.select_columns([task.label_column])[:][task.label_column]
-    return Targets(np.array(values, dtype=np.float32))
 
 
 def _predict(logits: Floats, labels: Array) -> Float64:
@@ -69,7 +63,7 @@ REGRESSION = TaskKind(
     label_type=NUMBERS,
     label_values="numbers",
     label_problem=_label_problem,
-    targets=_targets,
+    targets=labels_as(np.float32),
     metrics=CORRELATIONS,
     default_metrics=("pearson", "spearman"),
     predict=_predict,

@@ -9,9 +9,9 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.kinds.classification import kl
+from qdqbench.quantize.kinds.classification import kl, same_for_all
 from qdqbench.quantize.kinds.encoded import Layout, Targets, Units
-from qdqbench.quantize.kinds.kind import SAME, Described, TaskKind
+from qdqbench.quantize.kinds.kind import Described, TaskKind, mean_over_rows
 from qdqbench.quantize.kinds.scores import of_sums, ratio
 
 if TYPE_CHECKING:
@@ -214,20 +214,6 @@ def _distance(
     return (each * share_of_row(answers)).sum() * temperature**2
 
 
-def _mean_loss(logits: Floats, labels: Array, answers: Array) -> float:
-    import torch
-
-    given = (torch.from_numpy(np.asarray(each)) for each in (logits, labels, answers))
-    return float(_loss(*given)) / len(answers)
-
-
-def _constant(logits: Floats, labels: Array) -> bool:
-    from scipy.special import log_softmax
-
-    spread = np.ptp(log_softmax(logits.astype(np.float64), axis=1), axis=0).max()
-    return len(np.unique(labels)) > 1 and bool(spread <= SAME)
-
-
 TOKENS = TaskKind(
     name="token classification",
     model_class="AutoModelForTokenClassification",
@@ -256,8 +242,8 @@ TOKENS = TaskKind(
     loss=_loss,
     distance=_distance,
     distance_unit=lambda answers: 1.0,  # nat
-    mean_loss=_mean_loss,
-    constant=_constant,
+    mean_loss=mean_over_rows(_loss),
+    constant=same_for_all,
     expected=lambda gold: len(gold.tags),
     units=_units,
     tokenizing={"is_split_into_words": True},

@@ -66,15 +66,18 @@ def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
     assert name in (out / "report.md").read_text()
 
 
+def short(recipe):
+    """Few samples and steps, and a gate that random weights hold."""
+    recipe["gate"].update(max_drop=1.0)
+    recipe["calibration"].update(samples=64)
+    if recipe.get("qat"):
+        recipe["qat"].update(max_steps=4)
+
+
 @needs_rtx
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES[1:], ids=lambda family: family.name)
 def test_a_family_is_trained(family, sentences, tmp_path, qdqbench):
-    def short(recipe):
-        recipe["gate"].update(max_drop=1.0)
-        recipe["qat"].update(max_steps=4)
-        recipe["calibration"].update(samples=64)
-
     name = f"{family.name}-int8-attention-qat"
     recipe = edited(tmp_path / "short.yaml", short, name)
     model = write_model(tmp_path / "model", family.model_types[0], entries())
@@ -92,10 +95,6 @@ def test_a_family_is_trained(family, sentences, tmp_path, qdqbench):
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES[1:], ids=lambda family: family.name)
 def test_the_layers_of_a_family_are_ranked(family, sentences, tmp_path, qdqbench):
-    def short(recipe):
-        recipe["gate"].update(max_drop=1.0)
-        recipe["calibration"].update(samples=64)
-
     recipe = edited(tmp_path / "short.yaml", short, f"{family.name}-int8-linears")
     model = write_model(tmp_path / "model", family.model_types[0], entries())
     out = tmp_path / "sensitivity"
