@@ -96,6 +96,9 @@ def load_encoder(  # noqa: PLR0913
 ) -> "PreTrainedModel":
     """FP32 encoder with a classifier to fine-tune, with PyTorch's fused attention.
 
+    With ours where layers have windows: one may hold nothing but padding, and what fused kernels make of a
+    softmax over nothing, and of its gradient, differs.
+
     Args:
         name: folder or hub id, of an encoder or of a classifier; revision as `load_model`.
         num_labels: of the classifier; 1 for regression.
@@ -120,7 +123,7 @@ def load_encoder(  # noqa: PLR0913
                 if getattr(config, field, None) is not None:  # none: as another field says
                     setattr(config, field, dropout)
         model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
-    use_attention(model, "sdpa")
+    use_attention(model, ATTENTION if family_of(config).windows else "sdpa")
     made = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
     pooler = f"{prefix}{family_of(config).pooler}."

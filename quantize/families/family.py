@@ -76,6 +76,7 @@ class Family:
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
     gated: bool = False  # the first feed-forward makes every channel, then the gate of every channel
     rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
+    windows: bool = False  # some layers see a window alone, which padding may fill
     terms: tuple[str, ...] = ()  # modules of products that are no linear's and not the attention's own
     rewritten_by: str | None = None  # file of `encoders` that sends its attention through AttentionInterface
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of fields that are supported

@@ -26,4 +26,5 @@ MODERNBERT = Family(
     head_size="head_dim",
     gated=True,
     rotary=True,
+    windows=True,
 )

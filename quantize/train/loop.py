@@ -204,6 +204,7 @@ def _advance(
     steps = total_steps(data, settings)
     model.train()
     losses: list[Any] = []
+    norms: list[Any] = []
     seen, start, epoch, batches = 0, time.perf_counter(), -1, []
     while state.step < until:
         if state.step // per_epoch != epoch:
@@ -211,7 +212,7 @@ def _advance(
             batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)
         rows = batches[state.step % per_epoch]
         losses.append(_gradient(job, accelerator, model, rows))
-        norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -219,15 +220,15 @@ def _advance(
         state.step += 1
         seen += len(rows)
         if state.step % LOG_STEPS == 0 or state.step == until:
-            mean = _mean_loss(accelerator, losses, norm, state.step)
-            losses = []
+            mean = _mean_loss(accelerator, losses, norms, state.step)
             row = LogRow(
                 step=state.step,
                 epoch=state.step / per_epoch,
                 loss=mean,
                 learning_rate=scheduler.get_last_lr()[0],
-                gradient_norm=float(norm),
+                gradient_norm=float(norms[-1]),
             )
+            losses, norms = [], []
             state.log.append(row.model_dump())
             job.report(row, steps)
     state.seconds += time.perf_counter() - start
@@ -256,21 +257,22 @@ def _tensors(job: Job, accelerator: "Accelerator", rows: Int64) -> Tensors:
     return {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch.items()}
 
 
-def _mean_loss(accelerator: "Accelerator", losses: list[Any], norm: Any, step: int) -> float:
+def _mean_loss(accelerator: "Accelerator", losses: list[Any], norms: list[Any], step: int) -> float:
     """Mean over the steps since the last look, the same on every process.
 
     Raises:
-        CheckFailed: it is not a number, or the last gradient is not: a quantizer makes a code of NaN.
+        CheckFailed: a loss or a gradient is not a number: a quantizer makes a code of NaN.
     """
     import torch
 
-    mean = float(accelerator.reduce(torch.stack(losses).float().mean(), reduction="sum"))
-    if not math.isfinite(mean) or not math.isfinite(float(norm)):
-        raise CheckFailed(
-            "the training loss or its gradient became NaN or infinite between steps "
-            f"{step - len(losses) + 1} and {step}; lower learning_rate, or set precision: fp32"
-        )
-    return mean
+    found = accelerator.reduce(torch.stack(losses).float(), reduction="sum")
+    for number, (loss, norm) in enumerate(zip(found.tolist(), torch.stack(norms).tolist(), strict=True)):
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise CheckFailed(
+                f"the {'gradient of the ' * math.isfinite(loss)}training loss became NaN or infinite at step "
+                f"{step - len(losses) + number + 1}; lower learning_rate, or set precision: fp32"
+            )
+    return float(found.mean())
 
 
 def _judge(job: Job, accelerator: "Accelerator", state: State) -> None:

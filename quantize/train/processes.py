@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import QdqError
 
@@ -34,15 +34,22 @@ def precision_here(precision: str) -> str:
 
 @contextmanager
 def matrix_products(precision: str) -> Iterator[None]:
-    """FP32 matrix products in TF32, if the setting comes to that here; as before, afterwards."""
+    """FP32 matrix products in TF32, if the setting comes to that here; as before, afterwards.
+
+    Fused attention is not cuDNN's: at lengths such as 64 its gradient may be NaN where there is a mask
+    (github.com/pytorch/pytorch/issues/196678).
+    """
     import torch
 
-    before = torch.get_float32_matmul_precision()
+    attention: Any = torch.backends.cuda  # whose functions have no types
+    before, cudnn = torch.get_float32_matmul_precision(), attention.cudnn_sdp_enabled()
+    attention.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high" if precision_here(precision) == "tf32" else "highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        attention.enable_cudnn_sdp(cudnn)
 
 
 def new_accelerator(precision: str) -> "Accelerator":

@@ -12,9 +12,16 @@ from typer.testing import CliRunner
 
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.load import load_encoder
 from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.train import processes
+
+from ..support.families import write_model
+from ..support.tiny_bert import padded_batch
 
 QUICK = ("--epochs", 2, "--evaluations", 2, "--batch-size", 16)
 
@@ -83,6 +90,18 @@ def test_a_step_of_the_quantized_model_does_not_wait_for_the_device(finished_run
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+def test_gradients_are_finite_where_padding_fills_a_window(model_type, tmp_path):
+    folder = str(write_model(tmp_path, model_type))
+    model = load_encoder(folder, CLASSIFICATION, num_labels=2, keep_head=True).cuda()
+    for longest in (63, 64, 65, 96):
+        batch = padded_batch((longest, 20))
+        inputs = {name: torch.from_numpy(array).cuda() for name, array in inputs_of(model, batch).items()}
+        with processes.matrix_products("bf16"), torch.autocast("cuda", torch.bfloat16):
+            torch.nn.functional.cross_entropy(model(**inputs).logits, torch.tensor([0, 1]).cuda()).backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -14,6 +14,7 @@ from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.encoders.inputs import inputs_of, widened
 from qdqbench.quantize.encoders.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.encoders.modules import module_table
@@ -26,6 +27,7 @@ from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
 from qdqbench.quantize.families.relative import MPNET
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import ModelSection
@@ -114,6 +116,38 @@ def test_a_dropout_that_follows_another_field_still_does(tmp_path: Path) -> None
     new_bert().save_pretrained(tmp_path)
     config: Any = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=0.2).config
     assert (config.hidden_dropout_prob, config.classifier_dropout) == (0.2, None)
+
+
+@every_model
+def test_training_attends_to_something_wherever_padding_is(
+    family: Family, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from torch.nn import functional
+    from transformers import AutoModelForSequenceClassification as Classifier
+
+    folder = str(write_model(tmp_path, model_type))
+    model = load_encoder(folder, CLASSIFICATION, num_labels=2, keep_head=True)
+    batch = padded_batch((3, 40))  # more padding than a window holds
+    batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
+    inputs = {name: torch.from_numpy(array) for name, array in inputs_of(model, batch).items()}
+    fused, masks = functional.scaled_dot_product_attention, []
+
+    def looks(*given: Any, attn_mask: Any = None, **others: Any) -> Any:
+        masks.append(attn_mask)
+        return fused(*given, attn_mask=attn_mask, **others)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", looks)
+    with torch.no_grad(), quiet("transformers"):
+        wanted = Classifier.from_pretrained(folder, attn_implementation="eager").eval()(**inputs).logits
+        torch.testing.assert_close(model.eval()(**inputs).logits, wanted, atol=1e-4, rtol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = functional.cross_entropy(model.train()(**inputs).logits, torch.tensor([0, 1]))
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert all((m if m.dtype == torch.bool else m > MASK_FILL).any(-1).all() for m in masks)
+    assert family.windows == any("sliding" in kind for kind in getattr(model.config, "layer_types", ()))
 
 
 @every_model

@@ -191,17 +191,39 @@ def test_accumulation_changes_rounding_only(tmp_path, accelerator):
     assert torch.allclose(*results, atol=2e-5)
 
 
-def test_nan_stops_the_run_and_says_where(tmp_path, accelerator):
+@pytest.mark.parametrize(
+    ("value", "slope", "what"),
+    [(float("nan"), 1.0, "the training loss"), (0.0, float("inf"), "the gradient of the training loss")],
+)
+def test_nan_stops_the_run_and_says_where(value, slope, what, tmp_path, accelerator):
     job = tiny.job(tmp_path)
     plain, calls = job.loss, []
 
     def breaks(model, rows, batch):
         calls.append(None)
-        return plain(model, rows, batch) * (float("nan") if len(calls) == 7 else 1.0)
+        loss = plain(model, rows, batch)
+        if len(calls) == 7:
+            loss.register_hook(lambda gradient: gradient * slope)
+            loss = loss + value
+        return loss
 
     job.loss = breaks
-    with pytest.raises(CheckFailed, match="gradient became NaN or infinite between steps 5 and 9; lower"):
+    with pytest.raises(CheckFailed, match=f"^{what} became NaN or infinite at step 7; lower"):
         train(job, accelerator)
+
+
+def test_attention_is_not_trained_by_cudnn(tmp_path, accelerator):
+    job = tiny.job(tmp_path)
+    plain, seen = job.loss, []
+
+    def looks(model, rows, batch):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(model, rows, batch)
+
+    job.loss = looks
+    train(job, accelerator)
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # PyTorch's default, again
+    assert not any(seen)
 
 
 def test_a_model_that_answers_the_same_stops_the_run(tmp_path, accelerator):
