@@ -1,12 +1,33 @@
 """Fixtures that are dear enough to make once, and no deadlines: a busy machine is no failure."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """A folder by name that one of all workers makes, never to be written to: `make` is given its path."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def once(name: str, make: Callable[[Path], object]) -> Path:
+        made = root / "made-once" / name
+        made.parent.mkdir(exist_ok=True)
+        with FileLock(f"{made}.lock"):
+            if not (done := Path(f"{made}.done")).exists():
+                make(made)
+                done.touch()
+        return made
+
+    return once
 
 
 @pytest.fixture(scope="session")

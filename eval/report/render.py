@@ -1,7 +1,8 @@
 """Templates, and the two files that each report is: Markdown and HTML."""
 
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.report.formats import (
     _number,
@@ -18,11 +19,20 @@ from qdqbench.eval.report.formats import (
 )
 from qdqbench.quantize.core.files import write_text
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, context: dict[str, Any]) -> str:
     """Text of a template of the package; an unknown variable is an error."""
+    return _templates().get_template(template).render(context)
+
+
+@cache
+def _templates() -> "Environment":
+    """What keeps compiled templates: compiling takes longer than rendering."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -36,7 +46,7 @@ def render(template: str, context: dict[str, Any]) -> str:
     for function in (label, size, seconds, types, text, code, fenced, flat, yaml_text):
         environment.filters[function.__name__] = function
     environment.globals |= {"number": _number, "share_text": _share_text}
-    return environment.get_template(template).render(context)
+    return environment
 
 
 def write(name: str, folder: Path, context: dict[str, Any]) -> list[Path]:

@@ -9,15 +9,16 @@ from .tiny import Given, Outcome, call, one_profile, write_data, write_model
 
 
 @pytest.fixture(scope="session")
-def given(tmp_path_factory) -> Callable[[str], Given]:
+def given(made_once) -> Callable[[str], Given]:
     """Model and data of a task by name; made when first asked for."""
-    root, made = tmp_path_factory.mktemp("given"), {}
 
     def make(task: str = "sst2") -> Given:
-        if task not in made:
-            write_data(root / "data", task)
-            made[task] = Given(write_model(root / task, task), task, root / "data")
-        return made[task]
+        def write(folder):
+            write_data(folder / "data", task)
+            write_model(folder / task, task)
+
+        folder = made_once(f"given-{task}", write)
+        return Given(folder / task, task, folder / "data")
 
     return make
 
@@ -40,20 +41,17 @@ def _no_progress_lines(monkeypatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _trained_once(monkeypatch, tmp_path_factory) -> None:
-    """The embedded default is trained by the first test that wants it; the others get copies."""
+def _trained_once(monkeypatch, made_once) -> None:
+    """The embedded default is trained by the first test that wants it; all get copies."""
     from qdqbench.quantize.tasks import embedded
 
     real = embedded.write_embedded
 
     def write(folder, *, seed=0, progress=None, size=None):
-        store = tmp_path_factory.getbasetemp() / f"embedded-{seed}-{size}"
-        if store.is_dir() and not folder.exists():
+        store = made_once(f"embedded-{seed}-{size}", lambda made: real(made, seed=seed, size=size))
+        if not folder.exists():
             shutil.copytree(store, folder)
-        run = real(folder, seed=seed, progress=progress, size=size)
-        if not store.is_dir():
-            shutil.copytree(folder, store)
-        return run
+        return real(folder, seed=seed, progress=progress, size=size)
 
     monkeypatch.setattr(embedded, "write_embedded", write)
 
@@ -68,7 +66,7 @@ def _one_profile(request) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def finished_run(given, tmp_path_factory) -> Path:
+def finished_run(given, made_once) -> Path:
     """A whole run of the default recipe, never to be written to."""
     from qdqbench.eval.runs.run import run_until
     from qdqbench.quantize.recipe.schema import load_recipe
@@ -84,9 +82,12 @@ def finished_run(given, tmp_path_factory) -> Path:
         task=get_task("sst2"),
         data=str(sst2.data),
     )
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    run_until(open_run(config, folder), None)
-    return folder
+
+    def run(folder):
+        with one_profile():
+            run_until(open_run(config, folder), None)
+
+    return made_once("finished", run)
 
 
 @pytest.fixture
