@@ -23,6 +23,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
         made.parent.mkdir(exist_ok=True)
         with FileLock(f"{made}.lock"):
             if not (done := Path(f"{made}.done")).exists():
+                made.mkdir(exist_ok=True)
                 make(made)
                 done.touch()
         return made

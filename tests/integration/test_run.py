@@ -503,7 +503,8 @@ def test_limit_warns_in_the_report(a_run, sst2, qdqbench):
 
 
 @needs_rtx
-def test_embedded_default(tmp_path, qdqbench):
+@pytest.mark.parametrize("second", ["bert-fp16", pytest.param("bert-int8-attention", marks=pytest.mark.long)])
+def test_embedded_default(second, tmp_path, qdqbench):
     out = tmp_path / "run"
     done = qdqbench("run", "--out", out)
     assert (done.code, done.err) == (0, "")
@@ -515,6 +516,6 @@ def test_embedded_default(tmp_path, qdqbench):
     assert found.gate.passed
     assert found.model["embedded"]
     assert any("embedded default" in warning for warning in found.warnings)
-    attention = qdqbench("run", "bert-int8-attention", "--out", out)  # the trained model is reused
-    assert (attention.code, attention.err) == (0, "")
+    again = qdqbench("run", second, "--out", out)  # the trained model is reused
+    assert (again.code, again.err) == (0, "")
     assert results(out)["timings"]["embedded"]["reused"]

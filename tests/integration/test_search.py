@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -16,7 +18,7 @@ from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
 from ..support.cost_rows_made import made_rows
-from .tiny import MAIN, environment, listing
+from .tiny import MAIN, Outcome, call_alone, environment, listing
 
 pytestmark = pytest.mark.slow
 TRIALS = 10
@@ -44,20 +46,22 @@ def options(given, files, out, *more, recipe="mine.yaml", trials=TRIALS):
 
 
 @pytest.fixture(scope="module")
-def searched(given, files, tmp_path_factory):
-    """A finished search in a process of its own; never to be written to."""
-    out = tmp_path_factory.mktemp("searched") / "out"
-    command = [sys.executable, "-c", MAIN, *options(given, files, out, "--json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    return out, done
+def searched(given, files, made_once, tmp_path_factory):
+    """A finished search, to go on with, and how the command ended."""
+
+    def search(folder):
+        told = call_alone(*options(given, files, folder / "out", "--json"))
+        (folder / "told.json").write_text(json.dumps(asdict(told)))
+
+    made = shutil.copytree(made_once("searched", search), tmp_path_factory.mktemp("searched") / "made")
+    return made / "out", Outcome(**json.loads((made / "told.json").read_text()))
 
 
 def test_the_outcome_is_whole(searched):
     out, done = searched
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.code, done.err) == (0, "")
     found = read_search(out / "search.json")
-    assert json.loads(done.stdout) == json.loads(found.model_dump_json())
+    assert json.loads(done.out) == json.loads(found.model_dump_json())
     tried = [trial for trial in found.trials if trial.duplicate_of is None]
     assert len(tried) == TRIALS
     assert {"given recipe", "all FP16", "ranking"} <= {trial.origin for trial in found.trials}

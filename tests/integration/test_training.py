@@ -20,7 +20,7 @@ from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.training_results import Finetuning
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from .tiny import MAIN, write_data
+from .tiny import MAIN, call_alone, write_data
 
 QUICK = ("--epochs", "2", "--evaluations", "2", "--batch-size", "16")
 
@@ -42,12 +42,14 @@ def environment():
 
 
 @pytest.fixture(scope="module")
-def tuned(given, tmp_path_factory):
-    """A finished fine-tuning of two seeds, never to be written to."""
-    out = tmp_path_factory.mktemp("tuned") / "f"
-    command = ["finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", str(out)]
-    subprocess.run([sys.executable, "-c", MAIN, *command], env=environment(), check=True, capture_output=True)
-    return out
+def tuned(given, made_once, tmp_path_factory):
+    """A finished fine-tuning of two seeds, to be told again to train."""
+
+    def train(out):
+        done = call_alone("finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", out)
+        assert done.code == 0, done.err
+
+    return shutil.copytree(made_once("tuned", train), tmp_path_factory.mktemp("tuned") / "f")
 
 
 def test_finetune_leaves_models_and_a_report(tuned, qdqbench, given):
@@ -153,22 +155,24 @@ def test_labels_out_of_range(given, qdqbench, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(given, tmp_path_factory):
+def trained(given, made_once):
     """A finished QAT run, never to be written to."""
     from qdqbench.eval.runs.run import run_until
     from qdqbench.quantize.rundir.pipeline import open_run
     from qdqbench.quantize.rundir.session import RunConfig
     from qdqbench.quantize.tasks.task import get_task
 
-    folder, sst2 = tmp_path_factory.mktemp("trained"), given("sst2")
-    config = RunConfig(
-        recipe=load_recipe(recipe(folder)),
-        model=str(sst2.model),
-        task=get_task("sst2"),
-        data=str(sst2.data),
-    )
-    run_until(open_run(config, folder / "run"), None)
-    return folder / "run"
+    def train(folder):
+        sst2 = given("sst2")
+        config = RunConfig(
+            recipe=load_recipe(recipe(folder)),
+            model=str(sst2.model),
+            task=get_task("sst2"),
+            data=str(sst2.data),
+        )
+        run_until(open_run(config, folder / "run"), None)
+
+    return made_once("trained", train) / "run"
 
 
 def test_qat_goes_down_the_whole_path(trained):

@@ -1,9 +1,10 @@
 """A tiny BERT and its data on disk, as a user would bring them, and the command line in this process."""
 
+import io
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,18 +61,30 @@ class Outcome:
 
 def call(capsys, *arguments) -> Outcome:
     """Run `qdqbench ARGUMENTS` in this process."""
+    capsys.readouterr()
+    code = _exit_code(arguments)
+    return Outcome(code, *capsys.readouterr())
+
+
+def call_alone(*arguments) -> Outcome:
+    """As `call`, for fixtures that are made once."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = _exit_code(arguments)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def _exit_code(arguments) -> int:
     from qdqbench.quantize.cli.app import main
 
-    before, code = sys.argv, 0
+    before = sys.argv
     sys.argv = ["qdqbench", *map(str, arguments)]
-    capsys.readouterr()
     try:
         main()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
         sys.argv = before
-    return Outcome(code, *capsys.readouterr())
+    return 0
 
 
 @contextmanager
