@@ -16,6 +16,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.load import load_model, prepare_model, use_tanh_gelu
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.fakequant.quantizers import outputs_of
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
@@ -23,7 +24,6 @@ from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.kinds.embedding import PAIRS
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.rundir.artifacts import weight_form
 from qdqbench.quantize.rundir.config import asked_pooling
 from qdqbench.quantize.rundir.session import require_fit
 from qdqbench.quantize.tasks.batches import equal_length_batches
@@ -118,14 +118,17 @@ def quantize(
 
 
 def export(quantized: Quantized, path: str | Path) -> Exported:
-    """Write a fake-quant model as strongly typed ONNX with INT8 weights, as its recipe says.
+    """Write a fake-quant model as ONNX with INT8 weights, as its recipe says.
+
+    Strongly typed for GPUs, or FP32 with Q/DQ where `engine.backend` names a CPU runtime.
 
     Raises:
         UserError: the exporter fails.
         CheckFailed: a weight was not quantized, a constant does not fit FP16, or the graph is not valid.
     """
     recipe, notes = quantized.recipe, list[str]()
-    settings = ExportSettings.of(recipe, weight_form(recipe))
+    asked = recipe.engine.backend
+    settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
     traced = trace(quantized.model, recipe.export.opset, outputs_of(quantized.model))
     write_graph(traced, quantized.plan, settings, Path(path), notes)
     return Exported(Path(path), notes)

@@ -26,7 +26,7 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.artifacts import engine_profiles, weight_form
+from qdqbench.quantize.rundir.artifacts import backend_of, engine_profiles
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.runtime.engine import Engine
 
@@ -70,7 +70,7 @@ def write_engine_graph(
     Raises:
         UserError, CheckFailed: the export fails.
     """
-    settings = ExportSettings.of(recipe, weight_form(session.recipe))
+    settings = ExportSettings.of(recipe, backend_of(session.recipe))
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     modules = {*plan.int8, *plan.attention}
     gemms = [name for name in gemm_names(path) if module_of(name) in modules]

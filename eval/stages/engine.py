@@ -6,13 +6,23 @@ from pathlib import Path
 from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import EngineResult, Verification
+from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import notes_on_data
 from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.rundir.artifacts import engine_profiles, expected_gemms, graph_path
+from qdqbench.quantize.rundir.artifacts import (
+    GPU_INT8,
+    backend_of,
+    cpu_compute,
+    engine_profiles,
+    expected_gemms,
+    graph_path,
+)
 from qdqbench.quantize.rundir.outcomes import (
     BUILD,
     ENGINE,
@@ -24,32 +34,47 @@ from qdqbench.quantize.rundir.outcomes import (
     record,
 )
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.runtime.opened import open_runner
 
 
 def build_stage(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
-    settings = session.recipe.engine
-    folder = session.folder / "engine"
+    backend = backend_of(session.recipe)
+    if session.recipe.engine.backend == "auto" and backend in CPU_BACKENDS:
+        session.notes.append(
+            f"engine.backend auto: no GPU here, so the engine is {backend}'s for {find_cpu()}"
+        )
+    return _build(session, backend, graph_path(session), session.folder)
+
+
+def gpu_build_stage(session: Session) -> list[Path]:
+    """Build an engine for GPUs ahead of time, a proof of what runs in INT8, or record why there is none."""
+    return _build(session, gpu_backend(), session.folder / GPU_INT8, session.folder / "gpu")
+
+
+def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
+    """Build an engine of a graph into `out`; its files."""
+    settings, folder = session.recipe.engine, out / "engine"
     gemms = expected_gemms(session)
-    path, layers = folder / graph_path(session).with_suffix(".engine").name, session.folder / "layers.json"
+    path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
     try:
         result = build_engine(
-            graph_path(session),
+            graph,
             path,
-            backend=settings.backend,
+            backend=backend,
             profiles=engine_profiles(session),
             expected_gemms=gemms,
             expected_attention=attention_count(gemms, session.plan.attention),
             compute_capability=settings.compute_capability,
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
+            compute=cpu_compute(session.recipe),
             note=session.notes.append,
             progress=lambda _, fraction: session.progress(round(1000 * fraction), 1000),
         )
     except MissingDevice as error:
-        return [record(session.folder / BUILD, Skipped(skipped=str(error)))]
-    return [record(session.folder / BUILD, result), path, sidecar_path(path), layers]
+        return [record(out / BUILD, Skipped(skipped=str(error)))]
+    return [record(out / BUILD, result), path, sidecar_path(path), layers]
 
 
 def verify_stage(session: Session) -> list[Path]:
@@ -68,6 +93,8 @@ def cannot_run(session: Session) -> str | None:
     built, gpu = read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return f"no engine was built: {built.skipped}"
+    if built.backend in CPU_BACKENDS:
+        return None
     if gpu is None:
         return "no GPU here to run it on"
     if gpu.compute_capability not in built.compute_capability:
@@ -99,10 +126,11 @@ def _run_engine(session: Session) -> list[Path]:
     """Logits of the engine, and a record of its memory."""
     folder, gpu, built = session.folder / "engine", find_gpu(), read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
-    detail = f"{built.backend} {built.version} on {gpu.name if gpu else 'an unknown GPU'}"
+    device = str(find_cpu()) if built.backend in CPU_BACKENDS else gpu.name if gpu else "an unknown GPU"
+    detail = f"{built.backend} {built.version} on {device}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
     graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
-    with EngineRunner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
+    with open_runner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate_stage(session, "engine", runner, batch_size=size)
         memory = runner.engine.memory

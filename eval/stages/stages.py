@@ -10,17 +10,27 @@ import onnx
 from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import on_gpu, onnxruntime_runner, placed, torch_runner
-from qdqbench.eval.stages.engine import build_stage, engine_stage, verify_stage
+from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_stage, verify_stage
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
-from qdqbench.quantize.engine.backend import available_backends
-from qdqbench.quantize.graph.export import Compute, ExportSettings, trace, write_graph
+from qdqbench.quantize.engine.backend import available_backends, gpu_backend
+from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.qat.files import remove_checkpoints
 from qdqbench.quantize.qat.stage import train_qat
-from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, expected_modules, graph_path, weight_form
+from qdqbench.quantize.rundir.artifacts import (
+    FP16,
+    FP32,
+    GPU_INT8,
+    INT8,
+    backend_of,
+    expected_modules,
+    graph_path,
+    proves_for_gpu,
+)
 from qdqbench.quantize.rundir.outcomes import record
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
@@ -80,22 +90,29 @@ def fake_quant(session: Session) -> list[Path]:
 
 def export_stage(session: Session) -> list[Path]:
     """Write the FP32 and FP16 twins, and the INT8 graph when the recipe quantizes."""
-    recipe, form = session.recipe, weight_form(session.recipe)
+    recipe = session.recipe
+    backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
-    jobs: list[tuple[onnx.ModelProto, Compute | None, str]] = [(twin, "fp32", FP32), (twin, "fp16", FP16)]
+    jobs = [
+        (twin, ExportSettings.of(recipe, backend, "fp32"), folder / FP32),
+        (twin, ExportSettings.of(recipe, backend, "fp16"), folder / FP16),
+    ]
     if recipe.quantizes:
-        jobs.append((trace(session.fake_quant_model, recipe.export.opset, outputs), None, INT8))
-    for number, (traced, compute, name) in enumerate(jobs):
-        settings = ExportSettings.of(recipe, form, compute)
-        write_graph(traced, session.plan, settings, session.folder / name, session.notes)
+        traced = trace(session.fake_quant_model, recipe.export.opset, outputs)
+        jobs.append((traced, ExportSettings.of(recipe, backend), folder / INT8))
+        if proves_for_gpu(recipe):
+            jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
+    for number, (model, settings, path) in enumerate(jobs):
+        write_graph(model, session.plan, settings, path, session.notes)
         session.progress(number + 1, len(jobs))
-    return [session.folder / name for _, _, name in jobs]
+    return [path for _, _, path in jobs]
 
 
 def check_stage(session: Session) -> list[Path]:
-    """Check the graph that will be built, against the recipe."""
-    report = check_file(graph_path(session), expected_quantized=expected_modules(session))
+    """Check the graph that will be built, or the one for GPUs beside it, against the recipe."""
+    path = session.folder / GPU_INT8 if proves_for_gpu(session.recipe) else graph_path(session)
+    report = check_file(path, expected_quantized=expected_modules(session))
     path = session.folder / "check.json"
     files.write_json(path, to_json(report))
     return [path]
@@ -160,11 +177,12 @@ def _trained(session: Session) -> Any:
 def _exported(session: Session) -> Any:
     recipe = session.recipe
     settings = [recipe.export.model_dump(), recipe.precision.model_dump()]
-    return [_placement(session), *settings, weight_form(recipe), recipe.name]
+    return [_placement(session), *settings, backend_of(recipe), proves_for_gpu(recipe), recipe.name]
 
 
 def _built(session: Session) -> Any:
-    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), str(find_gpu())]
+    device = str(find_gpu()), str(find_cpu())
+    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device]
 
 
 def _measured(session: Session) -> Any:
@@ -198,6 +216,7 @@ def stages(session: Session) -> dict[str, Stage]:
         ): quantized,
         Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
         Stage("build", build_stage, ("export",), _built): True,
+        Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,
         Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured): True,
     }

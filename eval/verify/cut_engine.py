@@ -10,13 +10,15 @@ import onnx
 from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.sidecar import Sidecar
+from qdqbench.quantize.runtime.cpu import CpuEngine
 from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.runtime.opened import open_engine
 
 
 @contextmanager
 def engine_of(
     model: onnx.ModelProto, sidecar: Sidecar, expected_gemms: Iterable[str] = ()
-) -> Iterator[tuple[Engine, EngineResult]]:
+) -> Iterator[tuple[Engine | CpuEngine, EngineResult]]:
     """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
 
     Args:
@@ -39,6 +41,7 @@ def engine_of(
             expected_gemms=[gemm for gemm in expected_gemms if gemm in names],
             expected_attention=0,
             strict=False,
+            compute=sidecar.compute or "fp32",
         )
-        with Engine(engine, path) as loaded:
+        with open_engine(engine, path) as loaded:
             yield loaded, result

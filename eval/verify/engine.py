@@ -29,7 +29,7 @@ from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
-from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.runtime.opened import open_runner
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
@@ -177,7 +177,7 @@ def verify_engine(session: "Session") -> Verification:
     data = _data(session, widest(sidecar.profiles).max[1])
     cost = QuantizationCost.of(data.reference, data.fp32)
     task, seed = session.config.task, session.config.seed
-    with EngineRunner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
+    with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
         shapes = _run_shapes(runner, data, sidecar, session)
         chosen = data.rows[:PADDING_SAMPLES].tolist()
         answers = padding_answers(runner, data.encoded, chosen, sidecar.profiles, session.pad_id)
@@ -192,7 +192,11 @@ def verify_engine(session: "Session") -> Verification:
         blocks, gemms = _run_blocks(session, sidecar, data)
     except Uncut as error:
         uncut = str(error)
-    warnings = hazards(sidecar.backend, sidecar.version, sidecar.compute_capability[0])
+    warnings = [
+        text
+        for capability in sidecar.compute_capability
+        for text in hazards(sidecar.backend, sidecar.version, capability)
+    ]
     if gemms != built.int8_gemms:
         warnings.append(
             f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "

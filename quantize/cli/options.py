@@ -27,6 +27,10 @@ MaxLength = Annotated[
     int | None,
     typer.Option(min=8, help="Tokens of a sample; none: as the recipe says. Its profiles follow."),
 ]
+Backend = Annotated[
+    str | None,
+    typer.Option(help="Of the engine: tensorrt, tensorrt_rtx, openvino or onnxruntime; none: the recipe's."),
+]
 RunLimit = Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")]
 
 
@@ -69,11 +73,13 @@ class Subject:
     ] = None
     normalize: Annotated[bool, typer.Option("--normalize", help="To length 1; with --pooling.")] = False
 
-    def recipe(self, name: str, max_length: int | None = None) -> "Recipe":
-        """A recipe for the model; errors are those of `find_recipe` and `for_length`."""
-        from qdqbench.quantize.rundir.config import find_recipe, for_length
+    def recipe(self, name: str, max_length: int | None = None, backend: str | None = None) -> "Recipe":
+        """A recipe for the model; errors are those of `find_recipe`, `for_length` and `for_backend`."""
+        from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length
 
         found = find_recipe(name, self.model, self.revision)
+        if backend is not None:
+            found = for_backend(found, backend)
         return found if max_length is None else for_length(found, max_length)
 
     def found_task(self) -> "Task":

@@ -125,6 +125,7 @@ def run(  # noqa: PLR0913  (a command's options)
     subject: options.Subject,
     out: options.RunOut = None,
     max_length: options.MaxLength = None,
+    backend: options.Backend = None,
     limit: options.RunLimit = None,
     batch_size: options.BatchSize = 32,
     seed: options.RunSeed = 0,
@@ -136,7 +137,9 @@ def run(  # noqa: PLR0913  (a command's options)
     """The main job: recipe and model in, engine and report out."""
     from qdqbench.eval.api.runs import run_folder, start
 
-    config = subject.config(subject.recipe(recipe, max_length), batch_size=batch_size, seed=seed, limit=limit)
+    config = subject.config(
+        subject.recipe(recipe, max_length, backend), batch_size=batch_size, seed=seed, limit=limit
+    )
     folder = run_folder(config, out)
     with progress.stages(quiet=json) as shown:
         found = start(config, folder, until, shown)
@@ -153,6 +156,7 @@ def qat(  # noqa: PLR0913  (a command's options)
         bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
     ] = False,
     max_length: options.MaxLength = None,
+    backend: options.Backend = None,
     limit: options.RunLimit = None,
     batch_size: options.BatchSize = 32,
     seed: options.RunSeed = 0,
@@ -166,7 +170,9 @@ def qat(  # noqa: PLR0913  (a command's options)
     from qdqbench.quantize.rundir.session import Session
     from qdqbench.quantize.train.processes import leads
 
-    config = subject.config(subject.recipe(recipe, max_length), batch_size=batch_size, seed=seed, limit=limit)
+    config = subject.config(
+        subject.recipe(recipe, max_length, backend), batch_size=batch_size, seed=seed, limit=limit
+    )
     folder = run_folder(config, out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written

@@ -64,6 +64,7 @@ def search(  # noqa: PLR0913  (a command's options)
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
     wanted: Wanted,
     max_length: given.MaxLength = None,
+    backend: given.Backend = None,
     batch_size: given.BatchSize = 32,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampler, bootstrap and inputs.")] = 0,
     json: Json = False,
@@ -78,7 +79,7 @@ def search(  # noqa: PLR0913  (a command's options)
         raise UserError(f"--latency {wanted.latency!r} is unknown; use auto, engine or model")
     if wanted.objective not in ("divergence", "drop"):
         raise UserError(f"--accuracy {wanted.objective!r} is unknown; use divergence or drop")
-    config = subject.config(subject.recipe(recipe, max_length).ptq, batch_size=batch_size, seed=seed)
+    config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
     _require_inputs(wanted.sensitivity, wanted.cost_model)
     _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")

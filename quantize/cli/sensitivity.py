@@ -29,6 +29,7 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
     max_length: options.MaxLength = None,
+    backend: options.Backend = None,
     batch_size: options.BatchSize = 32,
     seed: options.MeasureSeed = 0,
     json: Json = False,
@@ -38,7 +39,7 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.sensitivity.report import sensitivity_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
-    config = subject.config(subject.recipe(recipe, max_length).ptq, batch_size=batch_size, seed=seed)
+    config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, "a sensitivity run", options.left_by(LEDGER_FILE, "embedded"))
     found = _measure(config, folder, samples, quiet=json)
@@ -100,6 +101,7 @@ def methods(  # noqa: PLR0913  (a command's options)
         int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
     ] = None,
     max_length: options.MaxLength = None,
+    backend: options.Backend = None,
     batch_size: options.BatchSize = 32,
     seed: options.MeasureSeed = 0,
     json: Json = False,
@@ -109,7 +111,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.methods.results import METHODS_FILE, METHODS_RECIPE
 
     config = subject.config(
-        subject.recipe(recipe, max_length).ptq, batch_size=batch_size, seed=seed, limit=limit
+        subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed, limit=limit
     )
     folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, "a table of methods", options.left_by(METHODS_FILE, "embedded", METHODS_RECIPE))

@@ -1,7 +1,11 @@
 """What backends and number formats can hold: the one table that recipes, checks and measurements read."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+BackendName = Literal["tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"]
+BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"]
+CPU_BACKENDS: tuple[BackendName, ...] = ("openvino", "onnxruntime")  # the first that is installed is taken
 FP16_MAX = 65504.0  # largest finite number of FP16
 
 

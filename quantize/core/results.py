@@ -38,14 +38,15 @@ class LayerRow(Strict):
     inputs: list[str]  # datatypes of the non-constant inputs
     constants: list[str]  # datatypes of the constants
     outputs: list[str]
+    kernel: str | None = None  # its implementation, where the runtime tells it: brgemm_avx512_i8
 
 
 class EngineResult(Tabular):
     """What was built and what it runs in INT8 (counts are ONNX MatMul/Gemm nodes, not kernels)."""
 
-    backend: str  # tensorrt or tensorrt_rtx
+    backend: str  # tensorrt, tensorrt_rtx, openvino or onnxruntime
     version: str
-    compute_capability: list[str]
+    compute_capability: list[str]  # of GPUs; none for a CPU
     ahead_of_time: bool  # built without running on a GPU
     file: str
     bytes: int
@@ -252,6 +253,7 @@ class Results(Tabular):
     training: TrainingRun | None = None  # None: the recipe has no QAT
     qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
     engine: EngineResult | None
+    gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
     verification: Verification | None = None  # None: the engine was not run, or not verified
     gate: Gate
     timings: dict[str, Timing]

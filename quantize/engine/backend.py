@@ -11,10 +11,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, BackendName
+from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.caches import TimingCache, origin
 from qdqbench.quantize.engine.log import (
     BuildLog,
@@ -27,16 +30,16 @@ from qdqbench.quantize.engine.log import (
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 
-BackendName = Literal["tensorrt", "tensorrt_rtx"]
-BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
-
 # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
 DEFAULT_COMPUTE_CAPABILITY = "8.9"
 _BUILD_LOCK = threading.Lock()  # the logger is process-global while any builder lives
 _INSTALL: dict[BackendName, str] = {
     "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU",
     "tensorrt_rtx": "pip install 'qdqbench[rtx]', which builds without a GPU too",
+    "openvino": "pip install 'qdqbench[openvino]'",
+    "onnxruntime": "pip install onnxruntime",
 }
+WITHOUT_GPU = CPU_BACKENDS  # what "auto" may become there; a preference
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class BuiltEngine:
     ahead_of_time: bool
     seconds: float
     notes: list[str] = field(default_factory=list)  # what the user must hear about, such as an ignored cache
+    kernels: list[LayerRow] = field(default_factory=list)  # of a CPU runtime; it has no log
 
 
 def _import(name: BackendName) -> Any | None:
@@ -89,9 +93,16 @@ def available_backends() -> dict[str, str]:
 
 
 def preferred_backend(name: BackendChoice) -> BackendName:
-    """Name behind a choice; "auto" is TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
+    """Name behind a choice; "auto": TensorRT or TensorRT-RTX for a GPU, else the first of WITHOUT_GPU."""
     if name != "auto":
         return name
+    if find_gpu():
+        return gpu_backend()
+    return next((each for each in WITHOUT_GPU if find_spec(each)), WITHOUT_GPU[-1])
+
+
+def gpu_backend() -> BackendName:
+    """What builds for GPUs: TensorRT where it imports and a GPU is there, else TensorRT-RTX."""
     return "tensorrt" if find_gpu() and "tensorrt" in available_backends() else "tensorrt_rtx"
 
 

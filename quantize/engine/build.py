@@ -1,5 +1,6 @@
 """Build an engine from files, prove from its layer table what runs in INT8, and write its sidecar."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import metadata
@@ -9,9 +10,11 @@ import onnx
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, limits_of
 from qdqbench.quantize.core.results import EngineResult
-from qdqbench.quantize.engine.backend import BackendChoice, build_engine, choose_backend
+from qdqbench.quantize.cpu.compiled import Compute
+from qdqbench.quantize.cpu.runtimes import compiled, first_run
+from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.layers import (
     coverage,
@@ -26,6 +29,7 @@ from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
+from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords
@@ -40,6 +44,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     strict: bool = True,
     layers_path: Path | None = None,
     timing_cache: Path | None = None,
+    compute: Compute = "fp32",
     note: Callable[[str], None] = lambda _: None,
     progress: BuildProgress | None = None,
 ) -> EngineResult:
@@ -58,6 +63,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         compute_capability: target such as "8.9"; None for the GPU at hand or the default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
         timing_cache: file of kernel timings to read and write (TensorRT only).
+        compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
         note: called with what the user must hear: known faults of the version, an ignored cache.
         progress: called with the builder's phase and the fraction of it that is done.
 
@@ -70,18 +76,22 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     gemms, residuals = _gemms(model), int8_norms(model)
     del model  # the builder reads the file itself
     _check_names(onnx_path, gemms, expected_gemms)
-    built = build_engine(
-        onnx_path,
-        chosen,
-        profiles,
-        compute_capability=compute_capability,
-        timing_cache=timing_cache,
-        progress=progress,
-    )
+    on_cpu = chosen.name in CPU_BACKENDS
+    if on_cpu:
+        built = _build_for_cpu(onnx_path, chosen, profiles, compute)
+    else:
+        built = build_engine(
+            onnx_path,
+            chosen,
+            profiles,
+            compute_capability=compute_capability,
+            timing_cache=timing_cache,
+            progress=progress,
+        )
     known = (text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc))
     for text in (*known, *built.notes):
         note(text)
-    rows = (
+    rows = built.kernels or (
         parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
     )
     if strict and not rows:
@@ -113,7 +123,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     files.write_bytes(engine_path, built.data)
     layers = {"layers": [row.model_dump() for row in rows]}
     files.write_json(layers_path or engine_path.with_name("layers.json"), layers)
-    gpu = chosen.gpu
+    gpu, cpu = None if on_cpu else chosen.gpu, find_cpu() if on_cpu else None
     sidecar = Sidecar(
         qdqbench=metadata.version("qdqbench"),
         backend=built.backend,
@@ -122,6 +132,9 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         ahead_of_time=built.ahead_of_time,
         gpu=gpu.name if gpu else None,
         driver=gpu.driver if gpu else None,
+        cpu=cpu.name if cpu else None,
+        cpu_features=[*cpu.features] if cpu else [],
+        compute=compute if cpu else None,
         profiles=list(profiles),
         onnx=onnx_path.name,
         onnx_sha256=files.sha256(onnx_path),
@@ -131,6 +144,28 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     )
     files.write_json(sidecar_path(engine_path), sidecar.model_dump())
     return result
+
+
+def _build_for_cpu(
+    onnx_path: Path, chosen: Backend, profiles: Sequence[Profile], compute: Compute
+) -> BuiltEngine:
+    """Compile an ONNX file for this CPU."""
+    started = time.perf_counter()
+    model = compiled(chosen.name, onnx_path.read_bytes(), blob=False, compute=compute)
+    first_run(model, profiles[0].opt)
+    return BuiltEngine(
+        data=model.blob(),
+        layer_lines=[],
+        inspector_json=None,
+        messages=[],
+        backend=chosen.name,
+        version=chosen.version,
+        compute_capability=[],
+        ahead_of_time=False,
+        seconds=time.perf_counter() - started,
+        notes=cpu_hazards(find_cpu()),
+        kernels=[kernel.row for kernel in model.kernels()],
+    )
 
 
 def gemm_names(onnx_path: Path) -> list[str]:

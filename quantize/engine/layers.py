@@ -232,7 +232,8 @@ def is_int8(row: LayerRow) -> bool:
     if is_attention(row):
         return row.inputs.count("Int8") >= 3
     weights_int8 = len(row.inputs) > 1 or not row.constants or "Int8" in row.constants
-    return row.kind == "gemm" and bool(row.inputs) and set(row.inputs) == {"Int8"} and weights_int8
+    codes = bool(row.inputs) and {*row.inputs} <= {"Int8", "UInt8"}
+    return row.kind == "gemm" and codes and weights_int8
 
 
 def why_not(layers: Sequence[LayerRow], node: str) -> str:

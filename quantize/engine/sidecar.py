@@ -6,9 +6,11 @@ from pathlib import Path
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.cpu.compiled import Compute
 from qdqbench.quantize.engine.backend import available_backends
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 
 
@@ -22,6 +24,9 @@ class Sidecar(Strict):
     ahead_of_time: bool
     gpu: str | None  # the GPU that it was built on
     driver: str | None
+    cpu: str | None = None  # the CPU that it was built on, and is for
+    cpu_features: list[str] = []
+    compute: Compute | None = None  # on a CPU: datatype of what is not quantized
     profiles: list[Profile]
     onnx: str
     onnx_sha256: str
@@ -61,6 +66,10 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
 
 def sidecar_notes(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
     """What is worth a note, and no reason to refuse an engine that `check_sidecar` accepted."""
+    if sidecar.cpu is not None:
+        here = find_cpu().name
+        other = f"the engine was built on {sidecar.cpu} and runs on {here}: latency may not be the best"
+        return [other] if here != sidecar.cpu else []
     if gpu is None:
         return []
     found = []
@@ -91,6 +100,10 @@ def _differences(sidecar: Sidecar, engine_path: Path, onnx_path: Path | None, gp
     if version != sidecar.version:
         here = f"has version {version}" if version else "is not installed"
         found.append(f"it needs {sidecar.backend} {sidecar.version} and {sidecar.backend} {here}")
+    if sidecar.cpu is not None:
+        if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
+            found.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
+        return found
     if gpu is None:
         return found
     if gpu.compute_capability not in sidecar.compute_capability:

@@ -17,12 +17,13 @@ import onnx
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.limits import BackendName
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.runs import name_runs
-from qdqbench.quantize.graph.weights import factor_scales, fold_weights
+from qdqbench.quantize.graph.weights import factor_scales, fold_weights, store_by_input
 from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -45,21 +46,44 @@ class ExportSettings:
     weights: WeightForm
     merge_qkv: bool = True  # one scalar for the factored weights of q, k and v, so that an engine merges them
     recipe: str = ""  # its name, for the metadata
+    for_gpu: bool = True  # rewritten for what the kernels of TensorRT fuse
+    weights_by_input: bool = False  # INT8 weights stored [K, N] and not [N, K]
 
     @classmethod
-    def of(cls, recipe: Recipe, weights: WeightForm, compute: Compute | None = None) -> "ExportSettings":
-        """What a recipe asks for; a twin may compute in another type."""
-        export = recipe.export
-        compute = compute or recipe.precision.compute
-        return cls(export.opset, compute, weights, export.qkv == "merged", recipe.name)
+    def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
+        """What a recipe asks for, in the form that a backend runs best; a twin may compute in another type.
+
+        CPU runtimes choose their own datatype for an FP32 graph.
+        """
+        export, form = recipe.export, FORMS[backend]
+        return cls(
+            export.opset,
+            compute or (recipe.precision.compute if form.for_gpu else "fp32"),
+            form.weights if export.weights == "auto" else export.weights,
+            export.qkv == "merged",
+            recipe.name,
+            form.for_gpu,
+            form.weights_by_input,
+        )
 
 
-def default_weight_form(backend: str) -> WeightForm:
-    """TensorRT-RTX puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster.
+@dataclass(frozen=True)
+class Form:
+    """The form of a graph that a backend runs best; docs/performance.md has what each one buys."""
 
-    Full TensorRT has per-channel epilogues, so it gets the plain form.
-    """
-    return "factored" if backend == "tensorrt_rtx" else "channel"
+    weights: WeightForm
+    for_gpu: bool = True
+    weights_by_input: bool = False
+
+
+FORMS: dict[BackendName, Form] = {
+    "tensorrt": Form("channel"),  # it has per-channel epilogues
+    # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
+    "tensorrt_rtx": Form("factored"),
+    "openvino": Form("channel", for_gpu=False),
+    # a Transpose behind the weights' DQ hides the Q/DQ pair from its fusions
+    "onnxruntime": Form("channel", for_gpu=False, weights_by_input=True),
+}
 
 
 def trace(
@@ -134,11 +158,13 @@ def finish_graph(
         share_scaled_inputs(model)
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
-    if folded:
+    if folded and settings.for_gpu:
         note = unjoined_note(plan.family, folded, join_heads(model))
         if note and notes is not None:
             notes.append(note)
         shorten_gelu(model)
+    if settings.weights_by_input:
+        store_by_input(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

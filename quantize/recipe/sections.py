@@ -11,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from qdqbench.quantize.core.limits import BackendChoice
 from qdqbench.quantize.core.strict import Frozen, Positive
 from qdqbench.quantize.families.known import FAMILIES, describe, known_family
 from qdqbench.quantize.recipe.layout import Layout
@@ -252,10 +253,11 @@ _OneOrMore = Annotated[
 class EngineSettings(Frozen):
     """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
 
-    backend: Literal["auto", "tensorrt", "tensorrt_rtx"] = Field(
+    backend: BackendChoice = Field(
         default="auto",
-        description="Library that builds the engine; auto: TensorRT where it is installed and "
-        "a GPU is there, else TensorRT-RTX.",
+        description="Library that builds and runs the engine; auto: where a GPU is TensorRT, or TensorRT-RTX "
+        "if that is not installed; without a GPU OpenVINO, or ONNX Runtime if that is not installed, and "
+        "TensorRT-RTX builds ahead of time beside it, as a proof for a GPU.",
     )
     shapes: _OneOrMore = Field(
         default=Shapes(), description="Shapes of one optimization profile, or a list of several."

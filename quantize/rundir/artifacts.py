@@ -3,28 +3,42 @@
 from pathlib import Path
 from typing import Any
 
+from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.cpu.compiled import Compute
+from qdqbench.quantize.cpu.runtimes import compute_type
 from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.engine.build import gemm_names
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.graph.export import default_weight_form
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
 
 FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
+GPU_INT8 = f"gpu/{INT8}"  # of a run whose engine is for this CPU
 
 
 def graph_path(session: Session) -> Path:
     """The graph that the recipe is about."""
     if session.recipe.quantizes:
         return session.folder / INT8
-    return session.folder / (FP16 if session.recipe.precision.compute == "fp16" else FP32)
+    half = session.recipe.precision.compute == "fp16" and backend_of(session.recipe) not in CPU_BACKENDS
+    return session.folder / (FP16 if half else FP32)
 
 
-def weight_form(recipe: Recipe) -> Any:
-    """Form of per-channel weights: the recipe's, or the default of the backend that will build."""
-    asked = recipe.export.weights
-    return default_weight_form(preferred_backend(recipe.engine.backend)) if asked == "auto" else asked
+def backend_of(recipe: Recipe) -> BackendName:
+    """The backend whose engine a run builds and runs here."""
+    return preferred_backend(recipe.engine.backend)
+
+
+def proves_for_gpu(recipe: Recipe) -> bool:
+    """Whether an engine for GPUs is built ahead of time beside the one for this CPU."""
+    return recipe.quantizes and recipe.engine.backend == "auto" and backend_of(recipe) in CPU_BACKENDS
+
+
+def cpu_compute(recipe: Recipe) -> Compute:
+    """How an engine for this CPU computes what is not quantized."""
+    return compute_type(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
 def expected_modules(session: Session) -> set[str]:

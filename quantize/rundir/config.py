@@ -41,6 +41,17 @@ def for_length(recipe: Recipe, length: int) -> Recipe:
     return validated(data, f"recipe {recipe.name} for {length} tokens")
 
 
+def for_backend(recipe: Recipe, backend: str) -> Recipe:
+    """A recipe whose engine is of that backend.
+
+    Raises:
+        UserError: no such backend, or it cannot hold what the recipe asks for.
+    """
+    data = recipe.model_dump(mode="json")
+    data["engine"]["backend"] = backend
+    return validated(data, f"recipe {recipe.name} for backend {backend}")
+
+
 def find_task(  # noqa: PLR0913
     *,
     model: str | None,

@@ -1,0 +1,119 @@
+"""OpenVINO's CPU plugin: compiled blobs, and the kernels that they run. Only this module imports openvino."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.cpu.compiled import Compute, Kernel, Signature
+
+DEVICE = "CPU"
+_PRECISION = {"fp32": "f32", "bf16": "bf16"}  # of what is not quantized
+_TYPES = {
+    "i8": "Int8",
+    "u8": "UInt8",
+    "f32": "Float",
+    "bf16": "BFloat16",
+    "f16": "Half",
+    "i32": "Int32",
+    "i64": "Int64",
+    "boolean": "Bool",
+}
+_GEMMS = ("FullyConnected", "MatMul")
+_CONSTANTS = ("Const", "Constant")
+
+
+class Compiled:
+    """A model that OpenVINO compiled for this CPU.
+
+    Args:
+        data: ONNX file, or a blob of `blob`.
+        blob: which of the two.
+        compute: datatype of what is not quantized.
+        threads: of one inference; None: as OpenVINO chooses.
+        profile: measure each kernel.
+
+    Raises:
+        UserError: OpenVINO refuses the model.
+        MissingDevice: it cannot load the blob here.
+    """
+
+    def __init__(
+        self, data: bytes, *, blob: bool, compute: Compute, threads: int | None = None, profile: bool = False
+    ) -> None:
+        ov = importlib.import_module("openvino")
+        config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": _PRECISION[compute], "PERF_COUNT": profile}
+        # one stream: a batch is run by all threads, as a latency is measured
+        config |= {"NUM_STREAMS": 1} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
+        core = ov.Core()
+        try:
+            if blob:
+                self._model = core.import_model(data, DEVICE, config)
+            else:
+                self._model = core.compile_model(core.read_model(data), DEVICE, config)
+        except RuntimeError as error:
+            why = " ".join(str(error).split())[:300]
+            kind = MissingDevice if blob else UserError
+            what = "cannot load this engine here" if blob else "refuses this graph"
+            raise kind(f"OpenVINO {ov.__version__} {what}: {why}") from error
+        self._request = self._model.create_infer_request()
+        self.inputs = {port.get_any_name(): _signature(port) for port in self._model.inputs}
+        self.outputs = [port.get_any_name() for port in self._model.outputs]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Run once; every output by name."""
+        made = self._request.infer({name: feeds[name] for name in self.inputs}, share_inputs=True)
+        return {name: made[index].copy() for index, name in enumerate(self.outputs)}
+
+    def blob(self) -> bytes:
+        """The compiled model, for this version of OpenVINO and this kind of CPU."""
+        data: bytes = self._model.export_model().getvalue()
+        return data
+
+    def kernels(self) -> list[Kernel]:
+        """Executed kernels in their order; their implementations are known after the first run.
+
+        Milliseconds are those of the last run, with `profile`.
+        """
+        found = []
+        for node in self._model.get_runtime_model().get_ordered_ops():
+            told = {name: str(value.astype(str)) for name, value in node.get_rt_info().items()}
+            if told["layerType"] in (*_CONSTANTS, "Result", "Output"):
+                continue
+            sources = [port.get_source_output() for port in node.inputs()]
+            inputs: list[str] = []
+            constants: list[str] = []
+            for source in sources:
+                kind = str(source.get_node().get_rt_info()["layerType"].astype(str))
+                (constants if kind in _CONSTANTS else inputs).append(_type(source))
+            row = LayerRow(
+                name=_onnx_name(node.get_friendly_name()),
+                kind="gemm" if told["layerType"] in _GEMMS else told["layerType"],
+                onnx=[_onnx_name(name) for name in told.get("originalLayersNames", "").split(",")],
+                inputs=inputs,
+                constants=constants,
+                outputs=[_type(port) for port in node.outputs()],
+                kernel=told.get("primitiveType"),
+            )
+            time = told.get("execTimeMcs", "")
+            found.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
+        return found
+
+
+def _onnx_name(name: str) -> str:
+    """A node whose scales moved behind it has another name in OpenVINO."""
+    return name.removesuffix("/DequantizationMultiply")
+
+
+def _signature(port: Any) -> Signature:
+    sizes = (None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
+    return Signature(np.dtype(port.get_element_type().to_dtype()), tuple(sizes))
+
+
+def _type(port: Any) -> str:
+    name = str(port.get_element_type().get_type_name())
+    return _TYPES.get(name, name)

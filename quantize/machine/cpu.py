@@ -1,0 +1,58 @@
+"""The CPU that this process runs on, and what it has for INT8 and BF16."""
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+INT8_DOT = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")  # sums of INT8 products in one step
+BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+FEATURES = ("avx2", "avx512f", *INT8_DOT, *BF16)  # as Linux names them
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A CPU; `features` are those of FEATURES that it has, none where the system does not say."""
+
+    name: str
+    cores: int  # that this process may use
+    features: tuple[str, ...]
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it multiplies BF16 in hardware."""
+        return not {*BF16}.isdisjoint(self.features)
+
+    def __str__(self) -> str:
+        """`AMD EPYC (2 cores; avx2, avx512_vnni)`."""
+        told = ", ".join(self.features) or "instruction sets unknown"
+        return f"{self.name} ({self.cores} {'core' if self.cores == 1 else 'cores'}; {told})"
+
+
+@cache
+def find_cpu() -> Cpu:
+    """The CPU of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    said: dict[str, str] = {}
+    if _CPUINFO.is_file():
+        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            said.setdefault(key.strip().lower(), value.strip())
+    flags = f"{said.get('flags', '')} {said.get('features', '')}".split()
+    name = said.get("model name") or platform.processor() or platform.machine()
+    return Cpu(name, cores, tuple(feature for feature in FEATURES if feature in flags))
+
+
+def cpu_hazards(cpu: Cpu) -> list[str]:
+    """What a CPU lacks for INT8 and what that costs, one sentence each.
+
+    Source: onnxruntime.ai, "Quantize ONNX models", on U8S8 and CPUs without VNNI.
+    """
+    if not cpu.features or not {*INT8_DOT}.isdisjoint(cpu.features):
+        return []
+    return [
+        f"{cpu.name} has no INT8 dot product ({', '.join(INT8_DOT)}): INT8 kernels take about as long as "
+        "FP32 ones here, and those that multiply UINT8 by INT8 saturate, which changes answers"
+    ]
