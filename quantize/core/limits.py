@@ -31,7 +31,7 @@ LIMITS = {
 
 
 def limits_of(backend: str = "auto") -> Limits:
-    """Limits of a backend; of "auto", which may become any of them, what all can do."""
+    """Limits of a backend; of "auto" and of CPU runtimes, whose recipes are for GPUs too, what all can do."""
     if backend in LIMITS:
         return LIMITS[backend]
     common = set.intersection(*(set(each.int8_head_sizes) for each in LIMITS.values()))

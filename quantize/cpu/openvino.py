@@ -90,10 +90,11 @@ class Compiled:
             for source in sources:
                 kind = str(source.get_node().get_rt_info()["layerType"].astype(str))
                 (constants if kind in _CONSTANTS else inputs).append(_type(source))
+            names = [_onnx_name(name) for name in told.get("originalLayersNames", "").split(",") if name]
             row = LayerRow(
                 name=_onnx_name(node.get_friendly_name()),
-                kind="gemm" if told["layerType"] in _GEMMS else told["layerType"],
-                onnx=[_onnx_name(name) for name in told.get("originalLayersNames", "").split(",")],
+                kind=_kind(told["layerType"], names),
+                onnx=names,
                 inputs=inputs,
                 constants=constants,
                 outputs=[_type(port) for port in node.outputs()],
@@ -102,6 +103,13 @@ class Compiled:
             time = told.get("execTimeMcs", "")
             found.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
         return found
+
+
+def _kind(layer_type: str, names: list[str]) -> str:
+    """A subgraph that holds a softmax is an attention."""
+    if layer_type == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
+        return "attention"
+    return "gemm" if layer_type in _GEMMS else layer_type
 
 
 def _onnx_name(name: str) -> str:

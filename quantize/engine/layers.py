@@ -20,6 +20,7 @@ from qdqbench.quantize.core.results import LayerRow
 
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
+ATTENTION = "attention"  # kind of a fused one that a CPU runtime runs
 MAX_MERGED = 64  # GEMMs in one kernel
 _LINE = re.compile(
     r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"
@@ -46,6 +47,7 @@ class Coverage:
     not_int8: list[str]  # expected and not proven, sorted
     attention_fused: int  # attentions that run as one kernel
     attention_int8: int  # of these, with INT8 q, k and v
+    int8_products: int  # proven products of two activations, outside of fused attentions
     unknown: list[str]  # nodes that no row names, sorted
 
 
@@ -171,6 +173,7 @@ def coverage(
         attention_int8=sum(
             is_int8(row) and proven.issuperset(known.intersection(row.onnx)) for row in whole.values()
         ),
+        int8_products=len((proven & expected) - linear - fused),
         unknown=sorted(known - set(copies)),
     )
 
@@ -219,7 +222,7 @@ def _is_linear(row: LayerRow) -> bool:
 
 def is_attention(row: LayerRow) -> bool:
     """Whether the kernel is a fused attention."""
-    return "_gemm_mha" in row.name
+    return "_gemm_mha" in row.name or row.kind == ATTENTION
 
 
 def is_int8(row: LayerRow) -> bool:

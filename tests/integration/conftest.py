@@ -40,6 +40,16 @@ def _no_progress_lines(monkeypatch) -> None:
     monkeypatch.setattr("qdqbench.quantize.cli.progress.EVERY_S", float("inf"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _auto_is_for_gpus() -> Iterator[None]:
+    """Without a GPU "auto" builds for one ahead of time; engines for the CPU have tests of their own."""
+    from qdqbench.quantize.engine import backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _trained_once(monkeypatch, made_once) -> None:
     """The embedded default is trained by the first test that wants it; all get copies."""

@@ -1,5 +1,7 @@
 """The whole path with engines for the CPU at hand: built, proven, verified, run."""
 
+import json
+
 import pytest
 
 from .tiny import results
@@ -20,3 +22,17 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     assert found["stages"]["engine"]["status"] == "done"
     assert found["verification"]["passed"]
     assert len(found["verification"]["blocks"]) == 4
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_int8_attention_on_a_cpu(backend, sst2, tmp_path, qdqbench):
+    out = tmp_path / "run"
+    done = qdqbench(
+        "run", "int8-attention", *sst2.options, "--backend", backend, "--out", out, "--until", "build"
+    )
+    assert (done.code, done.err) == (0, ""), done.err
+    engine = json.loads((out / "build.json").read_text())
+    for row in engine["layers"]:
+        if "layer.0/attention" in str(row["onnx"]):
+            print(row)
+    assert (engine["int8_gemms"], engine["not_int8"], engine["attention_int8"]) == (16, [], 2)

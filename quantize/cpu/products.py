@@ -1,0 +1,35 @@
+"""Which kernel of a CPU runtime computes each matrix product of an ONNX graph."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import onnx
+
+from qdqbench.quantize.core.results import LayerRow
+
+PRODUCTS = ("MatMul", "Gemm")
+
+
+def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
+    """Add each product that no row names to the row that computes what it feeds first, in place.
+
+    OpenVINO names an FP32 product after its bias, and q k^T inside of a fused attention after its scale.
+    """
+    places = {name: row for row in rows for name in row.onnx}
+    consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+    for node in graph.node:
+        for tensor in dict.fromkeys(node.input):
+            consumers[tensor].append(node)
+    for node in graph.node:
+        if node.op_type not in PRODUCTS or node.name in places:
+            continue
+        waiting, seen = [node], {node.name}
+        while waiting:
+            here = waiting.pop(0)
+            if (row := places.get(here.name)) is not None:
+                row.onnx.append(node.name)
+                break
+            for after in (each for tensor in here.output for each in consumers[tensor]):
+                if after.name not in seen:
+                    seen.add(after.name)
+                    waiting.append(after)
