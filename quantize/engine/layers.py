@@ -235,7 +235,8 @@ def is_int8(row: LayerRow) -> bool:
     if is_attention(row):
         return row.inputs.count("Int8") >= 3
     weights_int8 = len(row.inputs) > 1 or not row.constants or "Int8" in row.constants
-    codes = bool(row.inputs) and {*row.inputs} <= {"Int8", "UInt8"}
+    taken = {"Int8"} if row.kernel is None else {"Int8", "UInt8"}  # CPU runtimes may add 128 to codes
+    codes = bool(row.inputs) and {*row.inputs} <= taken
     return row.kind == "gemm" and codes and weights_int8
 
 

@@ -32,7 +32,4 @@ def test_int8_attention_on_a_cpu(backend, sst2, tmp_path, qdqbench):
     )
     assert (done.code, done.err) == (0, ""), done.err
     engine = json.loads((out / "build.json").read_text())
-    for row in engine["layers"]:
-        if "layer.0/attention" in str(row["onnx"]):
-            print(row)
     assert (engine["int8_gemms"], engine["not_int8"], engine["attention_int8"]) == (16, [], 2)

@@ -435,6 +435,7 @@ def installed(monkeypatch):
             return types.SimpleNamespace(__version__=answer)
 
         monkeypatch.setattr(importlib, "import_module", fake)
+        monkeypatch.setattr(trt, "find_spec", answers.get)
 
     return install
 
@@ -443,11 +444,14 @@ def installed(monkeypatch):
     ("here", "device", "chosen"),
     [
         ({"tensorrt": "10.16", "tensorrt_rtx": "1.7"}, True, "tensorrt"),
-        ({"tensorrt": "10.16", "tensorrt_rtx": "1.7"}, False, "tensorrt_rtx"),
+        ({"tensorrt": "10.16", "onnxruntime": "1.31", "openvino": "2026.4"}, False, "openvino"),
+        ({"tensorrt_rtx": "1.7", "onnxruntime": "1.31"}, False, "onnxruntime"),
         ({"tensorrt_rtx": "1.7"}, True, "tensorrt_rtx"),
     ],
 )
-def test_auto_takes_tensorrt_where_it_can_build(installed, monkeypatch, here, device, chosen):
+def test_auto_takes_tensorrt_for_a_gpu_and_a_cpu_runtime_without(
+    installed, monkeypatch, here, device, chosen
+):
     installed(**here)
     monkeypatch.setattr(trt, "find_gpu", lambda: Gpu("L4", "8.9", None) if device else None)
     assert (choose_backend("auto").name, choose_backend("auto").version) == (chosen, here[chosen])
@@ -457,7 +461,8 @@ def test_auto_takes_tensorrt_where_it_can_build(installed, monkeypatch, here, de
 @pytest.mark.parametrize(
     ("name", "here", "message"),
     [
-        ("auto", {}, r"tensorrt_rtx is not installed; pip install 'qdqbench\[rtx\]'"),
+        ("tensorrt_rtx", {}, r"tensorrt_rtx is not installed; pip install 'qdqbench\[rtx\]'"),
+        ("openvino", {}, r"openvino is not installed; pip install 'qdqbench\[openvino\]'"),
         ("tensorrt", {}, r"tensorrt is not installed; pip install 'qdqbench\[tensorrt\]'"),
         ("tensorrt", {"tensorrt": "11.4"}, "only on the GPU that runs them"),
         ("tensorrt", {"tensorrt": OSError("libnvinfer.so.11: not found")}, "does not import.*libnvinfer"),

@@ -138,6 +138,10 @@ def test_what_is_not_int8_is_named_with_the_reason(node, reason):
         ),  # activation by activation
         (row("/a/MatMul_myl0_1", inputs=["Int8", "Half"]), False),
         (row("/a/MatMul_myl0_1", inputs=["UInt8"]), False),
+        (row("/a/MatMul", inputs=["UInt8"]).model_copy(update={"kernel": "brgemm_avx512_I8"}), True),
+        (row("/a/MatMul", inputs=["Float"]).model_copy(update={"kernel": "brgemm_avx512_f32"}), False),
+        (row("/a/Add", "attention", inputs=["Int8", "Int8", "UInt8", "Int8"]), True),
+        (row("/a/Add", "attention", inputs=["Float", "Float", "UInt8", "Float"]), False),
         (row("__myl_CastMulCastFc_myl0_1", "runtime_fusion"), False),
         (row("__myl_MulAdd_myl0_1", "kgen"), False),
         (row("_gemm_mha_v2_myl0_1", "kgen", inputs=["Int8", "Int8", "Half", "Int8"]), True),

@@ -240,7 +240,7 @@ class Runner:
 def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
     sizes = []
     monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
-    monkeypatch.setattr(engine, "EngineRunner", Runner)
+    monkeypatch.setattr(engine, "open_runner", Runner)
     monkeypatch.setattr(
         engine,
         "evaluate_stage",

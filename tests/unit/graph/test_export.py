@@ -18,7 +18,7 @@ from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.export import ExportSettings, default_weight_form, finish_graph, save, trace
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
@@ -214,7 +214,7 @@ def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("backend", "form"), [("tensorrt_rtx", "factored"), ("tensorrt", "channel")])
 def test_the_default_form_of_a_backend(backend: str, form: str) -> None:
-    assert default_weight_form(backend) == form
+    assert ExportSettings.of(recipe_with(), backend).weights == form  # type: ignore[arg-type]
 
 
 class TestUnjoined:

@@ -439,7 +439,7 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         compute_capability=["8.9"],
     )
     monkeypatch.setattr("qdqbench.eval.verify.engine.check_sidecar", lambda *_: sidecar)
-    monkeypatch.setattr("qdqbench.eval.verify.engine.EngineRunner", OnnxRunner)
+    monkeypatch.setattr("qdqbench.eval.verify.engine.open_runner", OnnxRunner)
     monkeypatch.setattr("qdqbench.eval.verify.engine.engine_of", onnx_engine)
     tokens = [(b["input_ids"][0], b["token_type_ids"][0]) for b in samples]
     encoded_split = Encoded([t[0] for t in tokens], [t[1] for t in tokens], labels, 0)
