@@ -184,7 +184,8 @@ def verify_engine(session: "Session") -> Verification:
         padding = check_padding(answers, cost)
         got = _run_rows(runner, data, sidecar, session)
     places = data.encoded.answers_of(data.rows)
-    drawn = data.reference[places], data.fp32[places], data.encoded.part(data.samples).gold
+    part = data.encoded.part(data.samples)
+    drawn = data.reference[places], data.fp32[places], part.gold
     max_drop = session.recipe.gate.max_drop
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
@@ -210,7 +211,9 @@ def verify_engine(session: "Session") -> Verification:
         stitched_int8_gemms=gemms,
         shapes=shapes,
         padding=padding,
-        answers=check_answers(task, got, *drawn, cost=cost, max_drop=max_drop, seed=seed),
+        answers=check_answers(
+            task, got, *drawn, samples=part.sample_of_answers, cost=cost, max_drop=max_drop, seed=seed
+        ),
         warnings=warnings,
         failures=[],
         passed=True,

@@ -166,7 +166,7 @@ class AnswersCheck(Strict):
     mean_abs_logit_diff: float | None
     quantization_mean_abs_logit_diff: float  # fake-quant against FP32: what quantization itself costs
     mean_limit: float
-    ks_statistic: float | None  # two-sample Kolmogorov-Smirnov of the logits, worst label
+    ks_statistic: float | None  # two-sample Kolmogorov-Smirnov of one answer a sample, worst label
     ks_p: float | None
     ks_p_limit: float
 

@@ -76,6 +76,11 @@ class Encoded:
             return np.ones(self.rows, dtype=np.int64)
         return np.array([len(kept) for kept in self.positions], dtype=np.int64)
 
+    @property
+    def sample_of_answers(self) -> Int64:
+        """The sample of each answer, [answers]."""
+        return np.repeat(np.arange(self.rows) if self.samples is None else self.samples, self.answers)
+
     @cached_property
     def _ends(self) -> Int64:
         return np.cumsum(self.answers)

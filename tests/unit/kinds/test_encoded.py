@@ -55,6 +55,7 @@ def test_a_part_has_whole_samples_and_their_answers():
     assert part.samples.tolist() == [0, 0, 1, 1]
     assert part.gold.tolist() == [2, 0]
     assert part.answers.tolist() == [3, 1, 2, 1]
+    assert part.sample_of_answers.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert part.labels.tolist() == encoded.labels[encoded.answers_of(np.array([3, 4, 0, 1]))].tolist()
     assert encoded.longest.tolist() == [
         max(encoded.lengths[:2]), encoded.lengths[2], max(encoded.lengths[3:])
@@ -71,6 +72,7 @@ def test_with_one_answer_a_row_rows_answers_and_samples_are_the_same():
     assert (encoded.rows_of(rows) == rows).all()
     assert encoded.gold is encoded.labels
     assert encoded.part(rows).labels.tolist() == [9, 7]
+    assert encoded.sample_of_answers.tolist() == [0, 1, 2]
     assert encoded.longest.tolist() == encoded.lengths.tolist() == [3, 5, 2]
 
 

@@ -13,17 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
+from scipy import stats
 
 from qdqbench.eval.accuracy.runners import onnxruntime_runner
 from qdqbench.eval.stages import engine
 from qdqbench.eval.verify.bisect import run_onnxruntime
 from qdqbench.eval.verify.checks import (
+    KS_P,
     MIN_LIMIT,
     BlockSums,
     QuantizationCost,
     check_answers,
     check_padding,
     check_shape,
+    one_of_each,
     verification_failures,
 )
 from qdqbench.eval.verify.engine import (
@@ -42,6 +45,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.regression import REGRESSION
+from qdqbench.quantize.kinds.tokens import Tagged
 from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import get_task
@@ -134,6 +138,19 @@ def test_one_wrong_position_of_many_fails() -> None:
     assert row.position_error == pytest.approx(2, rel=1e-3)
 
 
+@pytest.mark.parametrize(("factor", "holds"), [(0.95, True), (1.05, False)])
+def test_a_position_may_be_twice_as_far_as_quantization_takes_the_worst_one(
+    factor: float, holds: bool
+) -> None:
+    """Two roundings of one recipe, each at its worst there and on opposite sides of FP32."""
+    reference, plain, mask = hidden(shape=(64, 40, 24))
+    cost = (plain - reference)[mask == 1]
+    worst = np.argmax(np.linalg.norm(cost, axis=1) / np.linalg.norm(reference[mask == 1], axis=1))
+    got = reference.copy()
+    got[tuple(np.argwhere(mask)[worst])] += 2 * factor * cost[worst]
+    assert check(got, reference, plain, mask).holds is holds
+
+
 def test_without_quantization_one_percent_is_the_limit() -> None:
     reference, _, mask = hidden()
     noise = np.random.default_rng(1).normal(size=reference.shape)
@@ -171,7 +188,57 @@ def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float =
     truth = logits(len(got), labels_of, 1.0, 5)
     labels = truth[:, 0] if task.kind is REGRESSION else truth.argmax(1)
     cost = QuantizationCost.of(reference, fp32)
-    return check_answers(task, got, reference, fp32, labels, cost=cost, max_drop=max_drop, seed=0)
+    each = np.arange(len(got))
+    return check_answers(
+        task, got, reference, fp32, labels, samples=each, cost=cost, max_drop=max_drop, seed=0
+    )
+
+
+def words(got: Any, reference: Any, many: int) -> Any:
+    """The check of sentences of `many` words."""
+    samples = np.repeat(np.arange(len(got) // many), many)
+    gold = Tagged(reference.argmax(1), np.bincount(samples), ("O", "B-A"))
+    task = get_task("tokens").model_copy(update={"num_labels": 2})
+    cost = QuantizationCost.of(reference, reference + np.float32(1.0))
+    return check_answers(
+        task, got, reference, reference, gold, samples=samples, cost=cost, max_drop=0.01, seed=0
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(many=st.integers(1, 40), shift=st.floats(0, 0.5))
+def test_words_of_a_sentence_that_say_the_same_are_one_answer(many: int, shift: float) -> None:
+    """However many they are, they tell no more than one of them of how answers are distributed."""
+    base = logits()
+    one, more = (words(*(np.repeat(a, n, 0) for a in (base + np.float32(shift), base)), n) for n in (1, many))
+    assert (more.ks_statistic, more.ks_p) == (one.ks_statistic, one.ks_p)
+
+
+def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails() -> None:
+    """Most words are O, all with nearly the same logits: there a rounding moves the whole distribution."""
+    rng = np.random.default_rng(3)
+    reference = np.repeat([[2.0, -2.0]], 6000, 0) + 0.05 * rng.normal(size=(6000, 2))
+    reference[::10] = rng.normal(size=(600, 2)) * 2
+    reference = reference.astype(np.float32)
+    rounded = reference + np.float32(0.01)
+    assert stats.ks_2samp(reference[:, 0], rounded[:, 0], method="asymp").pvalue < KS_P / 2
+    assert words(rounded, reference, 24).holds
+    wrong = words(reference + np.float32(0.3), reference, 24)
+    assert wrong.ks_p < wrong.ks_p_limit
+    assert not wrong.holds
+
+
+@settings(deadline=None)
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=30), seed=st.integers(0, 9))
+def test_one_answer_of_each_sample_that_has_any(counts: list[int], seed: int) -> None:
+    samples = np.repeat(np.arange(len(counts)), counts)
+    drawn = one_of_each(samples, seed)
+    assert samples[drawn].tolist() == [sample for sample, count in enumerate(counts) if count]
+
+
+def test_every_answer_of_a_sample_can_be_drawn() -> None:
+    samples = np.zeros(3, dtype=np.int64)
+    assert {int(one_of_each(samples, seed)[0]) for seed in range(40)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (get_task("mnli"), 3), (STSB, 1)])
