@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from qdqbench.eval.report.formats import code, flat, text
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.rundir.config import for_length
 
 MARK = "†"
 IDLE = ("description", "gate")  # change no result
@@ -18,12 +19,12 @@ class Changed:
         self.known: dict[str, dict[str, None]] = {}  # name -> differences, each once
 
     def label(self, recipe: dict[str, Any]) -> str:
-        """A recipe's name as Markdown, with a mark if its results are of other settings."""
-        name = str(recipe.get("name"))
+        """A recipe's name as Markdown, its run's own length, and a mark if other settings differ."""
+        name, length = str(recipe.get("name")), _own_length(recipe)
         found = differences(recipe)
         if found:
             self.known[name] = self.known.get(name, {}) | dict.fromkeys(found)
-        return code(name) + (f" {MARK}" if found else "")
+        return code(name) + (f", {length} tokens" if length else "") + (f" {MARK}" if found else "")
 
     def text(self) -> str:
         """What the mark means; empty where there is none."""
@@ -35,7 +36,10 @@ class Changed:
 
 
 def differences(recipe: dict[str, Any]) -> list[str]:
-    """Settings of a recorded recipe that the shipped one of its name has otherwise, as `key was (now is)`."""
+    """Settings of a recorded recipe that the shipped one of its name has otherwise, as `key was (now is)`.
+
+    Not the length that samples are cut at: `--max-length` gives it to a run.
+    """
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
         return []
@@ -43,7 +47,15 @@ def differences(recipe: dict[str, Any]) -> list[str]:
         then = dict(flat(Recipe.model_validate(recipe).model_dump(mode="json")))
     except ValidationError:
         return ["it is of another version of qdqbench"]
-    shipped = load_recipe(name)
+    shipped, length = load_recipe(name), _own_length(recipe)
+    shipped = for_length(shipped, length) if length else shipped
     now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
     keys = [key for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key)]
     return [f"{key} {then.get(key)} (now {now.get(key)})" for key in keys if key.split(".")[0] not in IDLE]
+
+
+def _own_length(recipe: dict[str, Any]) -> int | None:
+    """Tokens that samples were cut at; None: as the shipped recipe of that name has it, or there is none."""
+    name, length = str(recipe.get("name")), recipe.get("export", {}).get("max_length")
+    own = name in shipped_recipes() and length not in (None, load_recipe(name).export.max_length)
+    return int(length) if own else None

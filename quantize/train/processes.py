@@ -36,8 +36,8 @@ def precision_here(precision: str) -> str:
 def matrix_products(precision: str) -> Iterator[None]:
     """FP32 matrix products in TF32, if the setting comes to that here; as before, afterwards.
 
-    Fused attention is not cuDNN's: at lengths such as 64 its gradient may be NaN where there is a mask
-    (github.com/pytorch/pytorch/issues/196678).
+    Fused attention is not cuDNN's: at lengths of 64 modulo 128 its gradient is NaN where a mask leaves a row
+    nothing (github.com/pytorch/pytorch/issues/196678).
     """
     import torch
 

@@ -21,6 +21,7 @@ from qdqbench.eval.tables.write import (
 )
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.rundir.config import for_length
 
 from ..bench.test_results import sample_bench
 from ..runs.test_report import sample as sample_run
@@ -48,6 +49,19 @@ def test_results_of_a_recipe_that_changed_since_are_marked():
     assert "- `bert-int8-linears`: calibration.smooth 0.25 (now 0.65)" in made
     del benches[0].recipe["calibration"]["split_outliers"]  # of a version that did not have it
     assert "calibration.split_outliers 0 (now 64)" in tables_markdown(runs, benches)
+
+
+def test_a_length_that_the_run_was_given_is_told_and_is_no_change():
+    runs, _ = find_results([GOLDEN])
+    runs[1].recipe = for_length(load_recipe("bert-int8-linears"), 256).model_dump(mode="json")
+    assert differences(runs[1].recipe) == []
+    made = tables_markdown(runs, [])
+    assert "| `bert-int8-linears`, 256 tokens |" in made
+    assert "†" not in made
+    runs[1].recipe["calibration"]["smooth"] = 0.25
+    made = tables_markdown(runs, [])
+    assert "| `bert-int8-linears`, 256 tokens † |" in made
+    assert "max_length" not in made
 
 
 def test_an_engine_before_training_is_that_of_the_recipe():
@@ -258,6 +272,7 @@ def test_memory_of_engines_by_shape():
 
 DOCS = {
     "docs/families.md": "docs/measured-families",
+    "docs/heads.md": "docs/measured-heads",
     "docs/issue-4058.md": "docs/measured-embeddings",
     "recipes/README.md": "docs/measured",
 }
