@@ -187,6 +187,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.08)
+    axes.locator_params(axis="x", nbins=4)  # of numbers with four decimals more would overlap
 
 
 def _fails(row: StageResult, metric: str, max_drop: float) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from html.parser import HTMLParser
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import (
     SCHEMA_VERSION,
+    BlockCheck,
     EngineResult,
     FileRow,
     FindingRow,
@@ -34,6 +36,7 @@ from qdqbench.quantize.core.results import (
     Results,
     StageResult,
     Timing,
+    Verification,
 )
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
@@ -677,6 +680,43 @@ def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
         assert f">{text}</text>" in svg
     assert ">skipped</text>" in charts.accuracy_svg(sample(), {})
     assert charts.accuracy_svg(unscored(), {}) == ""
+
+
+def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
+    block = BlockCheck(
+        name="layer.0",
+        n=1,
+        error=0.1,
+        quantization_error=0.2,
+        limit=0.2,
+        position_error=0.1,
+        position_limit=0.2,
+        systematic_error=0.0,
+        systematic_limit=0.1,
+        nonfinite=0,
+        nonfinite_shapes=[],
+    )
+    results = sample()
+    for error, shown in ((0.1, ("1 / 1", True)), (0.3, ("0 / 1", False))):
+        blocks = [block.model_copy(update={"error": error})]
+        results.verification = Verification.model_construct(
+            reference="fake_quant", blocks=blocks, blocks_not_checked=None, passed=False
+        )
+        (tile,) = (row for row in report._tiles(results) if row[0] == "engine blocks")
+        assert (tile[1], tile[3]) == shown
+
+
+@pytest.mark.parametrize("error", [0.0004, 0.0021, 0.0032, 0.0091, 0.03])
+def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
+    results = sample()
+    for row in results.stages.values():
+        row.metrics, row.stderr = dict.fromkeys(row.metrics, 0.9391), dict.fromkeys(row.metrics, error)
+    svg = charts.accuracy_svg(results, formats.LABELS)
+    ticks = re.findall(r'xtick_.*?<text [^>]* x="([\d.]+)"[^>]*>([^<]+)</text>', svg, re.DOTALL)
+    middles = [(float(x), len(number) * 8 * 0.64 / 2) for x, number in ticks]  # DejaVu Sans, 8 points
+    assert len(middles) >= 2
+    for (left, half), (right, other) in pairwise(middles):
+        assert right - left > half + other or right < left  # the next metric's
 
 
 def test_inputs_that_share_a_tensor_share_a_line() -> None:
