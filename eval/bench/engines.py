@@ -1,4 +1,4 @@
-"""Engines of a search on the GPU: export, build, prove INT8, and time against the FP16 twin in turns.
+"""Engines of a search: export, build, prove INT8, and time against a twin without INT8 in turns.
 
 The twin is built once and stays bound. It is measured again beside each engine, so that a speed-up is a ratio
 of two latencies that were taken in the same process within the same seconds.
@@ -6,7 +6,7 @@ of two latencies that were taken in the same process within the same seconds.
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,10 @@ from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench import loop
 from qdqbench.eval.bench.clocks import gpu_uuid
-from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, session_sets, to_device
+from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, HostLane, WallTimer, session_sets, to_device
 from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import attention_count, build, gemm_names, require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
@@ -26,8 +27,9 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.artifacts import backend_of, engine_profiles
+from qdqbench.quantize.rundir.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.runtime.cpu import CpuRunner
 from qdqbench.quantize.runtime.engine import Engine
 
 if TYPE_CHECKING:
@@ -37,12 +39,13 @@ if TYPE_CHECKING:
     from qdqbench.quantize.engine.profiles import Profile
 
 SEARCH_INPUT_SETS = 4
-ROUNDS, SECONDS = 8, 0.4  # rounds are balanced for two contestants; seconds for each of them
+# rounds are balanced for two contestants; seconds for each of them; a launch may take a second on a CPU
+ROUNDS, SECONDS, LEAST = 8, 0.4, 3
 Shape = tuple[int, int]  # batch, length
 
 
 class Latency(Strict):
-    """Latency of one recipe and of its FP16 twin."""
+    """Latency of one recipe and of its twin without INT8."""
 
     ms: float
     twin_ms: float
@@ -65,7 +68,7 @@ class ReadyGraph:
 def write_engine_graph(
     session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
 ) -> ReadyGraph:
-    """Write the typed graph of a recipe's model: INT8, or the FP16 twin where the plan has no INT8.
+    """Write the typed graph of a recipe's model: INT8, or the twin where the plan has no INT8.
 
     Raises:
         UserError, CheckFailed: the export fails.
@@ -104,54 +107,77 @@ def build_graph(
         expected_gemms=exported.gemms,
         expected_attention=exported.attention,
         layers_path=path.with_suffix(".layers.json"),
+        compute=cpu_compute(session.recipe),
     )
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What touches the GPU; replaced in tests."""
+    """What touches the device that engines run on; replaced in tests."""
 
     build: Callable[..., "EngineResult"]
-    load: Callable[..., Any]  # engine, graph, runtime_cache=file -> an Engine
-    lane: Callable[[Any, Sequence[Any]], Lane]  # bound run, input sets
+    load: Callable[..., Any]  # engine, graph, runtime_cache=file -> a loaded engine
+    lane: Callable[[Any, Shape, Sequence[Any]], Lane]  # loaded engine, shape, input sets
     place: Callable[[Any], Any]  # arrays to the device
     timer: Timer
 
 
 def gpu_devices() -> Devices:
-    """The real ones."""
-    return Devices(build, Engine, DeviceLane, to_device, CudaTimer())
+    """CUDA graphs, timed on the GPU."""
+    return Devices(
+        build,
+        Engine,
+        lambda engine, shape, sets: DeviceLane(engine.bind(*shape), sets),
+        to_device,
+        CudaTimer(),
+    )
+
+
+def cpu_devices(outputs: Iterable[str]) -> Devices:
+    """Inferences with these outputs on the CPU at hand, wall time."""
+    return Devices(
+        build,
+        lambda path, graph, runtime_cache: CpuRunner(path, graph, outputs=outputs),
+        lambda runner, _, sets: HostLane(runner, [[batch] for batch in sets]),
+        lambda batch: batch,
+        WallTimer(),
+    )
+
+
+def alone_on_gpu() -> contextlib.AbstractContextManager[None]:
+    """Nothing else of qdqbench times engines on this GPU meanwhile; UserError where something does."""
+    mend = "give each worker a GPU of its own with CUDA_VISIBLE_DEVICES"
+    return _alone("GPU", gpu_uuid() or "gpu", mend)
+
+
+def alone_on_cpu() -> contextlib.AbstractContextManager[None]:
+    """Nothing else of qdqbench times engines on this CPU meanwhile; UserError where something does."""
+    return _alone("CPU", "cpu", "run this when it has ended, or workers on machines of their own")
 
 
 @contextlib.contextmanager
-def alone_on_gpu() -> Iterator[None]:
-    """Nothing else of qdqbench times engines on this GPU meanwhile.
-
-    Raises:
-        UserError: something does.
-    """
-    path = Path(tempfile.gettempdir()) / f"qdqbench-{gpu_uuid() or 'gpu'}.lock"
+def _alone(kind: str, name: str, mend: str) -> Iterator[None]:
+    path = Path(tempfile.gettempdir()) / f"qdqbench-{name}.lock"
     try:
-        with FileLock(path, timeout=0, mode=0o666):  # for every user of the GPU
+        with FileLock(path, timeout=0, mode=0o666):  # for every user of the machine
             yield
     except Timeout as error:
         raise UserError(
-            "another process times engines on this GPU, and both would measure each other; give each "
-            "worker a GPU of its own with CUDA_VISIBLE_DEVICES"
+            f"another process times engines on this {kind}, and both would measure each other; {mend}"
         ) from error
 
 
 class EngineTimer:
-    """Times engines against one FP16 twin, in a `with` statement.
+    """Times engines against one twin without INT8, in a `with` statement.
 
     Args:
         session: its recipe names the backend and the profiles, its model the vocabulary.
-        twin: graph of the FP16 twin.
+        twin: graph of the twin; what is not INT8 computes in the same datatype in all engines.
         folder: for engines, which are deleted once they are measured.
         shapes: (batch, length) to measure; the recipe's profiles must hold them.
 
     Raises:
-        MissingDevice: no GPU, or nothing that builds for it.
+        MissingDevice: the backend or the GPU that it needs is not there.
         UserError, CheckFailed: the twin cannot be built or run.
     """
 
@@ -164,7 +190,10 @@ class EngineTimer:
         devices: Devices | None = None,
     ) -> None:
         self.session, self.folder, self.shapes = session, folder, list(shapes)
-        self.devices = devices or gpu_devices()
+        if devices is None:
+            on_cpu = backend_of(session.recipe) in CPU_BACKENDS
+            devices = cpu_devices(session.config.task.kind.outputs) if on_cpu else gpu_devices()
+        self.devices = devices
         # each profile has kernels of its own, so those that take none of the shapes only cost time to build
         known = engine_profiles(session)
         self.profiles = [
@@ -200,15 +229,15 @@ class EngineTimer:
             require_int8(result)
             for shape in self.shapes if shapes is None else shapes:
                 ours = Contestant("the engine", "int8", [lanes(shape)], self.devices.timer)
-                twin = Contestant("its FP16 twin", "fp16", [self._twin(shape)], self.devices.timer)
+                twin = Contestant("its twin", "fp16", [self._twin(shape)], self.devices.timer)
                 for contestant in (twin, ours):
                     _, error = loop.read_outputs(contestant)
                     if error:
                         raise CheckFailed(
                             f"{contestant.name} gives {error} at batch {shape[0]}, length {shape[1]}"
                         )
-                measured = loop.measure([ours, twin], Effort(ROUNDS, SECONDS, streams=()))
-                own, base = measured["the engine"], measured["its FP16 twin"]
+                measured = loop.measure([ours, twin], Effort(ROUNDS, SECONDS, streams=(), least=LEAST))
+                own, base = measured["the engine"], measured["its twin"]
                 ratio = loop.speedup(base.round_ms, own.round_ms, self.session.config.seed)
                 found[shape] = Latency(
                     ms=own.median_ms,
@@ -238,7 +267,7 @@ class EngineTimer:
 
         def lane(shape: Shape) -> Lane:
             if shape not in made:
-                made[shape] = self.devices.lane(engine.bind(*shape), self._inputs[shape])
+                made[shape] = self.devices.lane(engine, shape, self._inputs[shape])
             return made[shape]
 
         return result, lane

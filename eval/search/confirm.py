@@ -19,7 +19,7 @@ from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.runtime.opened import open_runner
 from qdqbench.quantize.tasks.metrics import against, compute
 from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.tasks.task import by_split
@@ -181,9 +181,7 @@ def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
     path = build_and_prove(session, graph, folder / "model.int8.engine")
     found = {}
     cache, outputs = folder / "runtime.cache", session.config.task.kind.outputs
-    with EngineRunner(
-        path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs
-    ) as runner:
+    with open_runner(path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         for name, (_, encoded) in session.eval_splits.items():
             found[name] = predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")

@@ -19,6 +19,7 @@ from qdqbench.eval.search.results import (
     Answer,
     Confirmed,
     Search,
+    Source,
     Trial,
     choose_trial,
 )
@@ -80,7 +81,7 @@ def _judge(
         except Exception as error:  # hours of trials must not end without their report
             judged.warnings.append(f"whether search and confirmation agree is not known: {explained(error)}")
     if not chosen.int8_linears:
-        judged.warnings.append(_without_int8(trials, judged.rows))
+        judged.warnings.append(_without_int8(trials, judged.rows, worker.source.twin))
     if judged.agreement is not None and not judged.agreement.within_noise:
         judged.warnings.append(
             f"the searched drop ({100 * judged.agreement.searched:.2f} points) and the confirmed one "
@@ -115,7 +116,7 @@ def _search(
         trials=trials,
         outcome=Answer(
             passed=not judged.failures,
-            rule=rule(worker.gate) + (", by modelled latency" if worker.source.mode == "model" else ""),
+            rule=rule(worker.gate, worker.source),
             chosen=chosen.number if chosen else None,
             why=why,
             failures=judged.failures,
@@ -127,7 +128,7 @@ def _search(
     )
 
 
-def _without_int8(trials: list[Trial], rows: list[Confirmed]) -> str:
+def _without_int8(trials: list[Trial], rows: list[Confirmed], twin: str) -> str:
     """Why nothing in INT8 was chosen, as far as trials and confirmation know."""
     said = "the chosen recipe has nothing in INT8: "
     tried = [trial for trial in trials if trial.int8_linears and trial.latency is not None]
@@ -136,7 +137,7 @@ def _without_int8(trials: list[Trial], rows: list[Confirmed]) -> str:
     if not tried:
         return f"{said}no recipe with INT8 was tried to its end, ask for more trials"
     if max(speedups, default=0.0) <= 1:
-        return f"{said}here no recipe with INT8 is faster than FP16"
+        return f"{said}here no recipe with INT8 is faster than {twin}"
     return f"{said}none of the {len(tried)} tried with INT8 satisfies the gate better, though some are faster"
 
 
@@ -153,11 +154,12 @@ def _whole(worker: Worker, chosen: Trial) -> Accuracy:
     return worker.work.accuracy(recipe, worker.work.plan(recipe), whole=True)
 
 
-def rule(gate: Any) -> str:
+def rule(gate: Any, source: Source) -> str:
     """What is asked, in words."""
+    modelled = ", by modelled latency" if source.mode == "model" else ""
     if gate.min_speedup is not None:
-        return f"at least {gate.min_speedup:g}x as fast as the FP16 twin, most accurate"
-    return f"at most {points(gate.max_drop)} lost, fastest"
+        return f"at least {gate.min_speedup:g}x as fast as the {source.twin} twin, most accurate{modelled}"
+    return f"at most {points(gate.max_drop)} lost, fastest{modelled}"
 
 
 def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:

@@ -1,21 +1,29 @@
-"""Where a search's latencies come from: engines on this GPU, or a cost model that was fitted to engines."""
+"""Where a search's latencies come from: engines that run here, or a cost model that was fitted to engines."""
 
 import os
 import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.engines import EngineTimer, Latency, alone_on_gpu, write_engine_graph
+from qdqbench.eval.bench.engines import (
+    EngineTimer,
+    Latency,
+    alone_on_cpu,
+    alone_on_gpu,
+    write_engine_graph,
+)
 from qdqbench.eval.placement.cost_model import Placement, load_cost_model, shape_of
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.rundir.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
@@ -28,7 +36,7 @@ def latency_source(
     """Source of latencies, and the function that gives one.
 
     Raises:
-        MissingDevice: no GPU and no cost model.
+        MissingDevice: the engine does not run here, and there is no cost model.
         UserError: the recipe's engine does not take the shape.
     """
     try:
@@ -39,7 +47,7 @@ def latency_source(
         ) from error
     mode: Any = options.latency
     if mode == "auto":
-        mode = "engine" if find_gpu() else "model"
+        mode = "engine" if find_gpu() or backend_of(session.recipe) in CPU_BACKENDS else "model"
     return _engine(session, options, work, stack) if mode == "engine" else _model(session, options)
 
 
@@ -70,19 +78,24 @@ def _model(session: Session, options: "SearchOptions") -> "tuple[Source, Measure
 def _engine(
     session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
 ) -> "tuple[Source, Measure]":
-    gpu = find_gpu()
-    if gpu is None:
+    gpu, recipe = find_gpu(), session.recipe
+    on_cpu = backend_of(recipe) in CPU_BACKENDS
+    if gpu is None and not on_cpu:
         raise MissingDevice(
-            "--latency engine needs an NVIDIA GPU, CUDA shows none here; --latency model estimates"
+            f"--latency engine with {backend_of(recipe)} needs an NVIDIA GPU, CUDA shows none here; "
+            "--latency model estimates, --backend openvino measures on this CPU"
         )
-    chosen = choose_backend(session.recipe.engine.backend)
-    stack.enter_context(alone_on_gpu())
+    chosen = choose_backend(recipe.engine.backend)
+    stack.enter_context(alone_on_cpu() if on_cpu else alone_on_gpu())
+    device = str(find_cpu()) if on_cpu or gpu is None else gpu.name
     folder = session.folder / f"engines-{os.getpid()}"
     shape = options.batch, options.length
     source = Source(
         mode="engine",
-        label=f"measured on {gpu.name}, {chosen.name} {chosen.version}",
-        gpu=gpu.name,
+        label=f"measured on {device}, {chosen.name} {chosen.version}",
+        gpu=None if on_cpu else device,
+        cpu=device if on_cpu else None,
+        twin=(cpu_compute(recipe) if on_cpu else recipe.precision.compute).upper(),
         backend=chosen.name,
         version=chosen.version,
         batch=options.batch,
@@ -93,7 +106,7 @@ def _engine(
 
     def measure(recipe: Recipe, plan: Plan) -> Latency:
         if not timer:  # minutes after the command started: a study of other settings is refused before
-            twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-fp16"})
+            twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-twin"})
             graph = write_engine_graph(
                 session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx"
             ).path

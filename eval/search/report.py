@@ -218,9 +218,10 @@ def search_summary(found: Search) -> "Group":
 
     context = _context(found)
     modelled = "\nmodelled" if context["modelled"] else ""
+    over = f"over {found.source.twin}{modelled}"
     table = Table(box=None)
     table.add_column("recipe", no_wrap=True)
-    for title in (label(found.metric), "drop, points", f"ms{modelled}", f"over FP16{modelled}"):
+    for title in (label(found.metric), "drop, points", f"ms{modelled}", over):
         table.add_column(title, no_wrap=True)
     remarks = ["the first row is the chosen recipe; ~: within noise"]
     for number, row in enumerate(context["confirmed"]):

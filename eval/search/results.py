@@ -31,7 +31,7 @@ class Trial(Strict):
 
     number: int
     state: Literal["complete", "failed"]
-    origin: str  # "given recipe", "shipped NAME", "all FP16", "ranking", "TPE"
+    origin: str  # "given recipe", "shipped NAME", "nothing in INT8", "ranking", "TPE"
     reason: str | None = None  # why it failed
     params: dict[str, Any]
     recipe: str | None = None  # YAML
@@ -77,7 +77,9 @@ class Source(Strict):
 
     mode: Literal["engine", "model"]
     label: str  # shown beside every latency
-    gpu: str
+    gpu: str | None = None
+    cpu: str | None = None  # where engines run on it
+    twin: str = "FP16"  # datatype of the twin, and of what an engine has not in INT8
     backend: str
     version: str
     batch: int
@@ -161,7 +163,7 @@ def choose_trial(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
     if gate.min_speedup is not None:
         if not held:
             best = max(done, key=lambda t: t.latency.speedup if t.latency else 0, default=None)
-            return None, _none(best, f"none is {gate.min_speedup:g}x as fast as its FP16 twin")
+            return None, _none(best, f"none is {gate.min_speedup:g}x as fast as its twin")
         chosen = min(held, key=lambda t: (t.accuracy.divergence if t.accuracy else 0, _relative(t)))
         return (
             chosen,

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from qdqbench.eval.sensitivity.results import Sensitivity
 
 SAMPLES = 128  # enough to tell the worst units from the others
-PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units in FP16
+PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units out of INT8
 
 
 def first_trials(work: Workspace, space: Space) -> list[First]:
-    """The given recipe, the shipped ones in this space, everything in FP16, and prefixes of the ranking."""
+    """The given recipe, the shipped ones in this space, nothing in INT8, and prefixes of the ranking."""
     base = work.session.recipe
     given = space.project(work.plan(base), base)
     found = [("given recipe", given, {"recipe": short_yaml(base)})]
@@ -34,7 +34,7 @@ def first_trials(work: Workspace, space: Space) -> list[First]:
     count = len(space.units)
     everything = given | {"frame": "all", "keep": 0, "flip_1": 0, "flip_2": 0}
     high = {"attention_keep": len(space.attention)} if space.attention else {}
-    found.append(("all FP16", everything | high | {"keep": count}, {}))
+    found.append(("nothing in INT8", everything | high | {"keep": count}, {}))
     for part in PREFIXES:
         prefix = everything | {"keep": max(1, round(count / part))}
         found.append(("ranking", prefix | high, {}))

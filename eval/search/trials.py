@@ -1,4 +1,4 @@
-"""Search: which layers in INT8, calibrated how, for this model, data and GPU."""
+"""Search: which layers in INT8, calibrated how, for this model, data and device."""
 
 import gc
 import sys
@@ -98,7 +98,7 @@ def _settings(session: Session, options: SearchOptions, source: Source) -> dict[
         "seed": session.config.seed,
         "objective": options.objective,
         "latency": source.mode,
-        "GPU": [source.gpu, source.backend, source.version],
+        "device": [source.gpu or source.cpu, source.backend, source.version, source.twin],
         "batch and length": [options.batch, options.length],
         "cost model": hash_of(fitted.model_dump(mode="json", include={"rows"})) if fitted else None,
         "sensitivity file": files.sha256(sensitivity_file(options.sensitivity))

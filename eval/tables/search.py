@@ -24,7 +24,8 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
         "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
         "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error."
     )
-    header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", "over FP16", "trials"]
+    over = " or ".join(dict.fromkeys(found.source.twin for found in searches))
+    header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", f"over {over}", "trials"]
     notes = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
     notes += [f"- {text(label(found.task))}: {text(line)}" for found in searches for line in _said(found)]
     return [title, table([*header, "where"], rows), "\n".join(notes)]

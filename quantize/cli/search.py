@@ -31,7 +31,7 @@ class Wanted:
         float | None, typer.Option("--budget", min=0, help="Seconds after which no further trial is started.")
     ] = None
     sensitivity: Annotated[
-        Path | None, typer.Option(help="File of `qdqbench sensitivity`: which layers to keep in FP16 first.")
+        Path | None, typer.Option(help="File of `qdqbench sensitivity`: what to keep out of INT8 first.")
     ] = None
     storage: Annotated[
         str | None, typer.Option(help="SQLAlchemy URL shared by all workers; none: OUT/study.db.")
@@ -43,7 +43,7 @@ class Wanted:
     batch: Annotated[int, typer.Option(min=1, help="Batch size of the latency.")] = 32
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence of the latency.")] = 128
     latency: Annotated[
-        str, typer.Option(help="engine: measured on this GPU; model: modelled; auto: engine where a GPU is.")
+        str, typer.Option(help="engine: measured here; model: modelled; auto: engine where it runs here.")
     ] = "auto"
     cost_model: Annotated[
         Path | None, typer.Option(help="File of `qdqbench cost fit`; none: the shipped one.")
@@ -69,7 +69,7 @@ def search(  # noqa: PLR0913  (a command's options)
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampler, bootstrap and inputs.")] = 0,
     json: Json = False,
 ) -> None:
-    """Find the recipe for your model, data and GPU: accuracy against latency, confirmed on validation."""
+    """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
     from qdqbench.eval.search.report import search_summary
     from qdqbench.eval.search.worker import SearchOptions
     from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -144,7 +144,7 @@ def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet
         return finish(worker, folder, shown.say)
 
 
-cost_app = typer.Typer(no_args_is_help=True, help="Make the cost model that `search` uses without a GPU.")
+cost_app = typer.Typer(no_args_is_help=True, help="Make the cost model that `search --latency model` uses.")
 
 
 @cost_app.command("measure")

@@ -292,5 +292,6 @@ class GateSettings(Frozen):
         description="all: the engine must run in INT8 what the recipe asks for; null: not judged.",
     )
     min_speedup: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Least speed-up over the FP16 twin, a factor; judged by `search` only."
+        default=None,
+        description="Least speed-up over the twin without INT8, a factor; judged by `search` only.",
     )

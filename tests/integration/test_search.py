@@ -64,9 +64,9 @@ def test_the_outcome_is_whole(searched):
     assert json.loads(done.out) == json.loads(found.model_dump_json())
     tried = [trial for trial in found.trials if trial.duplicate_of is None]
     assert len(tried) == TRIALS
-    assert {"given recipe", "all FP16", "ranking"} <= {trial.origin for trial in found.trials}
+    assert {"given recipe", "nothing in INT8", "ranking"} <= {trial.origin for trial in found.trials}
     assert any(trial.on_front for trial in tried)
-    high = next(trial for trial in found.trials if trial.origin == "all FP16")
+    high = next(trial for trial in found.trials if trial.origin == "nothing in INT8")
     assert (high.accuracy.divergence, high.accuracy.drop, high.latency.speedup) == (0, 0, 1)
     assert all(t.accuracy.divergence > 0 for t in tried if t.int8_linears)
     assert all(t.accuracy.n == 96 for t in tried)

@@ -98,4 +98,10 @@ def devices():
     opened.clear()
     spoilt.clear()
     unproven.clear()
-    return Devices(build, Engine, Lane, lambda batch: batch, Timer())
+    return Devices(
+        build,
+        Engine,
+        lambda engine, shape, sets: Lane(engine.bind(*shape), sets),
+        lambda batch: batch,
+        Timer(),
+    )

@@ -1,8 +1,10 @@
 """Latencies of a search from engines that are files: one twin, proof, and failures that are a trial's own."""
 
+import dataclasses
 import tempfile
 from contextlib import ExitStack, nullcontext
 
+import numpy as np
 import pytest
 
 from qdqbench.eval.bench import engines
@@ -13,6 +15,7 @@ from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.machine.cpu import Cpu
 from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.session import RunConfig, Session
@@ -36,6 +39,7 @@ def folder(tmp_path_factory):
 def work(folder, tmp_path, monkeypatch):
     base = load_recipe("bert-int8-linears").model_dump(mode="json")
     base["calibration"] = {}
+    base["engine"]["backend"] = "tensorrt_rtx"
     recipe = Recipe.model_validate(base)
     config = RunConfig(recipe=recipe, model=str(folder), task=TASK, data="none")
     session = Session(config, tmp_path)
@@ -59,6 +63,14 @@ def measure(work, monkeypatch):
         source, found = latency.latency_source(work.session, OPTIONS, work, stack)
         assert source.label == "measured on fake GPU, fake 0"
         yield found
+
+
+def on_a_cpu(work, compute="fp16"):
+    """A session for OpenVINO on the CPU at hand."""
+    recipe = work.session.recipe.model_dump(mode="json")
+    recipe["engine"]["backend"], recipe["precision"]["compute"] = "openvino", compute
+    config = work.session.config.model_copy(update={"recipe": Recipe.model_validate(recipe)})
+    return Session(config, work.session.folder)
 
 
 def placed(work, units, attention=()):
@@ -125,9 +137,55 @@ def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
         pass
 
 
-def test_engines_need_a_gpu(work, monkeypatch):
+@pytest.mark.parametrize(
+    ("compute", "features", "twin"),
+    [("fp16", ("amx_bf16",), "BF16"), ("fp16", (), "FP32"), ("fp32", ("amx_bf16",), "FP32")],
+)
+def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, compute, features, twin):
+    cpu = Cpu("a CPU", 2, features)
+    monkeypatch.setattr("qdqbench.quantize.rundir.artifacts.find_cpu", lambda: cpu)
+    monkeypatch.setattr(latency, "find_cpu", lambda: cpu)
+    monkeypatch.setattr(latency, "find_gpu", lambda: Gpu("not used", "0.0", None))
+    monkeypatch.setattr(latency, "alone_on_cpu", nullcontext)
+    made = type("B", (), {"name": "openvino", "version": "0"})
+    monkeypatch.setattr(latency, "choose_backend", lambda wanted: made)
+    fakes, asked = fake_engines.devices(), []
+    built = dataclasses.replace(
+        fakes, build=lambda *a, **k: asked.append(k["compute"]) or fakes.build(*a, **k)
+    )
+    monkeypatch.setattr(engines, "cpu_devices", lambda outputs: built)
+    with ExitStack() as stack:
+        options = SearchOptions(batch=8, length=32)
+        source, measure = latency.latency_source(on_a_cpu(work, compute), options, work, stack)
+        assert (source.mode, source.gpu, source.cpu, source.twin) == ("engine", None, str(cpu), twin)
+        assert source.label == f"measured on {cpu}, openvino 0"
+        assert measure(*placed(work, [(0, "output")])).speedup == pytest.approx(1.05)
+    assert asked == [twin.lower()] * 2  # the twin's, then the engine's
+
+
+def test_one_process_times_on_a_cpu_at_a_time(work, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    session = on_a_cpu(work)
+    with engines.alone_on_cpu(), pytest.raises(UserError, match="engines on this CPU"):
+        latency.latency_source(session, OPTIONS, work, ExitStack())
+    with engines.alone_on_cpu():
+        pass
+
+
+def test_a_cpu_lane_rotates_and_gives_the_runners_answers():
+    made = engines.cpu_devices(["logits"])
+    sets = [{"input_ids": np.full((2, 3), number)} for number in range(2)]
+    lane = made.lane(lambda batch: batch["input_ids"][:, :1].astype(np.float32), (2, 3), sets)
+    assert lane.input_sets == 2
+    lane.feed(3)
+    lane.launch()
+    assert lane.fetch().tolist() == [[1.0], [1.0]]
+    assert len(made.timer.latencies(lane, 4)) == 4
+
+
+def test_engines_of_a_gpu_backend_need_a_gpu(work, monkeypatch):
     monkeypatch.setattr(latency, "find_gpu", lambda: None)
-    with pytest.raises(MissingDevice, match="--latency model"):
+    with pytest.raises(MissingDevice, match="--latency model estimates, --backend openvino"):
         latency.latency_source(work.session, OPTIONS, work, ExitStack())
 
 

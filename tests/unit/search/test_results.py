@@ -25,6 +25,8 @@ from qdqbench.eval.search.results import (
     read_search,
     trial_holds,
 )
+from qdqbench.eval.tables.changed import Changed
+from qdqbench.eval.tables.search import search_tables
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.strict import Strict
@@ -215,9 +217,23 @@ def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
 
 
 def test_rules_in_words():
-    assert rule(GateSettings(max_drop=0.003)) == "at most 0.3 points lost, fastest"
-    assert rule(GateSettings(max_drop=0.01)) == "at most 1 point lost, fastest"
-    assert "1.4x" in rule(GateSettings(min_speedup=1.4))
+    measured = Source(mode="engine", label="", backend="b", version="v", batch=1, length=1, twin="BF16")
+    assert rule(GateSettings(max_drop=0.003), measured) == "at most 0.3 points lost, fastest"
+    assert rule(GateSettings(max_drop=0.01), measured) == "at most 1 point lost, fastest"
+    assert "1.4x as fast as the BF16 twin" in rule(GateSettings(min_speedup=1.4), measured)
+    modelled = measured.model_copy(update={"mode": "model"})
+    assert rule(GateSettings(), modelled).endswith(", by modelled latency")
+
+
+def test_reports_name_the_twin(tmp_path):
+    source = sample_search().source.model_copy(update={"mode": "engine", "cpu": "c", "twin": "BF16"})
+    versions = dict.fromkeys(("torch", "transformers", "nvidia-modelopt"), "1")
+    found = sample_search(source=source, environment={"versions": versions})
+    assert "over BF16" in search_tables([found], Changed())[1]
+    for path in write_search_reports(found, tmp_path):
+        text = path.read_text()
+        assert "over BF16" in text
+        assert "over FP16" not in text
 
 
 def sample_search(**changes):
@@ -339,7 +355,7 @@ def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(mo
     ("tried", "confirmed_ms", "expected"),
     [
         (None, 1.0, "no recipe with INT8 was tried"),
-        (4.0, 3.0, "no recipe with INT8 is faster than FP16"),
+        (4.0, 3.0, "no recipe with INT8 is faster than BF16"),
         (1.5, 3.0, "none of the 1 tried with INT8"),
         (4.0, 1.0, "none of the 1 tried with INT8"),
     ],
@@ -347,7 +363,7 @@ def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(mo
 def test_why_nothing_in_int8_was_chosen_is_what_was_measured(tried, confirmed_ms, expected):
     half = trial_of(1, 0.0, 0.0, 2.0).model_copy(update={"int8_linears": 0})
     trials = [half] if tried is None else [half, trial_of(2, 0.0, 0.1, tried)]
-    said = finish._without_int8(trials, [confirmed("bert-int8-ffn", 0.9, confirmed_ms)])
+    said = finish._without_int8(trials, [confirmed("bert-int8-ffn", 0.9, confirmed_ms)], "BF16")
     assert expected in said
 
 
