@@ -24,6 +24,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_old_is_searched() -> Generator[None, None, None]:
+    """Nor later among libraries that a file's tests loaded: code under test collects garbage, too."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
     """A folder by name that one of all workers makes, never to be written to: `make` is given its path."""

@@ -50,7 +50,13 @@ class BenchView:
     detail_columns: Sequence[str] = ()
     details: Sequence[list[Mark]] = ()
     method: str = ""
-    charts: Sequence[str] = ()  # SVG
+
+    @property
+    def charts(self) -> list[str]:
+        """SVG, drawn when a page asks: a terminal shows none."""
+        found = self.measured
+        drawn = (latency_svg(found), speedup_svg(found), throughput_svg(found)) if found else ()
+        return [svg for svg in drawn if svg]
 
 
 def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
@@ -109,7 +115,6 @@ def bench_view(bench: Bench) -> BenchView:
         detail_columns=_detail_columns(bench),
         details=[_detail(bench, cell, row) for cell in bench.cells for row in cell.rows],
         method=method(bench),
-        charts=[svg for svg in (latency_svg(bench), speedup_svg(bench), throughput_svg(bench)) if svg],
     )
 
 

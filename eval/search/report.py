@@ -30,7 +30,7 @@ def write_search_reports(found: Search, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    return write("search", folder, _context(found))
+    return write("search", folder, _context(found) | {"svg": front_svg(found)})
 
 
 def search_headline(found: Search) -> str:
@@ -116,7 +116,6 @@ def _context(found: Search) -> dict[str, Any]:
         "headline": search_headline(found),
         "chosen": chosen,
         "recipe_yaml": chosen.recipe if chosen else "",
-        "svg": front_svg(found),
         "trials": [_trial_cells(found, trial) for trial in order],
         "confirmed": [_confirmed_cells(found, row) for row in found.confirmed],
         "agreement": _agreement(found),

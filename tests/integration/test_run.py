@@ -66,9 +66,13 @@ def ranks(values):
 
 
 def _with_long(recipes):
-    """Of the QAT recipes one goes the whole way at once; `test_training` goes it too."""
+    """Of the QAT recipes one goes the whole way at once; `test_training` goes it too.
+
+    INT8 linears alone go it in the default: unit tests hold what other recipes of them leave in the files.
+    """
     known = "bert-int8-residual-qat"
     long = [name for name in recipes if name.endswith("-qat") and name != known]
+    long += ["bert-int8-ffn", "bert-int8-linears-per-tensor"]
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
 
 
