@@ -11,12 +11,15 @@ from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, real_split, run_target
+from qdqbench.eval.cpubench.cell import cpu_makers
+from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.config import asked_pooling, find_recipe
 from qdqbench.quantize.rundir.session import read_config
@@ -39,6 +42,7 @@ def bench(  # noqa: PLR0913
     data: str | None = None,
     tokenizer: str | None = None,
     streams: Sequence[int] | None = None,
+    threads: int | None = None,
     rounds: int | None = None,
     seconds: float = 1.0,
     repeats: int | None = None,
@@ -54,7 +58,7 @@ def bench(  # noqa: PLR0913
     written: Callable[[Path], None] = silent,
     command: str = "qdqbench.bench",
 ) -> Bench:
-    """INT8 against its FP16 and FP32 twins and PyTorch; bench.json and its reports are written.
+    """INT8 against its twins and its peers, on a GPU or a CPU; bench.json and its reports are written.
 
     Measurements that failed are in `errors` of the result.
 
@@ -71,6 +75,7 @@ def bench(  # noqa: PLR0913
         data: data of `real_lengths`; None: the run's.
         tokenizer: of `real_lengths` for a built-in shape.
         streams: inferences at once; None: 1 and 2.
+        threads: of each contestant on a CPU, all streams together; None: one for each core.
         rounds: interleaved rounds; None: 12, on a CPU 6.
         seconds: latency time per contestant and shape, over all rounds.
         repeats: launches per round, instead of `seconds`.
@@ -78,7 +83,7 @@ def bench(  # noqa: PLR0913
         fp32: the FP32 twin too.
         compile_mode: of torch.compile.
         profile: engines for exactly each shape, or for the recipe's shapes.
-        cpu: ONNX Runtime and PyTorch on the CPU, no engine.
+        cpu: on the CPU, even where a GPU is; without a GPU that is so if the recipe's backend allows it.
         keep_engines: leave the engines in the work folder.
         seed: of weights, inputs and bootstrap.
         out: folder; None: that of the run, or one in runs/.
@@ -88,7 +93,7 @@ def bench(  # noqa: PLR0913
 
     Raises:
         UserError: arguments that do not fit together, or a target that cannot be used.
-        MissingDevice: no GPU, and not `cpu`; before anything is exported.
+        MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
     path = None if target is None else Path(target)
     _check_arguments(path, model, recipe, profile, compile_mode)
@@ -97,9 +102,12 @@ def bench(  # noqa: PLR0913
         raise UserError(f"--pooling belongs to --model; {path} has its own")
     if not seconds > 0:
         raise UserError(f"--seconds is {seconds}; give a positive number")
-    if not cpu:
-        wanted = read_config(path).recipe if path else _recipe(str(model), recipe)
-        require_gpu(wanted.engine.backend)
+    wanted = (read_config(path).recipe if path else _recipe(str(model), recipe)).engine.backend
+    if cpu := cpu or runs_on_cpu(wanted):
+        own_backend(wanted)
+    else:
+        require_gpu(wanted)
+    running, counts = _threads(threads, streams, cpu)
     progress("exporting")
     lengths = tuple(dict.fromkeys(length or (128,)))
     chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed, max(lengths), asked)
@@ -112,7 +120,7 @@ def bench(  # noqa: PLR0913
         lengths=lengths,
         real=real,
         real_batch=real_batch,
-        streams=tuple(dict.fromkeys(streams or (1, 2))),
+        streams=counts,
         rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
         seconds=seconds,
         repeats=repeats,
@@ -123,11 +131,13 @@ def bench(  # noqa: PLR0913
         seed=seed,
         cpu=cpu,
         keep_engines=keep_engines,
+        threads=running,
     )
     found = run_bench(
         chosen,
         options,
         command=command,
+        on_cpu=cpu_makers() if cpu else None,
         save=lambda result: write_bench(folder / BENCH_FILE, result),
         announce=progress,
     )
@@ -152,6 +162,21 @@ def _check_arguments(
         raise UserError(f"--profile {profile!r} is unknown; use static or recipe")
     if compile_mode not in COMPILE_MODES:
         raise UserError(f"--compile-mode {compile_mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
+
+
+def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> tuple[int, tuple[int, ...]]:
+    """Threads of a contestant and numbers of streams."""
+    counts = tuple(dict.fromkeys(streams or (1, 2)))
+    if not cpu:
+        if threads:
+            raise UserError("--threads belongs to a bench on a CPU; add --cpu")
+        return 1, counts
+    cores = find_cpu().cores
+    if (running := threads or cores) > cores:
+        raise UserError(f"--threads {running} is more than the {cores} cores of this process")
+    if wrong := [str(count) for count in streams or () if count > running]:
+        raise UserError(f"--streams {', '.join(wrong)} is more than {running} threads: one for each at least")
+    return running, tuple(count for count in counts if count <= running)
 
 
 def _recipe(model: str, recipe: str | None) -> Recipe:

@@ -1,7 +1,7 @@
 """The contestants of one cell: engines built for its shape, and the peers beside them, bound and ready."""
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,7 @@ from qdqbench.eval.bench.engines import ReadyGraph, build_graph
 from qdqbench.eval.bench.lanes import (
     CudaTimer,
     DeviceLane,
-    HostLane,
     SplitLane,
-    WallTimer,
     random_sets,
     to_device,
 )
@@ -35,7 +33,8 @@ if TYPE_CHECKING:
 
 INPUT_SETS = 8
 TORCH_FP32, TORCH_FP16, COMPILED = "torch-fp32", "torch-fp16", "compile-fp16"
-REFERENCES = (TORCH_FP32, "fp32", "fp16")  # whose logits are trusted, best first
+# whose logits are trusted, best first
+REFERENCES = (TORCH_FP32, "fp32", "fp16", "fp32-onnxruntime", "fp32-openvino")
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,7 @@ class BenchOptions:
     seed: int
     cpu: bool
     keep_engines: bool = False
+    threads: int = 1  # of a contestant on a CPU
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,21 @@ class Entry:
     layers: "list[LayerRow]" = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Makers:
+    """Who takes part, and what makes them ready for a shape; as `contestants` and `prepare`."""
+
+    contestants: Callable[[Target, BenchOptions], list[BenchContestant]]
+    prepare: Callable[[Target, BenchOptions, CellShape, Sequence[BenchContestant], ExitStack], list[Entry]]
+
+
 def contestants(target: Target, options: BenchOptions, backend: str) -> list[BenchContestant]:
     """Who takes part, in the order of tables and charts; `backend` is the engine builder and its version."""
     torch = f"torch {importlib.metadata.version('torch')}"
-    made = "engine"
-    if options.cpu:
-        made, backend = "ONNX Runtime CPU", f"onnxruntime {importlib.metadata.version('onnxruntime')}"
     listed = [
         BenchContestant(
             name=name,
-            label=f"{name.upper()} {made}",
+            label=f"{name.upper()} engine",
             precision=name,  # type: ignore[arg-type]
             backend=backend,
         )
@@ -109,14 +114,12 @@ def contestants(target: Target, options: BenchOptions, backend: str) -> list[Ben
         if name != "fp32" or options.fp32
     ]
     if options.peers:
-        fp32 = "PyTorch FP32 CPU" if options.cpu else "PyTorch FP32 SDPA"
-        listed.append(BenchContestant(name=TORCH_FP32, label=fp32, precision="fp32", backend=torch))
-        if not options.cpu:
-            fp16 = BenchContestant(
-                name=TORCH_FP16, label="PyTorch FP16 SDPA", precision="fp16", backend=torch
+        for name, precision in ((TORCH_FP32, "fp32"), (TORCH_FP16, "fp16")):
+            label = f"PyTorch {precision.upper()} SDPA"
+            listed.append(
+                BenchContestant(name=name, label=label, precision=precision, backend=torch)  # type: ignore[arg-type]
             )
-            compiled = fp16.model_copy(update={"name": COMPILED, "label": "torch.compile FP16"})
-            listed += [fp16, compiled]
+        listed.append(listed[-1].model_copy(update={"name": COMPILED, "label": "torch.compile FP16"}))
     return listed
 
 
@@ -132,17 +135,26 @@ def prepare(
     Raises:
         MissingDevice: there is no GPU, or nothing that builds for it.
     """
-    maker = (
-        _host_maker(target, options, shape) if options.cpu else _device_maker(target, options, shape, stack)
-    )
+    maker = _device_maker(target, options, shape, stack)
+    return gather(maker, listed, peers=(TORCH_FP32, TORCH_FP16, COMPILED))
+
+
+def gather(
+    maker: Callable[[BenchContestant], Entry], listed: Sequence[BenchContestant], *, peers: Collection[str]
+) -> list[Entry]:
+    """Make every contestant; one that fails is an error, and of the `peers` (names) a gap.
+
+    Raises:
+        MissingDevice: what the bench is about cannot run here.
+    """
     entries = []
     for about in listed:
-        peer = about.name in (TORCH_FP32, TORCH_FP16, COMPILED)
+        peer = about.name in peers
         try:
             entries.append(maker(about))
-        except MissingDevice:
-            raise
         except Exception as error:
+            if isinstance(error, MissingDevice) and not peer:
+                raise
             # compilers fail in a hundred ways, and a peer that is missing is a gap in the table; an engine of
             # ours that is missing is an error, whatever else is measured
             if not peer and not isinstance(error, (QdqError, RuntimeError)):
@@ -174,7 +186,7 @@ def _device_maker(
 ) -> Callable[[BenchContestant], Entry]:
     import torch
 
-    batches = [to_device(batch) for batch in _batches(target, options, shape)]
+    batches = [to_device(batch) for batch in input_sets(target, options, shape)]
     timer = CudaTimer()
     streams = 1 if shape.real else max(options.streams)
     stack.callback(torch.cuda.empty_cache)  # engines allocate beside what torch keeps for later
@@ -238,25 +250,7 @@ def _device_maker(
     return make
 
 
-def _host_maker(
-    target: Target, options: BenchOptions, shape: CellShape
-) -> Callable[[BenchContestant], Entry]:
-    batches = _batches(target, options, shape)
-    sets = [batches] if shape.real else [[batch] for batch in batches]
-
-    def make(about: BenchContestant) -> Entry:
-        if about.name in target.twins:
-            run, detail = peers.onnxruntime_cpu(target.twins[about.name]), "all graph optimizations"
-        else:
-            model = peers.sdpa_model(target.session.new_model(), "fp32", "cpu")
-            run, detail = peers.torch_cpu(model), "eager, SDPA, with the mask"
-        row = BenchRow(contestant=about.name, status="done", detail=detail)
-        return Entry(row, Contestant(about.name, about.precision, [HostLane(run, sets)], WallTimer()))
-
-    return make
-
-
-def _batches(target: Target, options: BenchOptions, shape: CellShape) -> list[Batch]:
+def input_sets(target: Target, options: BenchOptions, shape: CellShape) -> list[Batch]:
     """Random input sets of a fixed shape, or the split's batches."""
     if shape.real:
         return shape.real.batches

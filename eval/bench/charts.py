@@ -13,6 +13,16 @@ CONTESTANT_STYLES = {  # colour is never the only difference
     "torch-fp32": (svg.SKY, "v"),
     "torch-fp16": (svg.GREEN, "^"),
     "compile-fp16": (svg.PURPLE, "D"),
+    "int8-openvino": (svg.BLUE, "P"),
+    "int8-onnxruntime": (svg.BLUE, "*"),
+    "bf16-openvino": (svg.ORANGE, "s"),
+    "fp32-openvino": (svg.ORANGE, "X"),
+    "fp32-onnxruntime": (svg.MUTED, "X"),
+    "dynamic-onnxruntime": (svg.MUTED, "p"),
+    "nncf-openvino": (svg.VERMILLION, "h"),
+    "torch-bf16": (svg.GREEN, "^"),
+    "compile-fp32": (svg.PURPLE, "d"),
+    "compile-bf16": (svg.PURPLE, "D"),
 }
 STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
 
@@ -30,12 +40,17 @@ def latency_svg(bench: Bench) -> str:
 
 
 def speedup_svg(bench: Bench) -> str:
-    """Speed-up over the FP16 twin by batch with its 95% interval; one panel per length; may be empty."""
+    """Speed-up over the FP16 twin by batch with its 95% interval; one panel per length; may be empty.
+
+    On a CPU it is that of INT8 over each contestant.
+    """
+    on_cpu = bench.device == "cpu"
 
     def draw(axes: Any, cells: list[BenchCell]) -> None:
-        axes.axhline(1, **svg.LIMIT_LINE, label="as fast as FP16")
+        axes.axhline(1, **svg.LIMIT_LINE, label="as fast" if on_cpu else "as fast as FP16")
         for about in bench.contestants:
-            found = [speedup_of(cell, about.name, "fp16") for cell in cells]
+            pair = ("int8", about.name) if on_cpu else (about.name, "fp16")
+            found = [speedup_of(cell, *pair) for cell in cells]
             _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
             for place, ratio in enumerate(found):
                 if ratio is not None and ratio.low is not None and ratio.high is not None:
@@ -43,9 +58,10 @@ def speedup_svg(bench: Bench) -> str:
                     axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
         axes.set_ylim(bottom=0)
 
-    if not any(s.over == "fp16" for cell in bench.cells for s in cell.speedups):
+    if not any(on_cpu or s.over == "fp16" for cell in bench.cells for s in cell.speedups):
         return ""
-    return _panels(bench, "speedup", "speed-up over the FP16 twin", draw)
+    title = "speed-up of INT8 over each" if on_cpu else "speed-up over the FP16 twin"
+    return _panels(bench, "speedup", title, draw)
 
 
 def throughput_svg(bench: Bench) -> str:

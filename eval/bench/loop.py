@@ -6,7 +6,7 @@ that the whole loop is tested with fakes of known times.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -23,7 +23,7 @@ MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks
 LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
 ROUND_RESAMPLES = 2000
 # A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
-MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "fp32": 0.1}
+MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
 
 
 class Lane(Protocol):
@@ -56,9 +56,14 @@ class Contestant:
     """Something to measure: one lane per stream, all alike."""
 
     name: str
-    precision: str  # int8, fp16 or fp32
+    precision: str  # int8, fp16, bf16 or fp32
     lanes: Sequence[Lane]
     timer: Timer
+    shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
+
+    def at(self, streams: int) -> Sequence[Lane]:
+        """The lanes of that many streams; fewer where it does not have them."""
+        return self.shared.get(streams, self.lanes[:streams])
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Burst:
     launches_per_s: dict[int, float]  # by number of streams
     start: float  # time.time(), for the clocks that were read meanwhile
     end: float
+    cpu_ms: float = 0.0  # CPU time of all threads of this process, each launch of the latencies
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,13 @@ class Measured:
         return float(np.percentile(self.launches, percent))
 
     def throughput(self, streams: int) -> list[float]:
-        """Launches per second in each round with that many streams."""
-        return [burst.launches_per_s[streams] for burst in self.bursts]
+        """Launches per second in each round with that many streams; nothing where it has fewer."""
+        return [burst.launches_per_s[streams] for burst in self.bursts if streams in burst.launches_per_s]
+
+    @property
+    def cpu_ms(self) -> list[float]:
+        """CPU time of a launch in each round, milliseconds."""
+        return [burst.cpu_ms for burst in self.bursts]
 
 
 def rotation(count: int, rounds: int) -> list[list[int]]:
@@ -185,7 +196,7 @@ def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -
 def read_outputs(contestant: Contestant) -> tuple[Float32, str | None]:
     """Logits of two input sets, and what is wrong with them on any lane: not finite, or all the same."""
     per_lane = []
-    for lane in contestant.lanes:
+    for lane in [*contestant.lanes, *(lane for lanes in contestant.shared.values() for lane in lanes)]:
         parts = []
         for number in range(min(2, lane.input_sets)):
             lane.feed(number)
@@ -255,14 +266,17 @@ def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: C
     lanes, timer, (warm, count) = contestant.lanes, contestant.timer, pace
     if warm:
         timer.latencies(lanes[0], warm)
-    start = now()
+    start, spent = now(), time.process_time()
     latencies = timer.latencies(lanes[0], count)
+    spent = time.process_time() - spent
     rates = {}
     for streams in effort.streams:
+        if len(lanes := contestant.at(streams)) < streams:
+            continue
         each = max(effort.least, math.ceil(count / streams))
-        timer.wall(lanes[:streams], 1)  # the other streams are cold
-        rates[streams] = each * streams / timer.wall(lanes[:streams], each)
-    return Burst(latencies, rates, start, now())
+        timer.wall(lanes, 1)  # the other streams are cold
+        rates[streams] = each * streams / timer.wall(lanes, each)
+    return Burst(latencies, rates, start, now(), 1000 * spent / count)
 
 
 def _guarded(contestant: Contestant, work: Callable[[], T]) -> T:

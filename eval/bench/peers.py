@@ -1,4 +1,4 @@
-"""What an INT8 engine must be compared with besides its twins: PyTorch, torch.compile, ONNX Runtime on a CPU.
+"""What an INT8 engine must be compared with besides its twins: PyTorch and torch.compile.
 
 Peers get their best form: SDPA, a CUDA graph where it captures, and TF32 where the engines have it. They take
 the attention mask as the engines do, at fixed shapes too, where it is all ones: without one, transformers
@@ -7,22 +7,19 @@ makes its own while a graph is captured or traced, and SDPA then computes attent
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.eval.accuracy.runners import run_session, session_of
-from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import use_attention
 from qdqbench.quantize.encoders.inputs import MASK
-from qdqbench.quantize.fakequant.quantizers import forward, outputs_of
+from qdqbench.quantize.fakequant.quantizers import outputs_of
 from qdqbench.quantize.kinds.kind import joined
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-PeerPrecision = Literal["fp16", "fp32"]
+PeerPrecision = Literal["fp16", "bf16", "fp32"]
 WARM_CALLS = 3
 OUTPUT = "answers"  # of a bound model
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
@@ -41,8 +38,8 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
         raise UserError(
             "transformers did not switch to SDPA attention; use a version that pyproject.toml allows"
         )
-    dtype = torch.float16 if precision == "fp16" else torch.float32
-    return model.to(device=device, dtype=dtype).eval()  # type: ignore[no-any-return, call-arg]
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    return model.to(device=device, dtype=dtypes[precision]).eval()  # type: ignore[no-any-return, call-arg]
 
 
 class TorchRun:
@@ -139,18 +136,3 @@ def tf32_allowed() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def torch_cpu(model: "PreTrainedModel") -> Callable[[Batch], Float32]:
-    """PyTorch FP32 on the CPU with the mask, as `HostLane` takes it."""
-    return lambda batch: forward(model, batch).float().cpu().numpy()
-
-
-def onnxruntime_cpu(path: Path) -> Callable[[Batch], Float32]:
-    """ONNX Runtime on the CPU with all graph optimizations, as one would deploy it.
-
-    Raises:
-        UserError: ONNX Runtime refuses the file.
-    """
-    session = session_of(path.read_bytes(), str(path), optimized=True)
-    return lambda batch: run_session(session, batch)

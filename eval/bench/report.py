@@ -13,6 +13,7 @@ from qdqbench.eval.bench.results import (
     BenchRow,
     BenchSpeedup,
     cell_label,
+    fastest_float,
     read_bench,
     row_of,
     speedup_of,
@@ -94,7 +95,6 @@ def bench_view(bench: Bench) -> BenchView:
     """Words and figures for people; every one of them is in `bench.json`."""
     bench = cleaned(bench)
     labels = {about.name: about.label for about in bench.contestants}
-    versus = compared(bench)
     return BenchView(
         title=f"{bench.target.name}{' (random weights)' if bench.target.random_weights else ''}, "
         f"{bench.recipe.get('name', 'recipe')}",
@@ -103,12 +103,11 @@ def bench_view(bench: Bench) -> BenchView:
         subtitle=hardware(bench),
         slow=slow_lines(bench),
         clocks=clocks(bench),
-        columns=[*labels.values(), *(f"INT8 over {labels[name]}" for name in versus)],
+        columns=[*labels.values(), *ratio_columns(bench)],
         rows=[
             (
                 cell_text(bench, cell),
-                [latency_mark(cell, name) for name in labels]
-                + [ratio_mark(speedup_of(cell, "int8", over)) for over in versus],
+                [latency_mark(cell, name) for name in labels] + ratio_marks(bench, cell),
             )
             for cell in bench.cells
         ],
@@ -150,7 +149,10 @@ def hardware(bench: Bench) -> str:
     """GPU or CPU, driver and the versions that made the numbers."""
     found = bench.environment
     if bench.device == "cpu":
-        where = f"CPU: {found.get('cpu', 'unknown')}, {found.get('cores', '?')} cores"
+        cpu = bench.cpu
+        told = f"; {', '.join(cpu.features) or 'instruction sets unknown'}" if cpu else ""
+        where = f"CPU: {found.get('cpu', 'unknown')} ({found.get('cores', '?')} cores{told})"
+        where += f", {bench.settings.threads} threads" if bench.settings.threads else ""
     else:
         where = (
             f"{found.get('gpu', 'GPU')} (compute capability {bench.compute_capability}), "
@@ -161,9 +163,12 @@ def hardware(bench: Bench) -> str:
 
 
 def clocks(bench: Bench) -> str:
-    """What the GPU's clock, power and temperature were, or that nothing read them."""
+    """What the GPU's clock, power and temperature were, or that nothing read them; the load of a CPU."""
     if bench.device == "cpu":
-        return "clock and power: not read on a CPU"
+        loads = (bench.cpu.load_before, bench.cpu.load_after) if bench.cpu else (None, None)
+        if None in loads:
+            return "clock and power: not read on a CPU"
+        return f"load average {loads[0]:g} before, {loads[1]:g} after; clock and power: not read on a CPU"
     rows = [row for cell in bench.cells for row in cell.rows if row.status == "done"]
     parts = []
     for name, unit in (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "°C")):
@@ -196,7 +201,8 @@ def method(bench: Bench) -> str:
     timed = (
         "CUDA events around each launch"
         if bench.device == "gpu"
-        else "wall time of each call, on this CPU only"
+        else "wall time of each call and CPU time of all threads, behind calls that are not timed; "
+        f"{bench.settings.threads} threads for all streams of a contestant"
     )
     engines = f"engines with the {chosen.profile} profile; " if bench.device == "gpu" else ""
     return (
@@ -239,15 +245,31 @@ def latency_mark(cell: BenchCell, name: str) -> Mark:
     return Mark("✗ error" if status == "error" else "not measured", status == "error")
 
 
-def compared(bench: Bench) -> list[str]:
-    """Contestants that INT8 is held against in the first table."""
+def ratio_columns(bench: Bench) -> list[str]:
+    """What INT8 is held against in the first table; on a CPU first the fastest that is not INT8 itself."""
+    labels = {about.name: about.label for about in bench.contestants}
+    first = ["INT8 over the fastest FP32 or BF16"] if bench.device == "cpu" else []
+    return first + [f"INT8 over {labels[name]}" for name in _compared(bench)]
+
+
+def ratio_marks(bench: Bench, cell: BenchCell) -> list[Mark]:
+    """The speed-ups of `ratio_columns` in one shape."""
+    labels, first = {about.name: about.label for about in bench.contestants}, []
+    if bench.device == "cpu":
+        best = fastest_float(bench, cell)
+        mark = ratio_mark(best)
+        first = [Mark(f"{mark.text} ({labels[best.over]})" if best else "", mark.bad)]
+    return first + [ratio_mark(speedup_of(cell, "int8", over)) for over in _compared(bench)]
+
+
+def _compared(bench: Bench) -> list[str]:
     shown = {s.over for cell in bench.cells for s in cell.speedups if s.contestant == "int8"}
-    return [name for name in ("fp16", "compile-fp16") if name in shown]
+    return [name for name in ("fp16", "compile-fp16", "nncf-openvino") if name in shown]
 
 
 def _detail_columns(bench: Bench) -> list[str]:
     streams = [f"{count} stream{'s' if count > 1 else ''}, seq/s" for count in bench.settings.streams]
-    device = ["MHz", "W", "°C"] if bench.device == "gpu" else []
+    device = ["MHz", "W", "°C"] if bench.device == "gpu" else ["CPU ms"]
     return [
         "shape", "contestant", "p50 ms", "p90 ms", "p99 ms", "launches", "seq/s", *streams, *device,
         "logit error", "INT8 GEMMs", "engine", "how",
@@ -261,7 +283,8 @@ def _detail(bench: Bench, cell: BenchCell, row: BenchRow) -> list[Mark]:
         blank = [Mark("")] * (len(_detail_columns(bench)) - 3)
         return [*first, *blank, Mark(f"{row.status}: {row.reason}", row.status == "error")]
     rates = {rate.streams: f"{rate.sequences_per_s:,.0f}" for rate in row.throughput}
-    device = [row.clock_mhz, row.power_w, row.temperature_c] if bench.device == "gpu" else []
+    device = [row.clock_mhz, row.power_w, row.temperature_c] if bench.device == "gpu" else [row.cpu_ms]
+    digits = 0 if bench.device == "gpu" else 1
     error = "" if row.rel_error is None else f"{row.rel_error:.2g}"
     proof = "" if row.int8_gemms is None else f"{row.int8_gemms}/{row.expected_int8_gemms}"
     return [
@@ -270,7 +293,7 @@ def _detail(bench: Bench, cell: BenchCell, row: BenchRow) -> list[Mark]:
         Mark(str(row.launches)),
         Mark(f"{row.sequences_per_s:,.0f}"),
         *(Mark(rates.get(count, "")) for count in bench.settings.streams),
-        *(Mark("not read" if value is None else f"{value:.0f}") for value in device),
+        *(Mark("not read" if value is None else f"{value:.{digits}f}") for value in device),
         Mark("reference" if row.contestant == cell.reference else error),
         Mark(proof, bool(row.not_int8)),
         Mark("" if row.engine_bytes is None else size(row.engine_bytes)),

@@ -38,6 +38,7 @@ class BenchSettings(Strict):
     input_sets: int  # different random inputs that each contestant rotates through
     profile: Literal["static", "recipe"]
     seed: int
+    threads: int | None = None  # of a contestant on a CPU; null on a GPU
     peers_masked: bool = False  # PyTorch had the attention mask at fixed shapes too; older files had it not
 
 
@@ -46,7 +47,7 @@ class BenchContestant(Strict):
 
     name: str
     label: str
-    precision: Literal["int8", "fp16", "fp32"]
+    precision: Literal["int8", "fp16", "bf16", "fp32"]
     backend: str  # library and version
 
 
@@ -72,6 +73,7 @@ class BenchRow(Strict):
     p90_ms: float | None = None
     p99_ms: float | None = None  # null below 100 launches
     round_ms: list[float] = Field(default_factory=list)
+    cpu_ms: float | None = None  # CPU time of all threads of one launch, median over rounds; on a CPU only
     sequences_per_s: float | None = None  # of one inference after the other: sequences / median_ms
     throughput: list[BenchThroughput] = Field(default_factory=list)
     clock_mhz: float | None = None  # medians while this contestant ran; null where nothing reads them
@@ -91,6 +93,7 @@ class BenchSpeedup(Strict):
     contestant: str
     over: str
     value: float  # ratio of median_ms
+    cpu_value: float | None = None  # ratio of cpu_ms; null on a GPU
     low: float | None  # 95% by bootstrap over rounds
     high: float | None
     slower: bool
@@ -112,6 +115,16 @@ class BenchCell(Strict):
     speedups: list[BenchSpeedup]
 
 
+class BenchCpu(Strict):
+    """The CPU of a bench on one."""
+
+    name: str
+    cores: int  # that the process may use
+    features: list[str]  # instruction sets for INT8 and BF16
+    load_before: float | None  # load average of the last minute; null where the system has none
+    load_after: float | None
+
+
 class Bench(Tabular):
     """Every number of one bench."""
 
@@ -121,6 +134,7 @@ class Bench(Tabular):
     complete: bool  # false: interrupted, the cells that are here were finished
     device: Literal["gpu", "cpu"]
     compute_capability: str | None
+    cpu: BenchCpu | None = None  # null on a GPU
     target: BenchTarget
     recipe: dict[str, Any]
     settings: BenchSettings
@@ -196,6 +210,13 @@ def _without(cell: BenchCell, names: set[str]) -> BenchCell:
 def speedup_of(cell: BenchCell, contestant: str, over: str) -> BenchSpeedup | None:
     """The speed-up of one contestant over another; None where one was not measured."""
     return next((s for s in cell.speedups if (s.contestant, s.over) == (contestant, over)), None)
+
+
+def fastest_float(bench: Bench, cell: BenchCell) -> BenchSpeedup | None:
+    """The speed-up of INT8 over the fastest contestant that is not INT8; None where INT8 was not measured."""
+    precision = {about.name: about.precision for about in bench.contestants}
+    found = [s for s in cell.speedups if s.contestant == "int8" and precision[s.over] != "int8"]
+    return min(found, key=lambda speedup: speedup.value, default=None)
 
 
 def cell_label(cell: BenchCell, task: str | None) -> str:

@@ -1,10 +1,10 @@
 """One bench from target to `Bench`: cell by cell, saved after each, so that an interruption loses one."""
 
 import gc
-import platform
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,11 @@ from qdqbench.eval.bench.cell import (
     BenchOptions,
     CellShape,
     Entry,
+    Makers,
     contestants,
     prepare,
 )
-from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, gpu_uuid
+from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, busy_notes, cpu_now, gpu_uuid, load_average
 from qdqbench.eval.bench.loop import Effort, Measured
 from qdqbench.eval.bench.results import (
     Bench,
@@ -35,6 +36,7 @@ from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import slow_reasons
+from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.gpu import find_gpu
 
@@ -60,43 +62,47 @@ def require_gpu(backend: Any) -> tuple[str, str]:
         missing.append(str(error))
     if missing or chosen is None:
         raise MissingDevice(
-            f"bench needs a GPU that runs engines: {'; '.join(missing)}; or time ONNX Runtime and PyTorch on "
-            "the CPU with --cpu"
+            f"bench needs a GPU that runs engines: {'; '.join(missing)}; or measure what runs on the CPU "
+            "with --cpu"
         )
     return chosen.name, chosen.version
 
 
-def run_bench(
+def run_bench(  # noqa: PLR0913
     target: Target,
     options: BenchOptions,
     *,
     command: str,
+    on_cpu: Makers | None = None,
     save: Callable[[Bench], None] = lambda bench: None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Bench:
     """Measure every cell.
 
     Args:
+        on_cpu: makers of contestants on the CPU; None: on the GPU.
         save: called after each cell with what is known so far.
         announce: called with what is being done.
 
     Raises:
-        MissingDevice: no GPU, and no --cpu; names all that is missing.
+        MissingDevice: the GPU or a runtime is not there; names all that is missing.
         CheckFailed: a contestant fails while it is measured; finished cells were saved.
     """
-    gpu = None if options.cpu else find_gpu()
-    backend = ("onnxruntime", "") if options.cpu else require_gpu(target.session.recipe.engine.backend)
-    listed = contestants(target, options, " ".join(backend))
+    gpu = None if on_cpu else find_gpu()
+    backend = ("", "") if on_cpu else require_gpu(target.session.recipe.engine.backend)
+    gpu_contestants = partial(contestants, backend=" ".join(backend))
+    makers = on_cpu or Makers(gpu_contestants, prepare)
     result = Bench(
         created=now(),
         command=command,
         complete=False,
         device="cpu" if options.cpu else "gpu",
         compute_capability=gpu.compute_capability if gpu else None,
+        cpu=cpu_now() if on_cpu else None,
         target=target.about,
         recipe=target.session.recipe.model_dump(mode="json"),
         settings=_settings(options),
-        contestants=listed,
+        contestants=makers.contestants(target, options),
         cells=[],
         notes=_notes(target, options, backend, gpu.compute_capability if gpu else None),
         warnings=[],
@@ -106,7 +112,9 @@ def run_bench(
     monitor = None if options.cpu else GpuMonitor(gpu_uuid())
     with monitor or nullcontext(), target.stack:
         for shape in shapes(options):
-            _measure_cell(result, target, options, shape, monitor, announce)
+            _measure_cell(result, target, options, shape, makers, monitor, announce)
+            if result.cpu:
+                result.cpu.load_after = load_average()
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
@@ -126,6 +134,7 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
     target: Target,
     options: BenchOptions,
     shape: CellShape,
+    makers: Makers,
     monitor: GpuMonitor | None,
     announce: Callable[[str], None],
 ) -> None:
@@ -134,14 +143,14 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
         rounds=options.rounds,
         seconds=options.seconds,
         repeats=options.repeats,
-        streams=() if shape.real or options.cpu else options.streams,
+        streams=() if shape.real else options.streams,
         least=(1 if shape.real else CPU_LEAST) if options.cpu else Effort.least,
     )
     label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
     with ExitStack() as stack:
         stack.callback(gc.collect)
         announce(f"{label}: building")
-        entries = prepare(target, options, shape, result.contestants, stack)
+        entries = makers.prepare(target, options, shape, result.contestants, stack)
         announce(f"{label}: verifying outputs")
         reference = _judge(entries)
         ready = [entry.contestant for entry in entries if entry.contestant is not None]
@@ -155,6 +164,7 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
                 windows = [(burst.start, burst.end) for burst in found.bursts]
                 clocks = monitor.during(windows) if monitor else Clocks()
                 fill(entry.row, found, shape.sequences, effort.streams, clocks)
+                entry.row.cpu_ms = float(np.median(found.cpu_ms)) if options.cpu else None
         cell = BenchCell(
             kind="real" if shape.real else "fixed",
             batch=shape.batch,
@@ -184,7 +194,8 @@ def fill(row: BenchRow, found: Measured, sequences: int, streams: Sequence[int],
     row.p50_ms, row.p90_ms = found.percentile(50), found.percentile(90)
     row.p99_ms = found.percentile(99) if row.launches >= loop.LEAST_FOR_P99 else None
     row.sequences_per_s = 1000 * sequences / found.median_ms
-    rates = {count: [sequences * rate for rate in found.throughput(count)] for count in streams}
+    measured = {count: found.throughput(count) for count in streams}
+    rates = {count: [sequences * rate for rate in each] for count, each in measured.items() if each}
     row.throughput = [
         BenchThroughput(streams=count, sequences_per_s=float(np.median(each)), low=min(each), high=max(each))
         for count, each in rates.items()
@@ -206,8 +217,16 @@ def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str
         ratio = loop.speedup(done[over].round_ms, done[name].round_ms, seed)
         slower = ratio.value < 1
         why = reasons() if slower and (name, over) == ("int8", "fp16") else []
+        spent, base = done[name].cpu_ms, done[over].cpu_ms
         found.append(
-            BenchSpeedup(contestant=name, over=over, **asdict(ratio), slower=slower, reasons=why),
+            BenchSpeedup(
+                contestant=name,
+                over=over,
+                **asdict(ratio),
+                cpu_value=base / spent if base and spent else None,
+                slower=slower,
+                reasons=why,
+            ),
         )
     return found
 
@@ -231,18 +250,19 @@ def _judge(entries: Sequence[Entry]) -> str | None:
 def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
     layers = {entry.row.contestant: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
-    return lambda: list(slow_reasons(int8, fp16)) if int8 and fp16 else []  # ONNX Runtime shows no layers
+    return lambda: list(slow_reasons(int8, fp16)) if int8 and fp16 else []
 
 
 def _record_problems(result: Bench, cell: BenchCell) -> None:
     """Errors and gaps in words."""
     labels = {row.name: row.label for row in result.contestants}
     where = cell_label(cell, result.settings.real_lengths)
+    said = {(labels[row.contestant], row.reason) for before in result.cells[:-1] for row in before.rows}
     for row in cell.rows:
         line = f"{where}: {labels[row.contestant]}: {row.reason}"
         if row.status == "error":
             result.errors.append(line)
-        elif row.status == "skipped":
+        elif row.status == "skipped" and (labels[row.contestant], row.reason) not in said:
             result.warnings.append(f"{line} (not measured)")
         if row.not_int8:
             result.warnings.append(
@@ -256,7 +276,7 @@ def _settings(options: BenchOptions) -> BenchSettings:
     return BenchSettings.model_validate(
         same
         | {
-            "streams": () if options.cpu else options.streams,
+            "threads": options.threads if options.cpu else None,
             "real_lengths": options.real.task if options.real else None,
             "input_sets": INPUT_SETS,
             "peers_masked": True,
@@ -271,5 +291,10 @@ def _notes(
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.cpu:
-        return [*notes, f"measured on a CPU ({platform.machine()}): says nothing about a GPU"]
+        return [
+            *notes,
+            *cpu_hazards(find_cpu()),
+            "measured on a CPU: says nothing about a GPU",
+            *busy_notes(),
+        ]
     return notes + hazards(*backend, capability)

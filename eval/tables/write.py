@@ -10,15 +10,15 @@ from typing import Any
 from qdqbench.eval.bench.report import (
     cell_text,
     clocks,
-    compared,
     hardware,
     latency_mark,
     method,
-    ratio_mark,
+    ratio_columns,
+    ratio_marks,
     slow_lines,
 )
 from qdqbench.eval.bench.results import BENCH_FILE as BENCH
-from qdqbench.eval.bench.results import Bench, rate_of, read_bench, speedup_of, without_unmasked
+from qdqbench.eval.bench.results import Bench, rate_of, read_bench, without_unmasked
 from qdqbench.eval.report.formats import cleaned, size, text
 from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
@@ -137,11 +137,10 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
         f"Median milliseconds. {text(method(bench))}"
     )
     labels = {about.name: about.label for about in bench.contestants}
-    over = compared(bench)
-    header = ["shape", *map(text, labels.values()), *(f"INT8 over {text(labels[name])}" for name in over)]
+    header = ["shape", *map(text, labels.values()), *map(text, ratio_columns(bench))]
     rows = []
     for cell in bench.cells:
-        ratios = [ratio_mark(speedup_of(cell, "int8", name)) for name in over]
+        ratios = ratio_marks(bench, cell)
         shown = [f"**{mark.text}**" if mark.bad else mark.text for mark in ratios]
         medians = [latency_mark(cell, name).text for name in labels]
         rows.append([text(cell_text(bench, cell)), *medians, *shown])

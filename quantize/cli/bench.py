@@ -46,6 +46,9 @@ class Wanted:
     streams: Annotated[
         list[int] | None, typer.Option(min=1, help="Inferences at once; repeatable. None: 1 and 2.")
     ] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of a contestant on a CPU. None: one for each core.")
+    ] = None
     rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds. None: 12, on a CPU 6.")] = (
         None
     )
@@ -55,7 +58,9 @@ class Wanted:
     repeats: Annotated[int | None, typer.Option(min=1, help="Launches per round, instead of --seconds.")] = (
         None
     )
-    peers: Annotated[bool, typer.Option(help="Measure PyTorch and torch.compile too.")] = True
+    peers: Annotated[bool, typer.Option(help="Measure PyTorch, torch.compile and other quantizers too.")] = (
+        True
+    )
     fp32: Annotated[bool, typer.Option(help="Measure the FP32 twin too.")] = True
     compile_mode: Annotated[str, typer.Option(help="torch.compile mode: default, or a max-autotune one.")] = (
         "default"
@@ -64,7 +69,7 @@ class Wanted:
         str,
         typer.Option(help="Engines for exactly each shape (static), or for the recipe's shapes (recipe)."),
     ] = "static"
-    cpu: Annotated[bool, typer.Option(help="ONNX Runtime and PyTorch on the CPU, no engine.")] = False
+    cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even where a GPU is.")] = False
     keep_engines: Annotated[
         bool, typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect.")
     ] = False
@@ -79,7 +84,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
     json: Json = False,
 ) -> None:
-    """INT8 against its FP16 and FP32 twins and PyTorch: interleaved, verified, with clock and power."""
+    """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
     from qdqbench.eval.api.bench import bench as measure
     from qdqbench.eval.bench.report import bench_summary
     from qdqbench.quantize.core.errors import CheckFailed

@@ -1,6 +1,6 @@
 """What both CPU runtimes have in common: an engine's kernels, and how it computes what is not quantized."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,6 +10,7 @@ from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.results import LayerRow
 
 Compute = Literal["fp32", "bf16"]
+Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Compiled(Protocol):
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run once; every output by name."""
+
+    def lanes(self) -> list[Run]:
+        """One function a stream, each as `run`; they may run at once."""
 
     def blob(self) -> bytes:
         """The engine: what it compiled, for this version of the runtime and this kind of CPU."""

@@ -4,6 +4,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import onnx
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.compiled import Compute, Kernel, Signature
+from qdqbench.quantize.cpu.compiled import Compute, Kernel, Run, Signature
 
 _TYPES = {
     "int8": "Int8",
@@ -34,7 +35,8 @@ class Compiled:
         data: ONNX file, or with `blob` one that `blob` wrote.
         blob: which of the two.
         compute: datatype of what is not quantized; only FP32.
-        threads: of one inference; None: as ONNX Runtime chooses.
+        threads: of all streams together; None: as ONNX Runtime chooses.
+        streams: inferences at once.
         profile: measure each kernel.
 
     Raises:
@@ -42,13 +44,24 @@ class Compiled:
         MissingDevice: it cannot load the optimized graph here.
     """
 
-    def __init__(
-        self, data: bytes, *, blob: bool, compute: Compute, threads: int | None = None, profile: bool = False
+    def __init__(  # noqa: PLR0913
+        self,
+        data: bytes,
+        *,
+        blob: bool,
+        compute: Compute,
+        threads: int | None = None,
+        streams: int = 1,
+        profile: bool = False,
     ) -> None:
         assert compute == "fp32"
-        self._threads = threads
+        self._threads = max(1, threads // streams) if threads else None
         self._data = data if blob else _optimized(data)
-        self._session = _session(self._data, threads)
+        self._session = _session(self._data, self._threads)
+        # a session of one thread has no pool: whoever calls it computes, so that all streams can share it
+        more = 0 if self._threads == 1 else streams - 1
+        self._sessions = [self._session, *(_session(self._data, self._threads) for _ in range(more))]
+        self._sessions *= streams - more
         self.inputs = {each.name: _signature(each) for each in self._session.get_inputs()}
         self.outputs = [each.name for each in self._session.get_outputs()]
         self._last: dict[str, Array] = {}
@@ -56,7 +69,15 @@ class Compiled:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run once; every output by name."""
         self._last = {name: feeds[name] for name in self.inputs}
-        return dict(zip(self.outputs, self._session.run(self.outputs, self._last), strict=True))
+        return self._infer(self._session, feeds)
+
+    def lanes(self) -> list[Run]:
+        """One function a stream, each as `run`; they may run at once."""
+        return [partial(self._infer, session) for session in self._sessions]
+
+    def _infer(self, session: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        taken = {name: feeds[name] for name in self.inputs}
+        return dict(zip(self.outputs, session.run(self.outputs, taken), strict=True))
 
     def blob(self) -> bytes:
         """The optimized graph, for this version of ONNX Runtime and this kind of CPU."""
@@ -78,6 +99,8 @@ def _session(data: bytes, threads: int | None, *, profile: Path | None = None) -
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
+    # threads spin inside of a run, as ONNX Runtime does it, but not behind it, where they hold up others
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     if threads:
         options.intra_op_num_threads = threads
     if profile:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.compiled import Compute, Kernel, Signature
+from qdqbench.quantize.cpu.compiled import Compute, Kernel, Run, Signature
 
 DEVICE = "CPU"
 _PRECISION = {"fp32": "f32", "bf16": "bf16"}  # of what is not quantized
@@ -31,10 +32,11 @@ class Compiled:
     """A model that OpenVINO compiled for this CPU.
 
     Args:
-        data: ONNX file, or a blob of `blob`.
+        data: ONNX file, or a blob of `blob`, or a model in OpenVINO's memory.
         blob: which of the two.
         compute: datatype of what is not quantized.
-        threads: of one inference; None: as OpenVINO chooses.
+        threads: of all streams together; None: as OpenVINO chooses.
+        streams: inferences at once.
         profile: measure each kernel.
 
     Raises:
@@ -42,31 +44,46 @@ class Compiled:
         MissingDevice: it cannot load the blob here.
     """
 
-    def __init__(
-        self, data: bytes, *, blob: bool, compute: Compute, threads: int | None = None, profile: bool = False
+    def __init__(  # noqa: PLR0913
+        self,
+        data: Any,
+        *,
+        blob: bool,
+        compute: Compute,
+        threads: int | None = None,
+        streams: int = 1,
+        profile: bool = False,
     ) -> None:
         ov = importlib.import_module("openvino")
         config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": _PRECISION[compute], "PERF_COUNT": profile}
-        # one stream: a batch is run by all threads, as a latency is measured
-        config |= {"NUM_STREAMS": 1} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
+        # one stream runs a batch by all threads, as a latency is measured
+        config |= {"NUM_STREAMS": streams} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
         core = ov.Core()
         try:
             if blob:
                 self._model = core.import_model(data, DEVICE, config)
             else:
-                self._model = core.compile_model(core.read_model(data), DEVICE, config)
+                model = core.read_model(data) if isinstance(data, bytes) else data
+                self._model = core.compile_model(model, DEVICE, config)
         except RuntimeError as error:
             why = " ".join(str(error).split())[:300]
             kind = MissingDevice if blob else UserError
             what = "cannot load this engine here" if blob else "refuses this graph"
             raise kind(f"OpenVINO {ov.__version__} {what}: {why}") from error
-        self._request = self._model.create_infer_request()
+        self._requests = [self._model.create_infer_request() for _ in range(streams)]
         self.inputs = {port.get_any_name(): _signature(port) for port in self._model.inputs}
         self.outputs = [port.get_any_name() for port in self._model.outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run once; every output by name."""
-        made = self._request.infer({name: feeds[name] for name in self.inputs}, share_inputs=True)
+        return self._infer(self._requests[0], feeds)
+
+    def lanes(self) -> list[Run]:
+        """One function a stream, each as `run`; they may run at once."""
+        return [partial(self._infer, request) for request in self._requests]
+
+    def _infer(self, request: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        made = request.infer({name: feeds[name] for name in self.inputs}, share_inputs=True)
         return {name: made[index].copy() for index, name in enumerate(self.outputs)}
 
     def blob(self) -> bytes:
@@ -103,6 +120,11 @@ class Compiled:
             time = told.get("execTimeMcs", "")
             found.append(Kernel(row, int(time) / 1000 if time.isdecimal() else 0.0))
         return found
+
+
+def read_model(data: bytes) -> Any:
+    """An ONNX file in OpenVINO's memory, for libraries that change it there."""
+    return importlib.import_module("openvino").Core().read_model(data)
 
 
 def _kind(layer_type: str, names: list[str]) -> str:

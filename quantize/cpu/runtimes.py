@@ -1,5 +1,7 @@
 """The CPU runtimes by name, and how an engine of theirs is made."""
 
+from typing import Any
+
 import numpy as np
 
 from qdqbench.quantize.core.limits import BackendName
@@ -15,27 +17,31 @@ _RUNTIMES: dict[BackendName, type[openvino.Compiled | onnxruntime.Compiled]] = {
 
 def compiled(  # noqa: PLR0913
     backend: BackendName,
-    data: bytes,
+    data: Any,
     *,
     blob: bool,
     compute: Compute,
     threads: int | None = None,
+    streams: int = 1,
     profile: bool = False,
 ) -> Compiled:
     """A model that a CPU runtime compiled, from its ONNX file or from an engine that it made.
 
     Args:
         backend: one of CPU_BACKENDS.
-        data: the ONNX file, or with `blob` the engine.
+        data: the ONNX file, or with `blob` the engine; for OpenVINO also a model in its memory.
         compute: datatype of what is not quantized.
-        threads: of one inference; None: as the runtime chooses.
+        threads: of all streams together; None: as the runtime chooses.
+        streams: inferences at once.
         profile: measure each kernel.
 
     Raises:
         UserError: the runtime refuses the graph.
         MissingDevice: it cannot load the engine here.
     """
-    return _RUNTIMES[backend](data, blob=blob, compute=compute, threads=threads, profile=profile)
+    return _RUNTIMES[backend](
+        data, blob=blob, compute=compute, threads=threads, streams=streams, profile=profile
+    )
 
 
 def compute_type(backend: BackendName, cpu: Cpu, precision: str) -> Compute:

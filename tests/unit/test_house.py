@@ -29,7 +29,7 @@ HEAVY = {
     "accelerate",
 }
 HEAVY |= {"safetensors", "sklearn", "scipy", "pandas", "matplotlib", "optuna", "sqlalchemy", "rich", "jinja2"}
-HEAVY |= {"psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
+HEAVY |= {"nncf", "psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

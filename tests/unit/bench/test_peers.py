@@ -1,16 +1,16 @@
 """Peers compute what the model computes, in their best form; capture is tried, and its failure is told."""
 
-import numpy as np
 import pytest
 import torch
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, onnxruntime_cpu, sdpa_model
+from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, sdpa_model
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.families.bert import BERT
 
-from ...support.tiny_bert import exported, padded_batch
+from ...support.tiny_bert import padded_batch
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +20,17 @@ def model(tiny_bert):
 
 def test_sdpa_is_the_same_model(tiny_bert, model):
     batch = padded_batch()
-    expected = peers.torch_cpu(load_model(str(tiny_bert)))(batch)
+    expected = forward(load_model(str(tiny_bert)), batch)
     assert model.config._attn_implementation == "sdpa"
-    assert np.allclose(peers.torch_cpu(model)(batch), expected, atol=1e-5)
+    assert torch.allclose(forward(model, batch), expected, atol=1e-5)
 
 
 def test_without_padding_the_mask_changes_nothing(model):
     ids = torch.from_numpy(padded_batch((9, 9))["input_ids"])
-    forward = eager_forward(model)
+    run = eager_forward(model)
     with torch.inference_mode():
         assert torch.allclose(
-            forward(input_ids=ids), forward(input_ids=ids, attention_mask=torch.ones_like(ids)), atol=1e-5
+            run(input_ids=ids), run(input_ids=ids, attention_mask=torch.ones_like(ids)), atol=1e-5
         )
 
 
@@ -54,9 +54,9 @@ def test_unknown_compile_mode(model):
 def test_compiling_asks_for_one_graph(model, monkeypatch):
     asked = {}
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.update(options) or function)
-    forward = compiled_forward(model, "default", dynamic=True)
+    run = compiled_forward(model, "default", dynamic=True)
     assert asked == {"mode": "default", "dynamic": True, "fullgraph": True}
-    assert forward(input_ids=torch.ones(1, 4, dtype=torch.long)).shape == (1, 3)
+    assert run(input_ids=torch.ones(1, 4, dtype=torch.long)).shape == (1, 3)
 
 
 def test_tf32_is_given_back():
@@ -64,18 +64,6 @@ def test_tf32_is_given_back():
     with peers.tf32_allowed():
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
-
-
-def test_onnxruntime_runs_the_optimized_graph(tiny_bert, tmp_path):
-    path = tmp_path / "model.onnx"
-    path.write_bytes(exported(tiny_bert, compute="fp32").SerializeToString())
-    logits = onnxruntime_cpu(path)(padded_batch())
-    assert logits.shape == (3, 3)
-    assert logits.dtype == np.float32
-    assert np.isfinite(logits).all()
-    path.write_bytes(b"no model")
-    with pytest.raises(UserError, match="ONNX Runtime refuses"):
-        onnxruntime_cpu(path)
 
 
 class Stream:
@@ -155,15 +143,6 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
     run.launch()
     assert len(masks) == peers.WARM_CALLS + (1 if captures else 3)
     assert all(mask.shape == (2, 8) and bool(mask.all()) for mask in masks)
-
-
-def test_the_peer_on_a_cpu_takes_the_mask(model, monkeypatch):
-    seen, real = [], model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda *a, **k: seen.append(k.get("attention_mask")) or real(*a, **k)
-    )
-    peers.torch_cpu(model)(padded_batch())
-    assert [mask is not None for mask in seen] == [True]
 
 
 def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
 from qdqbench.eval.api import bench as api_bench
@@ -31,12 +32,26 @@ from qdqbench.quantize.cli import bench as cli_bench
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.tiny_bert import INT8, LINEARS, recipe_with
 from ..bench.test_run import OPTIONS
 
-QUICK = ["--cpu", "--length", "16", "--batch", "1", "--batch", "3", "--rounds", "3", "--repeats", "2"]
+QUICK = [
+    "--cpu",
+    "--no-peers",
+    "--length",
+    "16",
+    "--batch",
+    "1",
+    "--batch",
+    "3",
+    "--rounds",
+    "3",
+    "--repeats",
+    "2",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -67,20 +82,16 @@ def test_bench_on_a_cpu(measured):
     assert json.loads(outcome.stdout) == bench.model_dump(mode="json")
     assert (bench.device, bench.complete, bench.errors) == ("cpu", True, [])
     assert any("CPU" in note for note in bench.notes)
-    assert [about.label for about in bench.contestants] == [
-        "INT8 ONNX Runtime CPU",
-        "FP16 ONNX Runtime CPU",
-        "FP32 ONNX Runtime CPU",
-        "PyTorch FP32 CPU",
-    ]
     assert [(cell.batch, cell.length, cell.reference) for cell in bench.cells] == [
-        (1, 16, "torch-fp32"),
-        (3, 16, "torch-fp32"),
+        (1, 16, "fp32-onnxruntime"),
+        (3, 16, "fp32-onnxruntime"),
     ]
-    for row in (row for cell in bench.cells for row in cell.rows):
-        assert row.status == "done"
+    for row in (row for cell in bench.cells for row in cell.rows if row.status == "done"):
         assert row.launches == 6
         assert row.median_ms > 0
+        assert row.cpu_ms > 0
+    assert bench.settings.threads == find_cpu().cores
+    assert bench.cpu.name == find_cpu().name
     assert not bench.target.random_weights
     assert "random token ids" in bench.target.calibration
     assert set(bench.target.files) == {"model.int8.onnx", "model.fp16.onnx", "model.fp32.onnx"}
@@ -108,7 +119,9 @@ def test_tables_of_a_bench_on_a_cpu(measured, tmp_path):
     with_check = ["tables", folder / "bench.json", "--into", readme, "--check"]
     assert isinstance(invoke(*with_check).exception, CheckFailed)
     assert invoke("tables", folder / "bench.json", "--into", readme).exit_code == 0
-    assert "INT8 ONNX Runtime CPU" in readme.read_text(encoding="utf-8")
+    table = readme.read_text(encoding="utf-8")
+    assert "ONNX Runtime FP32" in table
+    assert "INT8 over the fastest FP32 or BF16" in table
     assert invoke(*with_check).exit_code == 0
     missing = invoke("tables", folder / "bench.json", "--into", tmp_path / "no.md")
     assert isinstance(missing.exception, UserError)
@@ -117,7 +130,9 @@ def test_tables_of_a_bench_on_a_cpu(measured, tmp_path):
 def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_run, "find_gpu", lambda: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    outcome = invoke("bench", "--model", tiny_bert, "--out", tmp_path / "out")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_with(engine={"backend": "tensorrt_rtx"}).model_dump(mode="json")))
+    outcome = invoke("bench", "--model", tiny_bert, "--recipe", recipe, "--out", tmp_path / "out")
     assert isinstance(outcome.exception, MissingDevice)
     assert outcome.exception.exit_code == 3
     assert not (tmp_path / "out").exists()
@@ -131,6 +146,8 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["run", "--recipe", "bert-fp16"], "--recipe belongs to --model"),
         (["--model", "x", "--profile", "fast"], "--profile 'fast' is unknown"),
         (["--model", "x", "--compile-mode", "fast"], "--compile-mode 'fast' is unknown"),
+        (["--model", "bert-base", "--cpu", "--threads", "9999"], "--threads 9999 is more than the"),
+        (["--model", "bert-base", "--cpu", "--streams", "99", "--threads", "1"], "--streams 99 is more than"),
         (["no-such-run", "--cpu"], "is no run directory"),
         (["--model", "EMPTY", "--cpu", "--out", "OUT"], "cannot load model"),
     ],
@@ -415,7 +432,7 @@ def test_a_built_in_shape_as_an_embedding_model(tmp_path, monkeypatch):
     monkeypatch.setitem(MODEL_SHAPES, "tiny", shape | small)
     found = api_bench.bench(
         model="tiny", recipe="int8-linears", pooling="mean", normalize=True, batch=[2], length=[16],
-        rounds=1, repeats=1, cpu=True, out=tmp_path,
+        rounds=1, repeats=1, cpu=True, peers=False, out=tmp_path,
     )  # fmt: skip
     assert not found.errors
     (cell,) = found.cells
