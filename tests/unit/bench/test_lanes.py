@@ -1,5 +1,7 @@
 """Inputs, lanes and timers of devices; CUDA is a fake that writes down what is asked of it."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from qdqbench.eval.bench.lanes import (
     DeviceLane,
     HostLane,
     SplitLane,
+    WallTimer,
     random_sets,
     rounded_up,
     to_device,
@@ -167,6 +170,17 @@ def test_a_host_lane_runs_whole_sets():
         lane.launch()
         made.append(lane.fetch()[:, 0].tolist())
     assert made == [[1, 1], [2, 2, 3], [1, 1]]
+
+
+def test_several_lanes_run_at_once_each_in_a_thread_of_its_own():
+    both = threading.Barrier(2, timeout=10)  # breaks unless two are inside
+    lanes = [SimpleNamespace(launch=both.wait) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert WallTimer(pool=pool).wall(lanes, 3) > 0
+    where = []
+    alone = SimpleNamespace(launch=lambda: where.append(threading.current_thread()))
+    WallTimer().wall([alone], 2)
+    assert where == [threading.main_thread()] * 2
 
 
 def test_to_device_keeps_the_numbers(monkeypatch):

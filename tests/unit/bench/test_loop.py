@@ -173,6 +173,19 @@ def test_throughput_counts_every_stream():
     assert found["a"].throughput(2) == [pytest.approx(1000)]
 
 
+def test_lanes_that_share_threads_are_those_of_their_number():
+    alone, shared = FakeLane(), {2: [FakeLane(), FakeLane()]}
+    one = Contestant("a", "fp32", [alone], FakeTimer(2.0), shared)
+    assert (one.at(1), one.at(2)) == ([alone], shared[2])
+    found = measure([one], Effort(rounds=2, seconds=0.1, streams=(1, 2, 3)))["a"]
+    assert found.throughput(2) == [pytest.approx(1000)] * 2
+    assert found.throughput(3) == []  # it has no three
+    assert len(found.cpu_ms) == 2
+    shared[2][1].logits = NAN
+    errors, _, _ = judge_outputs([one], [])
+    assert "NaN" in errors["a"]
+
+
 def test_progress_and_windows():
     seen, clock = [], iter(range(100))
     found = measure(

@@ -1,0 +1,154 @@
+"""A whole bench on a CPU with every contestant, on a tiny model: they run, agree, and prove their INT8."""
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from qdqbench.eval.api import bench as api_bench
+from qdqbench.eval.bench import loop
+from qdqbench.eval.bench.report import bench_summary, bench_view, write_bench_reports
+from qdqbench.eval.bench.results import fastest_float, row_of, speedup_of
+from qdqbench.eval.cpubench import contestants, made
+from qdqbench.eval.cpubench.made import peers
+from qdqbench.quantize.machine.cpu import Cpu, find_cpu
+
+pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
+
+INT8 = ("int8", "int8-onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_bert, tmp_path_factory):
+    """Every contestant in one cell; Inductor, which takes a minute, is left out, and NNCF changes nothing."""
+    seen = SimpleNamespace(rows=[], compiled=[])
+
+    def quantize(model, rows, *, subset_size, **_):
+        assert subset_size == len(rows)
+        seen.rows += rows
+        return model
+
+    nncf = SimpleNamespace(
+        Dataset=list,
+        quantize=quantize,
+        ModelType=SimpleNamespace(TRANSFORMER=1),
+        QuantizationPreset=SimpleNamespace(MIXED=2),
+    )
+
+    def compiled_forward(model, mode, *, dynamic):
+        seen.compiled.append((mode, dynamic))
+        return peers.eager_forward(model)
+
+    def version(name):
+        return "3.4" if name == "nncf" else importlib.metadata.version(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nncf", nncf)
+        patch.setattr(contestants, "_version", version)
+        patch.setattr(contestants.shutil, "which", lambda name: name)
+        patch.setattr(made.peers, "compiled_forward", compiled_forward)
+        patch.setattr(api_bench, "find_cpu", lambda: Cpu("any", 2, ()))
+        folder = tmp_path_factory.mktemp("bench")
+        found = api_bench.bench(
+            model=str(tiny_bert), recipe="int8-linears", batch=[2], length=[16], rounds=1, repeats=2,
+            cpu=True, out=folder,
+        )  # fmt: skip
+    return found, folder, seen
+
+
+def test_every_contestant_is_measured_once(measured):
+    found, folder, _ = measured
+    assert found.errors == []
+    (cell,) = found.cells
+    absent = {row.contestant: row.reason for row in cell.rows if row.status != "done"}
+    names = () if find_cpu().bf16 else ("bf16-openvino", "torch-bf16", "compile-bf16")
+    assert absent == dict.fromkeys(names, "this CPU multiplies no BF16")
+    assert len(cell.rows) == len(contestants.TABLE)
+    assert cell.reference == "torch-fp32"
+    assert all(row.cpu_ms and row.cpu_ms > 0 for row in cell.rows if row.contestant not in absent)
+    assert list((folder / "work" / "bench").iterdir()) == []  # engines and graphs are gone
+
+
+def test_both_int8_engines_are_proven(measured):
+    (cell,) = measured[0].cells
+    for name in INT8:
+        row = row_of(cell, name)
+        assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (12, 12, [])
+        assert row.engine_bytes
+
+
+def test_streams_share_the_threads_and_compiled_loops_have_one_stream(measured):
+    found, _, seen = measured
+    assert (found.settings.threads, found.settings.streams) == (2, [1, 2])
+    for row in (row for row in found.cells[0].rows if row.status == "done"):
+        streams = [rate.streams for rate in row.throughput]
+        assert streams == ([1] if row.contestant.startswith("compile-") else [1, 2])
+    assert set(seen.compiled) == {("default", False)}
+
+
+def test_nncf_is_calibrated_on_single_samples_without_padding(measured):
+    rows = measured[2].rows
+    assert len(rows) == 32
+    assert all(row["attention_mask"].shape[0] == 1 and row["attention_mask"].all() for row in rows)
+
+
+def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured, tmp_path):
+    found, _, _ = measured
+    (cell,) = found.cells
+    best = fastest_float(found, cell)
+    floats = [
+        row for row in cell.rows if {a.name: a.precision for a in found.contestants}[row.contestant] != "int8"
+    ]
+    assert best.over == min(floats, key=lambda row: row.median_ms).contestant
+    shown = bench_view(found)
+    assert list(shown.columns)[-2:] == [
+        "INT8 over the fastest FP32 or BF16",
+        "INT8 over NNCF INT8 in OpenVINO",
+    ]
+    labels = {about.name: about.label for about in found.contestants}
+    ratio = dict(zip(shown.columns, shown.rows[0][1], strict=True))["INT8 over the fastest FP32 or BF16"]
+    assert ratio.text.startswith(f"{best.value:.2f}x")
+    assert f"({labels[best.over]})" in ratio.text
+    assert speedup_of(cell, "int8", best.over).cpu_value > 0
+    assert "2 threads" in shown.subtitle
+    assert "load average" in shown.clocks
+    assert len(shown.charts) == 3
+    for path in write_bench_reports(found, tmp_path):
+        text = path.read_text(encoding="utf-8")
+        assert "GPU" not in text.replace("says nothing about a GPU", "")
+    assert bench_summary(found)
+
+
+def test_a_contestant_that_computes_something_else_is_an_error(tiny_bert, tmp_path, monkeypatch):
+    real = made.twin
+
+    def wrong(backend, compute, work):
+        found = real(backend, compute, work)
+        lanes = found.lanes
+        found.lanes = lambda streams: [
+            lambda batch, run=run: np.negative(run(batch)) for run in lanes(streams)
+        ]
+        return found
+
+    table = [kind for kind in contestants.TABLE if kind.name == "fp32-onnxruntime"]
+    table += [
+        contestants.Kind(
+            "fp32-openvino", "Wrong", "fp32", "openvino", lambda work: wrong("openvino", "fp32", work)
+        )
+    ]
+    monkeypatch.setattr(contestants, "TABLE", table)
+    found = api_bench.bench(
+        model=str(tiny_bert),
+        recipe="fp16",
+        batch=[1],
+        length=[16],
+        rounds=1,
+        repeats=1,
+        cpu=True,
+        out=tmp_path,
+    )
+    (line,) = found.errors
+    assert line.startswith("b1 s16: Wrong: its logits are 2 (relative) from those of fp32-onnxruntime")
+    assert loop.MAX_REL_ERROR["fp32"] < 2
