@@ -8,6 +8,7 @@ from qdqbench.eval.runs.collect import stage_results
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.frames import Tabular, stage_rows
+from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.core.results import (
     EngineResult,
@@ -19,6 +20,7 @@ from qdqbench.quantize.core.results import (
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
+from qdqbench.quantize.rundir.artifacts import backend_of
 from qdqbench.quantize.rundir.config import find_recipe, for_length, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.pipeline import open_run
@@ -160,7 +162,7 @@ def evaluate(folder: str | Path, progress: StageCallback = silent) -> "Evaluatio
 
 
 def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
-    """Build the engine of a run directory, prove what it runs in INT8, and judge its outputs on a GPU.
+    """Build the engine of a run directory, prove what it runs in INT8, and judge its outputs where it runs.
 
     An engine that is not proven, or is wrong, is in the result.
 
@@ -168,7 +170,9 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
         UserError: no run directory.
         MissingDevice: nothing here can build it.
     """
-    proof = _go(_opened(folder), "verify" if find_gpu() else "build", progress)
+    session = _opened(folder)
+    here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
+    proof = _go(session, "verify" if here else "build", progress)
     assert isinstance(proof, Proof)
     return proof
 

@@ -19,6 +19,7 @@ LABELS = {
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",
     "tensorrt_rtx": "TensorRT-RTX",
+    "openvino": "OpenVINO",
     "f1": "F1",
     "matthews": "Matthews",
     "pearson": "Pearson",
@@ -164,6 +165,7 @@ def cleaned(record: Schema) -> Schema:
 
 DATATYPES = {
     "int8": "INT8",
+    "uint8": "UINT8",
     "half": "FP16",
     "float": "FP32",
     "bfloat16": "BF16",

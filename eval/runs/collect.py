@@ -17,11 +17,12 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.results import FileRow, Gate, Parity, Results, StageResult, Timing
+from qdqbench.quantize.core.results import EngineResult, FileRow, Gate, Parity, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.machine.environment import environment, now
+from qdqbench.quantize.rundir.artifacts import GPU, GPU_INT8, proves_for_gpu
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
@@ -30,7 +31,7 @@ from qdqbench.quantize.train.record import RECORD
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2
-ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx")
+ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", GPU_INT8)
 
 
 def collect(session: Session, timings: dict[str, Timing]) -> Results:
@@ -38,6 +39,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
     folder, config = session.folder, session.config
     quantized = config.recipe.quantizes
     built, verified = read_built(folder), read_verified(folder)
+    for_gpu = read_built(folder / GPU) if proves_for_gpu(config.recipe) else None
     stages = stage_results(session)
     trained = quantized and config.recipe.qat is not None
     training = files.read_json(folder / QAT / RECORD) if trained else None
@@ -68,6 +70,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         training=TrainingRun.model_validate(training) if trained else None,
         qat_vs_ptq=_compared(session, "ptq", "fake_quant") if trained else None,
         engine=None if isinstance(built, Skipped) else built,
+        gpu_engine=None if isinstance(for_gpu, Skipped) else for_gpu,
         verification=verification,
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,
@@ -75,6 +78,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
             dict.fromkeys(
                 [
                     *_warnings(session, stages),
+                    *_unbuilt(for_gpu),
                     *(softmax_warnings(session, calibrated) if calibrated else []),
                     *(verification.warnings if verification else []),
                 ]
@@ -153,6 +157,12 @@ def _files(folder: Path) -> list[FileRow]:
     return [FileRow(name=name, bytes=size, fp32_ratio=size / fp32) for name, size in sizes.items()]
 
 
+def _unbuilt(for_gpu: EngineResult | Skipped | None) -> list[str]:
+    if not isinstance(for_gpu, Skipped):
+        return []
+    return [f"no engine for GPUs was built ahead of time: {for_gpu.skipped}"]
+
+
 def _warnings(session: Session, stages: dict[str, StageResult]) -> list[str]:
     notes = list(session.notes)
     if session.config.limit is not None:
@@ -211,13 +221,14 @@ def gate_of(session: Session, results: Results) -> Gate:
         elif judged == "holds within noise":
             notes.append(f"{said}; it holds within noise (two standard errors)")
     if recipe.quantizes and recipe.gate.int8_layers == "all":
-        built = results.engine or read_built(session.folder)
-        try:
-            if isinstance(built, Skipped):
-                raise CheckFailed(f"INT8 is not proven, no engine was built: {built.skipped}")
-            require_int8(built)
-        except CheckFailed as error:
-            found.append(str(error))
+        for built in (results.engine or read_built(session.folder), results.gpu_engine):
+            try:
+                if isinstance(built, Skipped):
+                    raise CheckFailed(f"INT8 is not proven, no engine was built: {built.skipped}")
+                if built is not None:
+                    require_int8(built)
+            except CheckFailed as error:
+                found.append(str(error))
     return Gate(passed=not found, max_drop=recipe.gate.max_drop, failures=found, notes=notes)
 
 

@@ -118,7 +118,8 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         tiles.append(("layer parity", f"{share(worst):.2%}", remark, parity.passed))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
-        remark = f"follow {label(verified.reference)} on the GPU"
+        place = "this CPU" if engine is not None and engine.on_cpu else "the GPU"
+        remark = f"follow {label(verified.reference)} on {place}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
         tiles.append(("engine blocks", held, remark, all(row.holds for row in verified.blocks)))

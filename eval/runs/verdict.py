@@ -63,6 +63,9 @@ def _int8(results: Results) -> list[str]:
         clauses = [
             "nothing runs in INT8, as the recipe asks" if not done else f"INT8 in {done} {what}, none asked"
         ]
+    if (gpu := results.gpu_engine) is not None:
+        built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
+        clauses.append(f"INT8 in {gpu.int8_gemms} of {gpu.expected_int8_gemms} in the {built}")
     if engine.expected_attention_int8:
         clauses.append(
             f"INT8 attention in {engine.attention_int8} of {engine.expected_attention_int8} layers"

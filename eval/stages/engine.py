@@ -16,6 +16,7 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.artifacts import (
+    GPU,
     GPU_INT8,
     backend_of,
     cpu_compute,
@@ -39,17 +40,12 @@ from qdqbench.quantize.runtime.opened import open_runner
 
 def build_stage(session: Session) -> list[Path]:
     """Build the engine and prove its INT8 layers, or record why there is none."""
-    backend = backend_of(session.recipe)
-    if session.recipe.engine.backend == "auto" and backend in CPU_BACKENDS:
-        session.notes.append(
-            f"engine.backend auto: no GPU here, so the engine is {backend}'s for {find_cpu()}"
-        )
-    return _build(session, backend, graph_path(session), session.folder)
+    return _build(session, backend_of(session.recipe), graph_path(session), session.folder)
 
 
 def gpu_build_stage(session: Session) -> list[Path]:
     """Build an engine for GPUs ahead of time, a proof of what runs in INT8, or record why there is none."""
-    return _build(session, gpu_backend(), session.folder / GPU_INT8, session.folder / "gpu")
+    return _build(session, gpu_backend(), session.folder / GPU_INT8, session.folder / GPU)
 
 
 def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
@@ -108,7 +104,8 @@ def engine_stage(session: Session) -> list[Path]:
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
-    for _, encoded in session.eval_splits.values():
+    on_cpu = backend_of(session.recipe) in CPU_BACKENDS  # whose kernels are tuned for no shape
+    for _, encoded in () if on_cpu else session.eval_splits.values():
         notes = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.notes += [note for note in notes if note not in session.notes]
     reason = cannot_run(session)

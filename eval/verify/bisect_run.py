@@ -22,7 +22,7 @@ from qdqbench.quantize.rundir.session import Session, read_config
 
 
 def bisect_run(folder: Path) -> BisectResult:
-    """Find the first tensor that the engine of a run directory gets wrong, on this machine's GPU.
+    """Find the first tensor that the engine of a run directory gets wrong, on this machine.
 
     Raises:
         MissingDevice: no GPU, or no library to run engines with.
@@ -30,10 +30,10 @@ def bisect_run(folder: Path) -> BisectResult:
     """
     session = Session(read_config(folder), folder)
     built = read_built(folder)
-    if find_gpu() is None:
-        raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     if isinstance(built, Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
+    if not built.on_cpu and find_gpu() is None:
+        raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     path = graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
     gemms = expected_gemms(session)
@@ -47,7 +47,7 @@ def bisect_run(folder: Path) -> BisectResult:
     batch = batch_of(encoded, case, session.pad_id)
     quantized = session.recipe.quantizes
     reference = session.fake_quant_model if quantized else session.fp32_model
-    half = session.recipe.precision.compute == "fp16"
+    half = session.recipe.precision.compute == "fp16" and not built.on_cpu
     verified = read_verified(folder)
     rows = [] if isinstance(verified, Skipped) else verified.blocks
     tensors = blocks.reference_blocks(reference, session.fp32_model if quantized else None, batch, half=half)

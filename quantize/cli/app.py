@@ -18,7 +18,7 @@ app = typer.Typer(
 STAGE_COMMANDS = {
     "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
     "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
-    "build": "Build the engine, prove its INT8 layers, verify its outputs on a GPU.",
+    "build": "Build the engine, prove its INT8 layers, verify its outputs where it runs.",
     "evaluate": "Measure accuracy of every stage.",
     "report": "Write results.json, report.md and report.html.",
 }

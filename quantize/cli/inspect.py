@@ -20,34 +20,40 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     recipe: Annotated[str | None, typer.Option(help="Hold the engine to this recipe.")] = None,
     profile: Annotated[
         str | None,
-        typer.Option(metavar="FILE|gpu", help="Kernel times: saved JSON (name, ms), or gpu to measure here."),
+        typer.Option(
+            metavar="FILE|gpu|cpu", help="Kernel times: saved JSON (name, ms), or gpu or cpu to measure here."
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --profile gpu; none: the optimum.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens, with --profile gpu.")] = None,
     every: Annotated[
         bool, typer.Option("--all", help="List every kernel, not one row for equal ones.")
     ] = False,
-    bisect: Annotated[
-        bool, typer.Option("--bisect", help="Find the first tensor that goes wrong (GPU).")
-    ] = False,
+    bisect: Annotated[bool, typer.Option("--bisect", help="Find the first tensor that goes wrong.")] = False,
     json: Json = False,
 ) -> None:
     """Which kernel runs each ONNX layer, in which datatypes: INT8 against the recipe, attention, time."""
     from qdqbench.quantize.core.errors import CheckFailed, UserError
     from qdqbench.quantize.engine.facts import graph_of
     from qdqbench.quantize.engine.inspection import inspect_layers
-    from qdqbench.quantize.rundir.inspected import GPU, expectations, measure_times, open_target, read_times
+    from qdqbench.quantize.rundir.inspected import (
+        MEASURED,
+        expectations,
+        measure_times,
+        open_target,
+        read_times,
+    )
 
-    if (batch or length) and profile != GPU:
-        raise UserError("--batch and --length are shapes to measure at; give them with --profile gpu")
+    if (batch or length) and profile not in MEASURED:
+        raise UserError("--batch and --length are shapes to measure at; give them with --profile gpu or cpu")
     found = open_target(target, onnx, recipe)
     if bisect:
         _bisect(found, json)
         return
     expected, attentions = expectations(found)
     times, shape = None, ""
-    if profile == GPU:
-        times, shape = measure_times(found, batch, length)
+    if profile in MEASURED:
+        times, shape = measure_times(found, profile, batch, length)
     elif profile:
         times = read_times(Path(profile))
     judged = inspect_layers(

@@ -8,6 +8,7 @@ from pydantic import Field
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.frames import Tabular, stage_rows
+from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.training_results import TrainingRun
 
@@ -60,6 +61,11 @@ class EngineResult(Tabular):
     expected_int8_residuals: int = 0
     not_int8_residuals: list[str] = []  # LayerNorms whose kernel should and does not, by ONNX name
     layers: list[LayerRow]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a CPU runs it."""
+        return self.backend in CPU_BACKENDS
 
     def rows(self) -> list[LayerRow]:
         """One a kernel."""

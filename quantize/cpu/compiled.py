@@ -11,6 +11,8 @@ from qdqbench.quantize.core.results import LayerRow
 
 Compute = Literal["fp32", "bf16"]
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
+Sizes = tuple[int | None, int | None]  # batch and length; None: free
+FREE: Sizes = (None, None)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import onnx
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.compiled import Compute, Kernel, Run, Signature
+from qdqbench.quantize.cpu.compiled import FREE, Compute, Kernel, Run, Signature, Sizes
+from qdqbench.quantize.machine.cpu import find_cpu
 
 _TYPES = {
     "int8": "Int8",
@@ -35,6 +36,7 @@ class Compiled:
         data: ONNX file, or with `blob` one that `blob` wrote.
         blob: which of the two.
         compute: datatype of what is not quantized; only FP32.
+        fixed: batch and length where the graph is for one only; nothing follows from it here.
         threads: of all streams together; None: as ONNX Runtime chooses.
         streams: inferences at once.
         profile: measure each kernel.
@@ -50,6 +52,7 @@ class Compiled:
         *,
         blob: bool,
         compute: Compute,
+        fixed: Sizes = FREE,
         threads: int | None = None,
         streams: int = 1,
         profile: bool = False,
@@ -126,6 +129,8 @@ def _optimized(data: bytes) -> bytes:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 3
+    if not find_cpu().int8_dot:  # its kernels for UINT8 x INT8 would saturate: weights become UINT8
+        options.add_session_config_entry("session.x64quantprecision", "1")
     with tempfile.TemporaryDirectory(prefix="qdqbench-optimized-") as folder:
         path = Path(folder) / "optimized.onnx"
         options.optimized_model_filepath = str(path)

@@ -1,6 +1,7 @@
 """OpenVINO's CPU plugin: compiled blobs, and the kernels that they run. Only this module imports openvino."""
 
 import importlib
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.compiled import Compute, Kernel, Run, Signature
+from qdqbench.quantize.cpu.compiled import FREE, Compute, Kernel, Run, Signature, Sizes
+from qdqbench.quantize.cpu.products import ATTENTION
 
 DEVICE = "CPU"
 _PRECISION = {"fp32": "f32", "bf16": "bf16"}  # of what is not quantized
@@ -25,6 +27,7 @@ _TYPES = {
     "boolean": "Bool",
 }
 _GEMMS = ("FullyConnected", "MatMul")
+_PARTS = re.compile(r"/(DequantizationMultiply|DequantizationSubtract|WithoutBiases)$")
 _CONSTANTS = ("Const", "Constant")
 
 
@@ -35,6 +38,7 @@ class Compiled:
         data: ONNX file, or a blob of `blob`, or a model in OpenVINO's memory.
         blob: which of the two.
         compute: datatype of what is not quantized.
+        fixed: batch and length where the graph is for one only; each None: free.
         threads: of all streams together; None: as OpenVINO chooses.
         streams: inferences at once.
         profile: measure each kernel.
@@ -50,6 +54,7 @@ class Compiled:
         *,
         blob: bool,
         compute: Compute,
+        fixed: Sizes = FREE,
         threads: int | None = None,
         streams: int = 1,
         profile: bool = False,
@@ -63,8 +68,10 @@ class Compiled:
             if blob:
                 self._model = core.import_model(data, DEVICE, config)
             else:
-                model = core.read_model(data) if isinstance(data, bytes) else data
-                self._model = core.compile_model(model, DEVICE, config)
+                graph = core.read_model(data) if isinstance(data, bytes) else data
+                if fixed != FREE:  # kernels for one shape are faster: docs/performance.md
+                    graph.reshape({port: _sized(port, fixed) for port in graph.inputs})
+                self._model = core.compile_model(graph, DEVICE, config)
         except RuntimeError as error:
             why = " ".join(str(error).split())[:300]
             kind = MissingDevice if blob else UserError
@@ -130,13 +137,19 @@ def read_model(data: bytes) -> Any:
 def _kind(layer_type: str, names: list[str]) -> str:
     """A subgraph that holds a softmax is an attention."""
     if layer_type == "Subgraph" and any(name.rpartition("/")[2].startswith("Softmax") for name in names):
-        return "attention"
+        return ATTENTION
     return "gemm" if layer_type in _GEMMS else layer_type
 
 
 def _onnx_name(name: str) -> str:
-    """A node whose scales moved behind it has another name in OpenVINO."""
-    return name.removesuffix("/DequantizationMultiply")
+    """A node that OpenVINO split, as its scales moved behind it, has another name there."""
+    return _PARTS.sub("", name)
+
+
+def _sized(port: Any, fixed: Sizes) -> list[int]:
+    """Shape of an input with the batch on axis 0 and the length on axis 1 fixed; -1 is free."""
+    known = [-1 if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
+    return [size or old for size, old in zip(fixed, known, strict=False)] + known[2:]
 
 
 def _signature(port: Any) -> Signature:

@@ -8,6 +8,7 @@ import onnx
 from qdqbench.quantize.core.results import LayerRow
 
 PRODUCTS = ("MatMul", "Gemm")
+ATTENTION = "attention"  # kind of a row that is a whole one
 
 
 def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
@@ -15,7 +16,7 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
 
     OpenVINO names an FP32 product after its bias, and q k^T inside of a fused attention after its scale.
     """
-    places = {name: row for row in rows for name in row.onnx}
+    places = {name: row for row in rows if row.kind in ("gemm", ATTENTION) for name in row.onnx}
     consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
     for node in graph.node:
         for tensor in dict.fromkeys(node.input):
@@ -26,9 +27,14 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
         waiting, seen = [node], {node.name}
         while waiting:
             here = waiting.pop(0)
-            if (row := places.get(here.name)) is not None:
+            row = places.get(here.name) or places.get(
+                here.output[0]
+            )  # the last one is named after the output
+            if row is not None:
                 row.onnx.append(node.name)
                 break
+            if here is not node and here.op_type in PRODUCTS:
+                continue
             for after in (each for tensor in here.output for each in consumers[tensor]):
                 if after.name not in seen:
                     seen.add(after.name)

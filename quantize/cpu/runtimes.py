@@ -6,7 +6,7 @@ import numpy as np
 
 from qdqbench.quantize.core.limits import BackendName
 from qdqbench.quantize.cpu import onnxruntime, openvino
-from qdqbench.quantize.cpu.compiled import Compiled, Compute
+from qdqbench.quantize.cpu.compiled import FREE, Compiled, Compute, Sizes
 from qdqbench.quantize.machine.cpu import Cpu
 
 _RUNTIMES: dict[BackendName, type[openvino.Compiled | onnxruntime.Compiled]] = {
@@ -21,6 +21,7 @@ def compiled(  # noqa: PLR0913
     *,
     blob: bool,
     compute: Compute,
+    fixed: Sizes = FREE,
     threads: int | None = None,
     streams: int = 1,
     profile: bool = False,
@@ -31,6 +32,7 @@ def compiled(  # noqa: PLR0913
         backend: one of CPU_BACKENDS.
         data: the ONNX file, or with `blob` the engine; for OpenVINO also a model in its memory.
         compute: datatype of what is not quantized.
+        fixed: batch and length where the ONNX file is for one only; each None: free.
         threads: of all streams together; None: as the runtime chooses.
         streams: inferences at once.
         profile: measure each kernel.
@@ -40,7 +42,7 @@ def compiled(  # noqa: PLR0913
         MissingDevice: it cannot load the engine here.
     """
     return _RUNTIMES[backend](
-        data, blob=blob, compute=compute, threads=threads, streams=streams, profile=profile
+        data, blob=blob, compute=compute, fixed=fixed, threads=threads, streams=streams, profile=profile
     )
 
 

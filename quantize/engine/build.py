@@ -154,7 +154,10 @@ def _build_for_cpu(
 ) -> BuiltEngine:
     """Compile an ONNX file for this CPU."""
     started = time.perf_counter()
-    model = compiled(chosen.name, onnx_path.read_bytes(), blob=False, compute=compute)
+    sizes = ({end[axis] for each in profiles for end in (each.min, each.max)} for axis in (0, 1))
+    batch, length = (next(iter(known)) if len(known) == 1 else None for known in sizes)
+    data = onnx_path.read_bytes()
+    model = compiled(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
     first_run(model, profiles[0].opt)
     return BuiltEngine(
         data=model.blob(),

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.cpu.products import ATTENTION
 
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
-ATTENTION = "attention"  # kind of a fused one that a CPU runtime runs
 MAX_MERGED = 64  # GEMMs in one kernel
 _LINE = re.compile(
     r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"

@@ -40,6 +40,15 @@ class Profile:
         return "{" + ", ".join(f"{name}: [{a}, {b}, {c}]" for name, a, b, c in rows) + "}"
 
 
+def spanning(profiles: Sequence[Profile]) -> Profile:
+    """One profile for all shapes of several, with the opt of the first."""
+    low, high = (
+        [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
+        for end, each in (("min", min), ("max", max))
+    )
+    return Profile((low[0], low[1]), profiles[0].opt, (high[0], high[1]))
+
+
 def concrete(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
     """Shape of an input, with (batch, length) in place of its dynamic axes (-1)."""
     return tuple(known if known != -1 else size[min(axis, 1)] for axis, known in enumerate(shape))

@@ -25,6 +25,11 @@ class Cpu:
         """Whether it multiplies BF16 in hardware."""
         return not {*BF16}.isdisjoint(self.features)
 
+    @property
+    def int8_dot(self) -> bool:
+        """Whether it sums INT8 products in one step, or the system does not say."""
+        return not self.features or not {*INT8_DOT}.isdisjoint(self.features)
+
     def __str__(self) -> str:
         """`AMD EPYC (2 cores; avx2, avx512_vnni)`."""
         told = ", ".join(self.features) or "instruction sets unknown"
@@ -50,7 +55,7 @@ def cpu_hazards(cpu: Cpu) -> list[str]:
 
     Source: onnxruntime.ai, "Quantize ONNX models", on U8S8 and CPUs without VNNI.
     """
-    if not cpu.features or not {*INT8_DOT}.isdisjoint(cpu.features):
+    if cpu.int8_dot:
         return []
     return [
         f"{cpu.name} has no INT8 dot product ({', '.join(INT8_DOT)}): INT8 kernels take about as long as "

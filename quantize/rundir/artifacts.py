@@ -8,14 +8,15 @@ from qdqbench.quantize.cpu.compiled import Compute
 from qdqbench.quantize.cpu.runtimes import compute_type
 from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.engine.build import gemm_names
-from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.profiles import Profile, spanning
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
 
 FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
-GPU_INT8 = f"gpu/{INT8}"  # of a run whose engine is for this CPU
+GPU = "gpu"  # folder of the engine for GPUs, in a run whose own engine is for this CPU
+GPU_INT8 = f"{GPU}/{INT8}"
 
 
 def graph_path(session: Session) -> Path:
@@ -53,6 +54,7 @@ def expected_gemms(session: Session) -> list[str]:
 
 
 def engine_profiles(session: Session) -> list[Any]:
-    """Optimization profiles of the recipe."""
+    """Optimization profiles of the recipe; for a CPU, whose kernels take every shape, one that holds all."""
     bounds = (zip(each.batch, each.length, strict=True) for each in session.recipe.engine.profiles)
-    return [Profile(*sizes) for sizes in bounds]
+    profiles = [Profile(*sizes) for sizes in bounds]
+    return [spanning(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.engine import backend as trt
@@ -26,9 +28,10 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.artifacts import graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.runtime.cpu import CpuEngine
 from qdqbench.quantize.runtime.engine import Engine
 
-GPU = "gpu"
+MEASURED = ("gpu", "cpu")  # places where kernel times are measured
 MAX_MS = 1e9  # of a kernel
 
 
@@ -113,12 +116,12 @@ def read_times(path: Path) -> dict[str, float]:
 
 
 def measure_times(
-    target: InspectTarget, batch: int | None, length: int | None
+    target: InspectTarget, place: str, batch: int | None, length: int | None
 ) -> tuple[dict[str, float], str]:
-    """Kernel times on this GPU, and the shape they were measured at.
+    """Kernel times on this GPU or CPU, and the shape they were measured at.
 
     Raises:
-        UserError: a saved JSON, which cannot run.
+        UserError: a saved JSON, which cannot run, or an engine for the other place.
         MissingDevice: no GPU.
         CheckFailed: no profile takes the shape, or the engine fails.
     """
@@ -128,10 +131,16 @@ def measure_times(
         raise UserError(
             f"{target.name} cannot run; give a run directory or an .engine file, or a saved profile"
         )
-    if find_gpu() is None:
+    on_cpu = target.sidecar is not None and target.sidecar.backend in CPU_BACKENDS
+    if on_cpu != (place == "cpu"):
+        raise UserError(
+            f"{target.name} is for a {'CPU' if on_cpu else 'GPU'}, so --profile {place} cannot run it"
+        )
+    if not on_cpu and find_gpu() is None:
         raise MissingDevice("--profile gpu runs the engine, and CUDA shows no GPU here; give a saved profile")
 
-    with Engine(target.engine, target.onnx) as engine:
+    load = partial(CpuEngine, profile=True) if on_cpu else Engine
+    with load(target.engine, target.onnx) as engine:
         opt = engine.profiles[0].opt
         shape = (batch or opt[0], length or opt[1])
         feeds = {name: np.full(shape, 1 if "mask" in name else 0, dtype=np.int64) for name in engine.inputs}
@@ -195,6 +204,8 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
             return read_table(place / "layers.json")
     if (folder / "layers.json").is_file() and len(list(folder.glob("*.engine"))) == 1:
         return read_table(folder / "layers.json")
+    if sidecar.backend in CPU_BACKENDS:
+        return CpuEngine(path).kernels()
     if find_gpu() is None:
         raise MissingDevice(
             f"{path} has no saved layer table ({own.name}), and reading it from the engine takes the GPU "

@@ -26,7 +26,7 @@ def open_runner(
 ) -> EngineRunner | CpuRunner:
     """A runner of an engine; arguments and errors are those of both."""
     if on_cpu(path):
-        return CpuRunner(path, onnx_path, outputs=outputs)
+        return CpuRunner(path, onnx_path, pad_id=pad_id, outputs=outputs)
     return EngineRunner(path, onnx_path, pad_id=pad_id, runtime_cache=runtime_cache, outputs=outputs)
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.inputs import widened
-from qdqbench.quantize.engine.profiles import LENGTH_STEP, fit
+from qdqbench.quantize.engine.profiles import LENGTH_STEP
 from qdqbench.quantize.kinds.kind import LOGITS, joined
 from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.runtime.feeds import fitted
 from qdqbench.quantize.runtime.tensors import Arrays
 
 MAX_GRAPHS = 16
@@ -67,14 +67,13 @@ class EngineRunner:
         Raises:
             CheckFailed: it is larger than every profile, or the engine fails.
         """
-        rows, length = next(iter(batch.values())).shape
-        _, to_rows, to_length = fit(self.engine.profiles, rows, length, LENGTH_STEP)
-        wide, missing = widened(batch, to_length - length, self.pad_id), ((0, to_rows - rows), (0, 0))
-        feeds = {name: np.pad(wide[name], missing, mode="edge") for name in self.engine.inputs}
-        answers = joined(self._run((to_rows, to_length), feeds), self._outputs)[:rows]
+        rows = len(next(iter(batch.values())))
+        feeds = fitted(batch, self.engine.profiles, self.engine.inputs, self.pad_id, LENGTH_STEP)
+        answers = joined(self._run(feeds), self._outputs)[:rows]
         return np.asarray(answers, dtype=np.float32)
 
-    def _run(self, shape: tuple[int, int], feeds: Arrays) -> Arrays:
+    def _run(self, feeds: Arrays) -> Arrays:
+        shape = next(iter(feeds.values())).shape
         if shape not in self._graphs and (shape not in self._seen or not self._most):
             self._seen.add(shape)
             return self.engine.run(feeds)

@@ -379,9 +379,7 @@ def test_runner_pads_with_the_pad_token(gpu, engine_file, monkeypatch):
     fed = []
     with EngineRunner(*engine_file, pad_id=5) as runner:
         runner.engine.inputs = ("input_ids", "attention_mask")
-        monkeypatch.setattr(
-            runner, "_run", lambda _, feeds: fed.append(feeds) or {"logits": np.zeros((1, 2))}
-        )
+        monkeypatch.setattr(runner, "_run", lambda feeds: fed.append(feeds) or {"logits": np.zeros((1, 2))})
         runner({name: np.ones((1, 15), np.int64) for name in ("input_ids", "attention_mask", "unused")})
     assert {name: array[0, -2:].tolist() for name, array in fed[0].items()} == {
         "input_ids": [1, 5],
