@@ -17,6 +17,7 @@ from qdqbench.quantize.core.results import (
     StageResult,
     Verification,
 )
+from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
@@ -126,7 +127,13 @@ def run_folder(config: RunConfig, out: str | Path | None) -> Path:
 def start(
     config: RunConfig, folder: Path, until: str | None = None, progress: StageCallback = silent
 ) -> "Results | Proof | None":
-    """Open a run directory for what was asked, and take it up to a stage as `resume` does."""
+    """Open a run directory for what was asked, and take it up to a stage as `resume` does.
+
+    Raises:
+        MissingDevice: the recipe names a CPU runtime that is not installed; nothing was begun.
+    """
+    if config.recipe.engine.backend in CPU_BACKENDS:
+        choose_backend(config.recipe.engine.backend)
     return _go(open_run(config, folder), until, progress)
 
 

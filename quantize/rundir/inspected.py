@@ -133,9 +133,8 @@ def measure_times(
         )
     on_cpu = target.sidecar is not None and target.sidecar.backend in CPU_BACKENDS
     if on_cpu != (place == "cpu"):
-        raise UserError(
-            f"{target.name} is for a {'CPU' if on_cpu else 'GPU'}, so --profile {place} cannot run it"
-        )
+        right = "cpu" if on_cpu else "gpu"
+        raise UserError(f"the engine of {target.name} runs on a {right.upper()}; give --profile {right}")
     if not on_cpu and find_gpu() is None:
         raise MissingDevice("--profile gpu runs the engine, and CUDA shows no GPU here; give a saved profile")
 

@@ -7,6 +7,10 @@ import pytest
 from qdqbench.eval.bench import engines
 from qdqbench.eval.search import confirm, trials
 from qdqbench.eval.search.results import read_search
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.machine.cpu import Cpu
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
 from .tiny import results
@@ -65,3 +69,67 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     chosen = found.confirmed[0]
     assert chosen.engine["validation"].n == chosen.fake_quant["validation"].n
     assert not list((out / "work").glob("engines-*"))
+
+
+def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatch):
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    monkeypatch.setattr("qdqbench.quantize.engine.backend.WITHOUT_GPU", CPU_BACKENDS)
+    out = tmp_path / "run"
+    done = qdqbench("run", "int8-linears", *sst2.options, "--out", out)
+    assert (done.code, done.err) == (0, ""), done.err
+    told = " ".join(done.out.replace("│", "").split())
+    assert "INT8 in 12 of 12 in the TensorRT-RTX engine for GPUs, built ahead of time" in told
+    found = results(out)
+    assert (found["engine"]["backend"], found["gpu_engine"]["backend"]) == ("openvino", "tensorrt_rtx")
+    assert found["gpu_engine"]["not_int8"] == []
+    assert (out / "gpu" / "model.int8.onnx").is_file()
+    page = (out / "report.html").read_text()
+    assert "Beside it an engine for GPUs was built ahead of time" in page
+    assert "The engine on this CPU against" in page
+    shown = qdqbench("inspect", out, "--profile", "cpu", "--batch", 2, "--length", 16)
+    assert (shown.code, shown.err) == (0, ""), shown.err
+    assert "12 of 12 the recipe wants" in shown.out
+    refused = qdqbench("inspect", out, "--profile", "gpu")
+    assert (refused.code, refused.err.count("\n")) == (1, 1)
+    assert "give --profile cpu" in refused.err
+    built = qdqbench("build", out)
+    assert (built.code, built.err) == (0, "")
+    assert "outputs verified" in built.out
+
+
+def test_an_engine_of_another_cpu_or_version_is_refused(sst2, tmp_path, qdqbench, monkeypatch):
+    out = tmp_path / "run"
+    arguments = (
+        "run",
+        "int8-ffn",
+        *sst2.options,
+        "--backend",
+        "onnxruntime",
+        "--out",
+        out,
+        "--until",
+        "build",
+    )
+    assert qdqbench(*arguments).code == 0
+    engine = next((out / "engine").glob("*.engine"))
+    older = Cpu("Old CPU", 2, ("avx2",))
+    monkeypatch.setattr("qdqbench.quantize.engine.sidecar.find_cpu", lambda: older)
+    with pytest.raises(UserError, match="this CPU lacks avx"):
+        check_sidecar(engine)
+    monkeypatch.setattr("qdqbench.quantize.engine.sidecar.available_backends", dict)
+    with pytest.raises(UserError, match="onnxruntime is not installed"):
+        check_sidecar(engine)
+
+
+def test_a_runtime_that_is_not_installed_is_said_before_any_work(sst2, tmp_path, qdqbench, monkeypatch):
+    monkeypatch.setattr("qdqbench.quantize.engine.backend._import", lambda name: None)
+    done = qdqbench("run", "int8-linears", *sst2.options, "--backend", "openvino", "--out", tmp_path / "run")
+    assert (done.code, done.err.count("\n")) == (3, 1)
+    assert "pip install 'qdqbench[openvino]'" in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_backend_is_one_sentence(sst2, qdqbench):
+    done = qdqbench("run", "int8-linears", *sst2.options, "--backend", "onednn")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "openvino" in done.err
