@@ -137,7 +137,7 @@ def cpu_devices(outputs: Iterable[str]) -> Devices:
     """Inferences with these outputs on the CPU at hand, wall time."""
     return Devices(
         build,
-        lambda path, graph, runtime_cache: CpuRunner(path, graph, outputs=outputs),
+        lambda path, graph, runtime_cache: CpuRunner(path, graph, pad_id=0, outputs=outputs),
         lambda runner, _, sets: HostLane(runner, [[batch] for batch in sets]),
         lambda batch: batch,
         WallTimer(),
