@@ -75,6 +75,7 @@ class Effort:
     repeats: int | None = None  # launches per round instead of seconds
     streams: tuple[int, ...] = (1,)
     least: int = 5  # launches per round
+    rest_s: float = 0.0  # before each burst
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,7 @@ def _pace(contestant: Contestant, effort: Effort) -> tuple[int, int]:
 
 def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
     lanes, timer, (warm, count) = contestant.lanes, contestant.timer, pace
+    time.sleep(effort.rest_s)
     if warm:
         timer.latencies(lanes[0], warm)
     start, spent = now(), time.process_time()

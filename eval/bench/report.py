@@ -198,13 +198,10 @@ def method(bench: Bench) -> str:
     """How it was measured, in two sentences."""
     chosen = bench.settings
     effort = f"{chosen.repeats} launches" if chosen.repeats else f"{chosen.seconds:g} s per contestant"
-    timed = (
-        "CUDA events around each launch"
-        if bench.device == "gpu"
-        else "wall time of each call and CPU time of all threads, behind calls that are not timed; "
-        f"{bench.settings.threads} threads for all streams of a contestant"
-    )
-    engines = f"engines with the {chosen.profile} profile; " if bench.device == "gpu" else ""
+    timed = "wall time of each call and CPU time of all threads, behind a rest and calls that are not timed"
+    engines = f"{chosen.threads} threads for all streams of a contestant, engines for any shape; "
+    if bench.device == "gpu":
+        timed, engines = "CUDA events around each launch", f"engines with the {chosen.profile} profile; "
     return (
         f"{chosen.rounds} interleaved rounds in one process ({effort}), order balanced, {timed}; "
         f"{chosen.input_sets} random input sets, seed {chosen.seed}; {engines}INT8 scales from "

@@ -1,11 +1,13 @@
 """Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/results.md)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from qdqbench.eval.bench.loop import speedup
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.strict import Strict, read
@@ -207,6 +209,34 @@ def _without(cell: BenchCell, names: set[str]) -> BenchCell:
     return cell.model_copy(update={"rows": rows, "speedups": speedups})
 
 
+def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str]]) -> list[BenchSpeedup]:
+    """INT8 over each other contestant, and the others over the FP16 twin.
+
+    Args:
+        reasons: why INT8 is slower than its FP16 twin; called only when it is.
+    """
+    done = {row.contestant: row for row in rows if row.status == "done"}
+    pairs = [("int8", name) for name in done if name != "int8"]
+    pairs += [(name, "fp16") for name in done if name not in ("int8", "fp16")]
+    found = []
+    for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
+        ratio = speedup(done[over].round_ms, done[name].round_ms, seed)
+        slower = ratio.value < 1
+        why = reasons() if slower and (name, over) == ("int8", "fp16") else []
+        spent, base = done[name].cpu_ms, done[over].cpu_ms
+        found.append(
+            BenchSpeedup(
+                contestant=name,
+                over=over,
+                **asdict(ratio),
+                cpu_value=base / spent if base and spent else None,
+                slower=slower,
+                reasons=why,
+            ),
+        )
+    return found
+
+
 def speedup_of(cell: BenchCell, contestant: str, over: str) -> BenchSpeedup | None:
     """The speed-up of one contestant over another; None where one was not measured."""
     return next((s for s in cell.speedups if (s.contestant, s.over) == (contestant, over)), None)
@@ -216,7 +246,7 @@ def fastest_float(bench: Bench, cell: BenchCell) -> BenchSpeedup | None:
     """The speed-up of INT8 over the fastest contestant that is not INT8; None where INT8 was not measured."""
     precision = {about.name: about.precision for about in bench.contestants}
     found = [s for s in cell.speedups if s.contestant == "int8" and precision[s.over] != "int8"]
-    return min(found, key=lambda speedup: speedup.value, default=None)
+    return min(found, key=lambda ratio: ratio.value, default=None)
 
 
 def cell_label(cell: BenchCell, task: str | None) -> str:

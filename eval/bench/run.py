@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ from qdqbench.eval.bench.results import (
     BenchCell,
     BenchRow,
     BenchSettings,
-    BenchSpeedup,
     BenchThroughput,
     cell_label,
+    speedups,
 )
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.core.errors import MissingDevice
@@ -41,6 +40,9 @@ from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.gpu import find_gpu
 
 CPU_LEAST = 2  # launches per round; one may take seconds
+CPU_REST_S = (
+    0.02  # threads of PyTorch's OpenMP spin for 10 ms after their work (measured), of others not at all
+)
 
 
 def require_gpu(backend: Any) -> tuple[str, str]:
@@ -145,6 +147,7 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
         repeats=options.repeats,
         streams=() if shape.real else options.streams,
         least=(1 if shape.real else CPU_LEAST) if options.cpu else Effort.least,
+        rest_s=CPU_REST_S if options.cpu else 0,
     )
     label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
     with ExitStack() as stack:
@@ -201,34 +204,6 @@ def fill(row: BenchRow, found: Measured, sequences: int, streams: Sequence[int],
         for count, each in rates.items()
     ]
     row.clock_mhz, row.power_w, row.temperature_c = clocks.clock_mhz, clocks.power_w, clocks.temperature_c
-
-
-def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str]]) -> list[BenchSpeedup]:
-    """INT8 over each other contestant, and the others over the FP16 twin.
-
-    Args:
-        reasons: why INT8 is slower than its FP16 twin; called only when it is.
-    """
-    done = {row.contestant: row for row in rows if row.status == "done"}
-    pairs = [("int8", name) for name in done if name != "int8"]
-    pairs += [(name, "fp16") for name in done if name not in ("int8", "fp16")]
-    found = []
-    for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
-        ratio = loop.speedup(done[over].round_ms, done[name].round_ms, seed)
-        slower = ratio.value < 1
-        why = reasons() if slower and (name, over) == ("int8", "fp16") else []
-        spent, base = done[name].cpu_ms, done[over].cpu_ms
-        found.append(
-            BenchSpeedup(
-                contestant=name,
-                over=over,
-                **asdict(ratio),
-                cpu_value=base / spent if base and spent else None,
-                slower=slower,
-                reasons=why,
-            ),
-        )
-    return found
 
 
 def _judge(entries: Sequence[Entry]) -> str | None:

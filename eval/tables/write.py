@@ -131,7 +131,7 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     shape, random = about.shape, " (random weights)" if about.random_weights else ""
     title = (
         f"### Latency: {text(about.name)}{random}, {changed.label(bench.recipe)}, "
-        f"{PROFILE_WORDS[bench.settings.profile]}\n\n"
+        f"{PROFILE_WORDS[bench.settings.profile] if bench.device == 'gpu' else 'engines for any shape'}\n\n"
         f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"

@@ -152,6 +152,13 @@ def test_every_burst_is_preceded_by_warm_launches_that_are_not_counted():
     assert [count for _, count in log] == [1, 3, 3, 9, 3, 9]
 
 
+def test_a_contestant_rests_before_each_burst(monkeypatch):
+    rests = []
+    monkeypatch.setattr("time.sleep", rests.append)
+    measure([contestant("a"), contestant("b")], Effort(rounds=2, seconds=1, repeats=1, rest_s=0.02))
+    assert rests == [0.02] * 4
+
+
 def test_slow_launches_are_not_wasted_on_warming_up():
     log = []
     measure([contestant("a", 1000.0, log=log)], Effort(rounds=2, seconds=1, least=1))

@@ -20,10 +20,10 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
     speedup_of,
+    speedups,
     without_unmasked,
     write_bench,
 )
-from qdqbench.eval.bench.run import speedups
 from qdqbench.quantize.core.errors import UserError
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"

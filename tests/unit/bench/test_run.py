@@ -12,8 +12,8 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.cell import COMPILED, BenchOptions, Entry
 from qdqbench.eval.bench.clocks import Clocks
 from qdqbench.eval.bench.loop import Contestant
-from qdqbench.eval.bench.results import BenchContestant, BenchRow, BenchTarget
-from qdqbench.eval.bench.run import run_bench, speedups
+from qdqbench.eval.bench.results import BenchContestant, BenchRow, BenchTarget, speedups
+from qdqbench.eval.bench.run import run_bench
 from qdqbench.eval.bench.target import RealSplit
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.results import LayerRow

@@ -121,6 +121,7 @@ def test_tables_of_a_bench_on_a_cpu(measured, tmp_path):
     assert invoke("tables", folder / "bench.json", "--into", readme).exit_code == 0
     table = readme.read_text(encoding="utf-8")
     assert "ONNX Runtime FP32" in table
+    assert "engines for any shape" in table
     assert "INT8 over the fastest FP32 or BF16" in table
     assert invoke(*with_check).exit_code == 0
     missing = invoke("tables", folder / "bench.json", "--into", tmp_path / "no.md")
