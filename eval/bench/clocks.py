@@ -141,5 +141,5 @@ def busy_notes() -> list[str]:
         return []
     return [
         f"load average {load:g} before it began: something else ran here, which wall times hold too; "
-        "CPU times and ratios of the same rounds are steadier"
+        "CPU times with --threads 1 are steadier, because no thread waits for another"
     ]

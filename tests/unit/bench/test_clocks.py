@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Reading, medians
+from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, Reading, busy_notes, cpu_now, medians
 
 
 @given(
@@ -127,3 +127,12 @@ def test_no_driver(nvml, monkeypatch):
         assert monitor.during([(0, time.time())]) == Clocks()
     assert monitor.reason == "NVML does not start (NVML Shared Library Not Found)"
     assert nvml.ended == 0
+
+
+def test_a_busy_machine_is_told(monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (0.3, 9, 9))
+    assert busy_notes() == []
+    monkeypatch.setattr("os.getloadavg", lambda: (3.25, 0, 0))
+    (said,) = busy_notes()
+    assert said.startswith("load average 3.25 before it began")
+    assert cpu_now().load_before == 3.25
