@@ -23,7 +23,7 @@ from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.runs import name_runs
-from qdqbench.quantize.graph.weights import factor_scales, fold_weights, store_by_input
+from qdqbench.quantize.graph.weights import factor_scales, fold_weights
 from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -47,7 +47,6 @@ class ExportSettings:
     merge_qkv: bool = True  # one scalar for the factored weights of q, k and v, so that an engine merges them
     recipe: str = ""  # its name, for the metadata
     for_gpu: bool = True  # rewritten for what the kernels of TensorRT fuse
-    weights_by_input: bool = False  # INT8 weights stored [K, N] and not [N, K]
 
     @classmethod
     def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
@@ -63,7 +62,6 @@ class ExportSettings:
             export.qkv == "merged",
             recipe.name,
             form.for_gpu,
-            form.weights_by_input,
         )
 
 
@@ -73,7 +71,6 @@ class Form:
 
     weights: WeightForm
     for_gpu: bool = True
-    weights_by_input: bool = False
 
 
 FORMS: dict[BackendName, Form] = {
@@ -81,8 +78,7 @@ FORMS: dict[BackendName, Form] = {
     # puts a scalar scale into the GEMM and fuses the Mul behind it, which measured 1.5x faster
     "tensorrt_rtx": Form("factored"),
     "openvino": Form("channel", for_gpu=False),
-    # a Transpose behind the weights' DQ hides the Q/DQ pair from its fusions
-    "onnxruntime": Form("channel", for_gpu=False, weights_by_input=True),
+    "onnxruntime": Form("channel", for_gpu=False),
 }
 
 
@@ -163,8 +159,6 @@ def finish_graph(
         if note and notes is not None:
             notes.append(note)
         shorten_gelu(model)
-    if settings.weights_by_input:
-        store_by_input(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)

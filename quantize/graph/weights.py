@@ -135,25 +135,6 @@ def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
     return nodes
 
 
-def store_by_input(model: onnx.ModelProto) -> None:
-    """Store INT8 weights [K, N], in place: no Transpose stands between their DQ and the MatMul."""
-    index, kept = GraphIndex(model), []
-    stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        dq = index.producers.get(node.input[0]) if node.op_type == "Transpose" else None
-        codes = stored.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
-        if dq is None or codes is None:
-            kept.append(node)
-            continue
-        # each run of a shared layer has a DQ of its own, of the same codes
-        name = f"{codes.name}_by_input"
-        _store(model, {name: np.ascontiguousarray(numpy_helper.to_array(codes).T)})
-        dq.input[0], dq.output[0] = name, node.output[0]
-        for axis in dq.attribute:
-            axis.i = 1 - axis.i
-    replace_nodes(model, kept)
-
-
 def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     """Split weight scales s: one scalar S in the DQ, a Mul by s/S behind the MatMul; in place.
 
