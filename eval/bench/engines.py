@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from qdqbench.quantize.engine.profiles import Profile
 
 SEARCH_INPUT_SETS = 4
-# rounds are balanced for two contestants; seconds for each of them; a launch may take a second on a CPU
-ROUNDS, SECONDS, LEAST = 8, 0.4, 3
+# rounds are balanced for two contestants; on a CPU, which others use too, more of them
+ON_GPU = Effort(8, 0.4, streams=())
+ON_CPU = Effort(16, 4.0, streams=(), least=2)
 Shape = tuple[int, int]  # batch, length
 
 
@@ -120,6 +121,7 @@ class Devices:
     lane: Callable[[Any, Shape, Sequence[Any]], Lane]  # loaded engine, shape, input sets
     place: Callable[[Any], Any]  # arrays to the device
     timer: Timer
+    effort: Effort
 
 
 def gpu_devices() -> Devices:
@@ -130,6 +132,7 @@ def gpu_devices() -> Devices:
         lambda engine, shape, sets: DeviceLane(engine.bind(*shape), sets),
         to_device,
         CudaTimer(),
+        ON_GPU,
     )
 
 
@@ -141,6 +144,7 @@ def cpu_devices(outputs: Iterable[str]) -> Devices:
         lambda runner, _, sets: HostLane(runner, [[batch] for batch in sets]),
         lambda batch: batch,
         WallTimer(),
+        ON_CPU,
     )
 
 
@@ -236,7 +240,7 @@ class EngineTimer:
                         raise CheckFailed(
                             f"{contestant.name} gives {error} at batch {shape[0]}, length {shape[1]}"
                         )
-                measured = loop.measure([ours, twin], Effort(ROUNDS, SECONDS, streams=(), least=LEAST))
+                measured = loop.measure([ours, twin], self.devices.effort)
                 own, base = measured["the engine"], measured["its twin"]
                 ratio = loop.speedup(base.round_ms, own.round_ms, self.session.config.seed)
                 found[shape] = Latency(

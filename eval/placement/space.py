@@ -2,7 +2,7 @@
 
 A BERT has dozens of linears and a search only dozens of trials, so the space follows a ranking of the units
 (a layer's q, k and v, its attention output, its two feed-forward linears) by what INT8 costs in each: how
-many of the worst stay in FP16, and one or two exceptions.
+many of the worst stay out of INT8, and one or two exceptions.
 """
 
 from collections import Counter

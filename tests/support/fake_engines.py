@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.eval.bench.engines import Devices
+from qdqbench.eval.bench.engines import ON_GPU, Devices
 from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.engine.build import gemm_names
 
@@ -104,4 +104,5 @@ def devices():
         lambda engine, shape, sets: Lane(engine.bind(*shape), sets),
         lambda batch: batch,
         Timer(),
+        ON_GPU,
     )
