@@ -152,7 +152,7 @@ def hardware(bench: Bench) -> str:
         cpu = bench.cpu
         told = f"; {', '.join(cpu.features) or 'instruction sets unknown'}" if cpu else ""
         where = f"CPU: {found.get('cpu', 'unknown')} ({found.get('cores', '?')} cores{told})"
-        where += f", {bench.settings.threads} threads" if bench.settings.threads else ""
+        where += f", {count} thread{'s' if count > 1 else ''}" if (count := bench.settings.threads) else ""
     else:
         where = (
             f"{found.get('gpu', 'GPU')} (compute capability {bench.compute_capability}), "
@@ -181,14 +181,14 @@ def clocks(bench: Bench) -> str:
 def slow_lines(bench: Bench) -> list[str]:
     """Where INT8 is slower than something else, and why where the layers say it."""
     names = {about.name: about.label for about in bench.contestants}
-    lines = []
+    ours, lines = names["int8"] if bench.device == "cpu" and "int8" in names else "INT8", []
     for cell in bench.cells:
         for found in cell.speedups:
             if found.slower and found.contestant == "int8":
                 sure = "" if found.high is None or found.high < 1 else " (within the spread of the rounds)"
                 why = f": {'; '.join(found.reasons)}" if found.reasons else ""
                 lines.append(
-                    f"{cell_text(bench, cell)}: INT8 is slower than {names[found.over]}, "
+                    f"{cell_text(bench, cell)}: {ours} is slower than {names[found.over]}, "
                     f"{found.value:.2f}x{sure}{why}"
                 )
     return lines
@@ -199,7 +199,7 @@ def method(bench: Bench) -> str:
     chosen = bench.settings
     effort = f"{chosen.repeats} launches" if chosen.repeats else f"{chosen.seconds:g} s per contestant"
     timed = "wall time of each call and CPU time of all threads, behind a rest and calls that are not timed"
-    engines = f"{chosen.threads} threads for all streams of a contestant, engines for any shape; "
+    engines = f"threads: {chosen.threads} for all streams of a contestant, engines for any shape; "
     if bench.device == "gpu":
         timed, engines = "CUDA events around each launch", f"engines with the {chosen.profile} profile; "
     return (
