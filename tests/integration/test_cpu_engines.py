@@ -1,6 +1,7 @@
 """The whole path with engines for the CPU at hand: built, proven, verified, run."""
 
 import json
+import tempfile
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_int8_attention_on_a_cpu(backend, sst2, tmp_path, qdqbench):
 
 def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a search beside the tests has the lock of all
     monkeypatch.setattr(engines, "ON_CPU", engines.ON_GPU)
     monkeypatch.setattr(trials, "rank", lambda work, file: (work.space, "model order"))
     recipe = load_recipe("bert-int8-linears")
