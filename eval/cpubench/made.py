@@ -117,10 +117,10 @@ def dynamic(work: Work) -> Made:
         path.parent.mkdir(exist_ok=True)
         work.stack.callback(path.unlink, missing_ok=True)
         with _silent():
-            quantize_dynamic(work.target.twins["fp32"], path, weight_type=QuantType.QInt8)
+            quantize_dynamic(work.target.twins["fp32"], path, weight_type=QuantType.QInt8, per_channel=True)
         work.shared.models["dynamic"] = path.read_bytes()
     lanes = _compiled_lanes(work, "onnxruntime", work.shared.models["dynamic"], "fp32")
-    return Made(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights")
+    return Made(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
 
 
 def nncf(work: Work) -> Made:

@@ -212,6 +212,8 @@ def _bench_key(bench: Bench) -> tuple[Any, ...]:
         str(bench.recipe.get("name")),
         hardware(bench),
         bench.settings.profile,
+        tuple(bench.settings.lengths),
+        tuple(bench.settings.batches),
     )
 
 

@@ -178,6 +178,15 @@ def test_two_files_of_one_measurement_are_refused(tmp_path):
         find_results([tmp_path])
 
 
+def test_benches_of_other_shapes_are_tables_of_their_own(tmp_path):
+    bench = sample_bench()
+    for number, batches in enumerate(([1, 8], [32])):
+        settings = bench.settings.model_copy(update={"batches": batches})
+        (tmp_path / str(number)).mkdir()
+        write_bench(tmp_path / str(number) / "bench.json", bench.model_copy(update={"settings": settings}))
+    assert [each.settings.batches for each in find_results([tmp_path])[1]] == [[1, 8], [32]]
+
+
 def test_the_same_file_named_twice_counts_once():
     assert find_results([GOLDEN, *GOLDEN.rglob("*.json")]) == find_results([GOLDEN])
 
