@@ -115,8 +115,8 @@ def run_session(session: Any, batch: Batch) -> Float32:
     return np.asarray(joined(made, names), dtype=np.float32)
 
 
-def session_of(model: bytes, name: str, *, optimized: bool = False) -> Any:
-    """ONNX Runtime CPU session of a serialized model, with all graph optimizations or without any.
+def session_of(model: bytes, name: str) -> Any:
+    """ONNX Runtime CPU session of a serialized model, without graph optimizations.
 
     Raises:
         UserError: ONNX Runtime refuses the model.
@@ -124,8 +124,7 @@ def session_of(model: bytes, name: str, *, optimized: bool = False) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    level = ort.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
