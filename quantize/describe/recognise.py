@@ -10,6 +10,7 @@ from qdqbench.quantize.describe.flow import follow
 from qdqbench.quantize.describe.frame import Frame, list_of_layers
 from qdqbench.quantize.describe.roles import attention_roles, feed_forward_roles, other_products, reasons
 from qdqbench.quantize.families.family import Family, Role
+from qdqbench.quantize.machine.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +38,8 @@ def recognise(model: "PreTrainedModel") -> Recognised:
     """
     name = model.config.model_type
     try:
-        flow = follow(model)
+        with quiet("transformers"):
+            flow = follow(model)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(

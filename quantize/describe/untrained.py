@@ -4,7 +4,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.identity import explained, model_commit
+from qdqbench.quantize.encoders.identity import explained, model_commit, read_config
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.machine.quiet import quiet
@@ -21,12 +21,8 @@ def config_of(name: str, revision: str | None = None) -> Any:
     Raises:
         UserError: there is none, or transformers does not know its type.
     """
-    from transformers import AutoConfig
-
     with quiet("transformers"), explained(name):
-        return AutoConfig.from_pretrained(
-            name, revision=model_commit(name, revision), trust_remote_code=False
-        )
+        return read_config(name, model_commit(name, revision))
 
 
 def untrained(name: str, config: Any) -> "PreTrainedModel":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import read_json, sha256
@@ -41,6 +41,24 @@ def model_commit(name: str, revision: str | None = None) -> str | None:
     if revision is not None:
         raise UserError(f"model {name} is a folder, which has no revision {revision!r}; drop --revision")
     return None
+
+
+def read_config(name: str, commit: str | None, inside: str = "") -> Any:
+    """Configuration of a model of any type that transformers has; `inside` is a folder of the model's.
+
+    Raises:
+        UserError: transformers has no such type.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
+
+    given, _ = PreTrainedConfig.get_config_dict(name, revision=commit, subfolder=inside)
+    if given and given.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(
+            f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
+            f"transformers {__version__} does not know, and code of a model's own is never run; give a model "
+            "of another type, or update transformers"
+        )
+    return AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
 
 
 def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:

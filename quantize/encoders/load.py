@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.encoders.attention import ATTENTION, use_attention
-from qdqbench.quantize.encoders.identity import explained, model_commit
+from qdqbench.quantize.encoders.identity import explained, model_commit, read_config
 from qdqbench.quantize.encoders.pooling import (
     FIELD,
     Pooling,
@@ -190,9 +190,7 @@ def class_names(name: str, revision: str | None, kind: TaskKind) -> list[str]:
 
 
 def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
+    config = read_config(name, commit, inside)
     family_of(config, name).require_supported(config, name)
     return config
 

@@ -216,8 +216,8 @@ def _check_fields(task: Task) -> None:
         )
     if bad := [metric for metric in task.metrics if metric not in task.kind.metrics]:
         raise UserError(
-            f"task {task.name!r} ({task.kind.head.format(count=task.num_labels)}) cannot be scored by "
-            f"{', '.join(bad)}; choose from {', '.join(task.kind.metrics)}"
+            f"task {task.name!r} ({task.kind.name}) cannot be scored by {', '.join(bad)}; "
+            f"choose from {', '.join(task.kind.metrics)}"
         )
     if task.kind is CLASSIFICATION and "f1" in task.metrics and task.num_labels != 2:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Embedding models down the whole path: texts without labels, pairs with a score, QAT, sensitivity."""
+"""XLM-R embedding models down the whole path: texts without labels, pairs with a score, QAT, sensitivity."""
 
 import json
 
@@ -6,16 +6,15 @@ import numpy as np
 import onnx
 import pytest
 
+from ..support.families import HIDDEN, write_model
 from ..support.tiny_embedder import MEAN, write_modules
-from .tiny import new_model, results, sentences, tokenizer, write_data
+from .tiny import entries, results, sentences, write_data
 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A sentence-transformers folder."""
-    folder = tmp_path_factory.mktemp("embedder") / "model"
-    new_model(2).bert.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    """A sentence-transformers folder of the type that docs/issue-4058.md is about."""
+    folder = write_model(tmp_path_factory.mktemp("embedder") / "model", "xlm-roberta", entries())
     write_modules(folder, MEAN)
     return folder
 
@@ -41,7 +40,7 @@ class TestTexts:
         pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
         done = qdqbench(
             "run",
-            "bert-int8-linears",
+            "int8-attention",
             "--model",
             embedder,
             "--task",
@@ -68,23 +67,24 @@ class TestTexts:
             agreed = made["vs_fp32"]["agreement"]
             assert agreed["values"] == pytest.approx(made["metrics"])
             assert sum(agreed["cosine_counts"]) == sum(agreed["neighbor_counts"]) == agreed["n"] == 120
-        assert (found["engine"]["int8_gemms"], found["engine"]["not_int8"]) == (12, [])
+        assert (found["engine"]["int8_gemms"], found["engine"]["not_int8"]) == (16, [])
+        assert found["engine"]["attention_int8"] == 2
         assert found["parity"]["passed"]
         graph = onnx.load(folder / "model.int8.onnx").graph
         assert [(v.name, v.type.tensor_type.shape.dim[1].dim_value) for v in graph.output] == [
-            ("sentence_embedding", 64)
+            ("sentence_embedding", HIDDEN)
         ]
         html = (folder / "report.html").read_text()
         assert "How near the embeddings of each stage are to those of FP32" in html
         assert "### Embeddings against those of FP32" in (folder / "report.md").read_text()
 
     def test_check_holds_the_file_to_the_recipe(self, qdqbench, folder):
-        done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "bert-int8-linears")
+        done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "roberta-int8-attention")
         assert done.code == 0, done.err
 
     def test_sensitivity_measures_by_cosine(self, qdqbench, embedder, lines, tmp_path):
         recipe = tmp_path / "short.yaml"
-        text = qdqbench("recipes", "show", "bert-int8-linears").out
+        text = qdqbench("recipes", "show", "roberta-int8-linears").out
         recipe.write_text(text.replace("samples: 512", "samples: 64"))
         given = ("--model", embedder, "--task", "embed", "--data", lines)
         done = qdqbench("sensitivity", recipe, *given, "--samples", 32, "--out", tmp_path / "s")
@@ -99,7 +99,7 @@ class TestTexts:
 def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, embedder, tmp_path):
     write_data(tmp_path, "stsb")
     recipe = tmp_path / "short.yaml"
-    text = qdqbench("recipes", "show", "bert-int8-linears-per-tensor-qat").out
+    text = qdqbench("recipes", "show", "roberta-int8-attention-qat").out
     text = text.replace("samples: 512", "samples: 64").replace("max_steps: 1000", "max_steps: 6")
     recipe.write_text(text.replace("evaluations: 10", "evaluations: 2"))
     given = ("--model", embedder, "--task", "stsb", "--data", tmp_path, "--out", tmp_path / "run")
@@ -107,7 +107,7 @@ def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, embe
     assert done.code == 0, done.err
     with np.load(tmp_path / "run" / "logits" / "fake_quant.npz") as arrays:
         made = arrays["validation.logits"]
-    assert made.shape == (2 * 96, 64)
+    assert made.shape == (2 * 96, HIDDEN)
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-5)
     training = json.loads((tmp_path / "run" / "qat" / "training.json").read_text())
     before, *_, after = (row for row in training["log"] if row["values"])

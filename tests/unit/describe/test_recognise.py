@@ -1,5 +1,6 @@
 """What is recognised in models of types that are known, and of types that are not."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -155,6 +156,15 @@ def test_what_is_not_recognised_is_named_with_a_reason(model_type: str, left: di
 def test_what_cannot_be_described(model_type: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         recognised(model_type)
+
+
+def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(model: object) -> None:
+        raise RuntimeError(f"level {logging.getLogger('transformers').level}")
+
+    monkeypatch.setattr("qdqbench.quantize.describe.recognise.follow", seen)
+    with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
+        recognised("ernie")
 
 
 def test_weights_that_are_shared_between_layers() -> None:

@@ -215,9 +215,12 @@ class TestRefused:
         assert "is a 'mobilebert'; supported here: bert, " in message
         assert "(config.json, key model_type)" in message
 
-    def test_an_unknown_architecture(self, folder: Path) -> None:
-        edit_json(folder / "config.json", model_type="nonesuch")
-        assert "nonesuch" in failure(load_model, folder)
+    @pytest.mark.parametrize("model_type", ["nonesuch", None])
+    def test_an_unknown_architecture(self, folder: Path, model_type: str | None) -> None:
+        edit_json(folder / "config.json", model_type=model_type, auto_map={"AutoConfig": "evil.C"})
+        message = failure(load_model, folder)
+        assert f"is a {model_type!r} (config.json, key model_type), which transformers" in message
+        assert "update transformers" in message
 
     @pytest.mark.parametrize("load", [load_model, load_tokenizer])
     def test_a_missing_folder(self, load: Callable[[str], Any], tmp_path: Path) -> None:

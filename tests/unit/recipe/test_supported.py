@@ -14,6 +14,11 @@ def test_the_document_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "supported.md").read_text() == supported.markdown(), f"run `{supported.COMMAND}`"
 
 
+def test_the_readme_names_every_model_type() -> None:
+    types = ", ".join(f"`{name}`" for family in FAMILIES for name in family.model_types)
+    assert f"- Model types: {types}." in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_every_model_type_and_recipe_is_told() -> None:
     text = supported.markdown()
     for family in FAMILIES:

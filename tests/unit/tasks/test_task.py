@@ -65,7 +65,7 @@ def test_known_task_with_other_columns_keeps_the_rest():
         ),
         (
             {"text_columns": ["a"], "num_labels": 1, "metrics": ["accuracy"]},
-            r"regression.*choose from pearson",
+            r"\(regression\) .*choose from pearson",
         ),
         ({"text_columns": ["a"], "num_labels": 3, "metrics": ["f1"]}, "needs 2 classes"),
     ],
