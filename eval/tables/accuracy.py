@@ -192,17 +192,21 @@ def _percent(run: Results, stage: str, metric: str) -> str:
 
 
 def _environment(run: Results) -> str:
-    """GPU, driver, engine builder and the libraries that accuracy depends on, in one line."""
+    """GPU and driver or CPU, engine builder and the libraries that accuracy depends on, in one line."""
     found, versions = run.environment, run.environment.get("versions", {})
-    engine = f"{label(run.engine.backend)} {run.engine.version}" if run.engine else "no engine"
+    engine = (
+        f"{label(run.engine.backend)} {run.engine.version.partition('-')[0]}" if run.engine else "no engine"
+    )
     driver = f", driver {found['driver']}" if found.get("driver") else ""
     libraries = [
         f"{name} {versions[name]}"
         for name in ("torch", "transformers", "nvidia-modelopt", "onnxruntime", "qdqbench")
         if name in versions
     ]
-    gpu = found.get("gpu") or "none"
-    line = ", ".join([f"GPU {gpu}{driver}", engine, *libraries])
+    device = f"GPU {found.get('gpu') or 'none'}{driver}"
+    if run.engine and run.engine.on_cpu:
+        device = f"CPU {found['cpu']}, {found['cores']} cores"
+    line = ", ".join([device, engine, *libraries])
     return "; ".join([line, *_hazards(run)])
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qdqbench.eval.report.formats import code, flat, text
+from qdqbench.eval.report.formats import code, flat, label, text
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.rundir.config import for_length
+from qdqbench.quantize.rundir.config import for_backend, for_length
 
 MARK = "†"
 IDLE = ("description", "gate")  # change no result
@@ -19,12 +19,13 @@ class Changed:
         self.known: dict[str, dict[str, None]] = {}  # name -> differences, each once
 
     def label(self, recipe: dict[str, Any]) -> str:
-        """A recipe's name as Markdown, its run's own length, and a mark if other settings differ."""
-        name, length = str(recipe.get("name")), _own_length(recipe)
+        """A recipe's name as Markdown, the run's own length and backend, a mark if more differs."""
+        name, length, backend = str(recipe.get("name")), _own_length(recipe), _own_backend(recipe)
         found = differences(recipe)
         if found:
             self.known[name] = self.known.get(name, {}) | dict.fromkeys(found)
-        return code(name) + (f", {length} tokens" if length else "") + (f" {MARK}" if found else "")
+        own = [f", {length} tokens" if length else "", f", {label(backend)}" if backend else ""]
+        return code(name) + "".join(own) + (f" {MARK}" if found else "")
 
     def text(self) -> str:
         """What the mark means; empty where there is none."""
@@ -38,7 +39,7 @@ class Changed:
 def differences(recipe: dict[str, Any]) -> list[str]:
     """Settings of a recorded recipe that the shipped one of its name has otherwise, as `key was (now is)`.
 
-    Not the length that samples are cut at: `--max-length` gives it to a run.
+    Not the length that samples are cut at, nor the backend: a run is given those apart.
     """
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
@@ -49,9 +50,18 @@ def differences(recipe: dict[str, Any]) -> list[str]:
         return ["it is of another version of qdqbench"]
     shipped, length = load_recipe(name), _own_length(recipe)
     shipped = for_length(shipped, length) if length else shipped
+    if backend := _own_backend(recipe):
+        shipped = for_backend(shipped, backend)
     now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
     keys = [key for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key)]
     return [f"{key} {then.get(key)} (now {now.get(key)})" for key in keys if key.split(".")[0] not in IDLE]
+
+
+def _own_backend(recipe: dict[str, Any]) -> str | None:
+    """The backend that a run was given; None: as the shipped recipe of that name has it, or there is none."""
+    name, backend = str(recipe.get("name")), recipe.get("engine", {}).get("backend")
+    own = name in shipped_recipes() and backend not in (None, load_recipe(name).engine.backend)
+    return str(backend) if own else None
 
 
 def _own_length(recipe: dict[str, Any]) -> int | None:

@@ -280,6 +280,7 @@ def test_memory_of_engines_by_shape():
 
 
 DOCS = {
+    "docs/cpu.md": "docs/measured-cpu",
     "docs/families.md": "docs/measured-families",
     "docs/heads.md": "docs/measured-heads",
     "docs/issue-4058.md": "docs/measured-embeddings",
@@ -293,6 +294,15 @@ def test_the_pages_hold_the_tables_of_their_results(page):
     runs, benches = find_results([ROOT / DOCS[page]])
     studies, searches = find_studies([ROOT / DOCS[page]]), find_searches([ROOT / DOCS[page]])
     assert insert(before, tables_markdown(runs, benches, studies, searches), page) == before
+
+
+def test_runs_on_a_cpu_name_backend_and_cpu():
+    runs, _ = find_results([ROOT / "docs" / "measured-cpu"])
+    made = tables_markdown(runs, [])
+    assert "`bert-int8-linears`, OpenVINO" in made
+    assert "†" not in made
+    (run,) = (run for run in runs if run.engine.backend == "openvino" and run.task["name"] == "sst2")
+    assert f"CPU {run.environment['cpu']}, {run.environment['cores']} cores, OpenVINO 2026" in made
 
 
 def test_embeddings_are_listed_with_what_they_keep():
