@@ -138,7 +138,7 @@ def _runs_in(row: LayerRow) -> str:
     """INT8 only where proven: a kernel that takes INT8 codes may dequantize them and multiply in FP16."""
     if is_int8(row):
         return "INT8"
-    names = {datatype(name) for name in (*row.inputs, *row.outputs)} - {"INT8"}
+    names = {datatype(name) for name in (*row.inputs, *row.outputs)} - {"INT8", "UINT8"}  # or a mask's
     inputs = names & {datatype(name) for name in row.inputs} or names
     return inputs.pop() if len(inputs) == 1 else "mixed" if inputs else "unknown"
 

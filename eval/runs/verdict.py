@@ -158,10 +158,10 @@ def share(row: ParityRow) -> float:
 
 
 def quantized_file(results: Results) -> tuple[str, float, int] | None:
-    """Name, size ratio and bytes of the smallest file that has an FP32 twin."""
+    """Name, size ratio and bytes of the run's INT8 file, or of its FP16 twin where it has none."""
     ratios = [(row.name, row.fp32_ratio, row.bytes) for row in results.files if row.fp32_ratio is not None]
-    others = [row for row in ratios if "fp32" not in row[0]]
-    return min(others, key=lambda row: (row[1], row[0]), default=None)
+    others = [row for row in ratios if "int8" in row[0]] or [row for row in ratios if "fp32" not in row[0]]
+    return next(iter(others), None)
 
 
 def metric_text(row: StageResult | TrainingRun, metric: str) -> str:

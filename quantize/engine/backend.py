@@ -80,13 +80,18 @@ def _import(name: BackendName) -> Any | None:
         raise MissingDevice(f"{why}; reinstall it: {_INSTALL[name]}") from error
 
 
+def _version(module: Any) -> str:
+    """Without the commit that OpenVINO adds: 2026.4.1-22982-e213a147257-releases/2026/4."""
+    return "-".join(str(module.__version__).split("-")[:2])
+
+
 def available_backends() -> dict[str, str]:
     """Version of each backend that imports, by module name; a broken install draws a RuntimeWarning."""
     found: dict[str, str] = {}
     for name in _INSTALL:
         try:
             if module := _import(name):
-                found[name] = str(module.__version__)
+                found[name] = _version(module)
         except MissingDevice as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     return found
@@ -125,7 +130,7 @@ def choose_backend(name: BackendChoice) -> Backend:
             "tensorrt builds engines only on the GPU that runs them and CUDA shows none here; "
             f"use backend tensorrt_rtx ({_INSTALL['tensorrt_rtx']})"
         )
-    return Backend(name, str(module.__version__), module, gpu)
+    return Backend(name, _version(module), module, gpu)
 
 
 def build_engine(  # noqa: PLR0913  the options are keywords
