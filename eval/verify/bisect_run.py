@@ -30,10 +30,10 @@ def bisect_run(folder: Path) -> BisectResult:
     """
     session = Session(read_config(folder), folder)
     built = read_built(folder)
+    if find_gpu() is None and (isinstance(built, Skipped) or not built.on_cpu):
+        raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     if isinstance(built, Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
-    if not built.on_cpu and find_gpu() is None:
-        raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     path = graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
     gemms = expected_gemms(session)

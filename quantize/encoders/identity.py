@@ -51,14 +51,17 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
 
-    given, _ = PreTrainedConfig.get_config_dict(name, revision=commit, subfolder=inside)
-    if given and given.get("model_type") not in CONFIG_MAPPING:
+    try:
+        return AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
+    except ValueError as error:  # of a hundred words
+        given, _ = PreTrainedConfig.get_config_dict(name, revision=commit, subfolder=inside)
+        if not given or given.get("model_type") in CONFIG_MAPPING:
+            raise
         raise UserError(
             f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
             f"transformers {__version__} does not know, and code of a model's own is never run; give a model "
             "of another type, or update transformers"
-        )
-    return AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False, subfolder=inside)
+        ) from error
 
 
 def describe_model(name: str, model: "PreTrainedModel", revision: str | None = None) -> ModelInfo:

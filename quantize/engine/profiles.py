@@ -41,12 +41,12 @@ class Profile:
 
 
 def spanning(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all shapes of several, with the opt of the first."""
+    """One profile for all shapes of several, with the opt of the last."""
     low, high = (
         [each(getattr(shapes, end)[axis] for shapes in profiles) for axis in (0, 1)]
         for end, each in (("min", min), ("max", max))
     )
-    return Profile((low[0], low[1]), profiles[0].opt, (high[0], high[1]))
+    return Profile((low[0], low[1]), profiles[-1].opt, (high[0], high[1]))
 
 
 def concrete(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ DAMAGED = {
     ),
     "unknown-architecture": (
         lambda m, d: config_edited(m, model_type="nonesuch"),
-        [r"cannot load model", r"nonesuch"],
+        [r"does not know", r"nonesuch"],
     ),
     "no-weights": (lambda m, d: (m / "model.safetensors").unlink(), [r"cannot load model", r"safetensors"]),
     "empty-weights": (lambda m, d: cut(m / "model.safetensors", 0), [r"cannot load model"]),

@@ -30,6 +30,8 @@ from qdqbench.eval.bench.target import (
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.cli import bench as cli_bench
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.cpu import find_cpu
@@ -291,7 +293,8 @@ def split_of(*shapes):
     return RealSplit("sst2", [{"input_ids": np.zeros(shape, dtype=np.int64)} for shape in shapes], 10)
 
 
-def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path):
+def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
     target, only = some_target(tmp_path), (8, 128)
     (made,) = profiles_of(target, OPTIONS, CellShape(8, 128, None))
     assert (made.min, made.opt, made.max) == (only, only, only)
@@ -300,6 +303,8 @@ def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path):
     *full, every = profiles_of(target, replace(OPTIONS, profile="recipe"), real)
     assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
     assert [each.min[1] for each in full] == [128, 128, 128]
+    monkeypatch.setattr(backend, "WITHOUT_GPU", CPU_BACKENDS)
+    assert profiles_of(target, replace(OPTIONS, profile="recipe"), real) == [every]
 
 
 def test_who_takes_part(tmp_path):

@@ -131,7 +131,7 @@ class TestBadModels:
         ("config", "why"),
         [
             (None, r"cannot load model .*"),
-            ({"model_type": "unheard"}, r"cannot load model .* model type `unheard`"),
+            ({"model_type": "unheard"}, r"is a 'unheard' .*, which transformers .* does not know"),
             ({"model_type": "vit"}, r"is a 'vit', which does not read input_ids"),
             ({"model_type": "t5"}, r"is a 't5', an encoder with a decoder"),
             (
