@@ -39,10 +39,12 @@ def files(tmp_path_factory):
     return root
 
 
+MODEL = ("--latency", "model")  # in a process of its own "auto" times engines of the CPU at hand
+
+
 def options(given, files, out, *more, recipe="mine.yaml", trials=TRIALS):
     sst2 = given("sst2")
     words = [files / recipe, *sst2.options, "--out", out, "--trials", trials, "--samples", 96]
-    words += ["--latency", "model"]  # not of engines of the CPU at hand, in processes of their own too
     return [str(word) for word in ("search", *words, "--cost-model", files / "cost.json", *more)]
 
 
@@ -195,7 +197,7 @@ def test_a_gate_that_nothing_holds(given, files, searched, qdqbench):
 def test_no_cost_model_names_what_makes_one(given, files, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setattr("qdqbench.eval.placement.cost_model.DATA", "no-such-file.json")
     words = options(given, files, tmp_path / "out")
-    done = qdqbench(*words[: words.index("--cost-model")])
+    done = qdqbench(*words[: words.index("--cost-model")], "--latency", "model")
     assert done.code == 3
     assert "qdqbench cost measure" in done.err
 
@@ -256,7 +258,7 @@ def finished(storage):
 def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *options(given, files, out, trials=8)],
+        [sys.executable, "-c", MAIN, *options(given, files, out, *MODEL, trials=8)],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -269,7 +271,7 @@ def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = finished(storage)
-    done = qdqbench(*options(given, files, out, trials=8))
+    done = qdqbench(*options(given, files, out, *MODEL, trials=8))
     assert done.code == 0, done.err
     found = read_search(out / "search.json").trials
     assert sum(trial.duplicate_of is None for trial in found) == 8
@@ -283,7 +285,7 @@ def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
 def test_two_workers_share_a_study(given, files, tmp_path):
     storage = f"sqlite:///{tmp_path / 'shared.db'}"
     commands = [
-        [sys.executable, "-c", MAIN, *options(given, files, tmp_path / name, "--storage", storage)]
+        [sys.executable, "-c", MAIN, *options(given, files, tmp_path / name, *MODEL, "--storage", storage)]
         for name in ("a", "b")
     ]
     workers = [
