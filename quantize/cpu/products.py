@@ -27,9 +27,8 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
         waiting, seen = [node], {node.name}
         while waiting:
             here = waiting.pop(0)
-            row = places.get(here.name) or places.get(
-                here.output[0]
-            )  # the last one is named after the output
+            # the last product of a graph is named after its output
+            row = places.get(here.name) or places.get(here.output[0])
             if row is not None:
                 row.onnx.append(node.name)
                 break

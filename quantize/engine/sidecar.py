@@ -40,6 +40,20 @@ def sidecar_path(engine_path: Path) -> Path:
     return engine_path.with_name(engine_path.name + ".json")
 
 
+def read_sidecar(engine_path: Path) -> Sidecar:
+    """What an engine was made from and for, not held to anything.
+
+    Raises:
+        UserError: it is missing, or of another version.
+    """
+    again = _how_to_rebuild(engine_path)
+    if not sidecar_path(engine_path).is_file():
+        raise UserError(
+            f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
+        )
+    return read(sidecar_path(engine_path), Sidecar, "engine sidecar", again)
+
+
 def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     """Hold an engine to its sidecar, its ONNX file and this machine, before it is loaded.
 
@@ -48,12 +62,7 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     Raises:
         UserError: a file is missing or they differ; lists every difference and how to rebuild.
     """
-    again = _how_to_rebuild(engine_path)
-    if not sidecar_path(engine_path).is_file():
-        raise UserError(
-            f"{sidecar_path(engine_path)} does not exist, so nothing vouches for the engine; {again}"
-        )
-    sidecar = read(sidecar_path(engine_path), Sidecar, "engine sidecar", again)
+    again, sidecar = _how_to_rebuild(engine_path), read_sidecar(engine_path)
     if not engine_path.is_file():
         raise UserError(f"{engine_path} does not exist; {again}")
     gpu = find_gpu()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.engine.sidecar import read_sidecar
 from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.runtime.cpu import CpuEngine, CpuRunner
 from qdqbench.quantize.runtime.engine import Engine
@@ -32,4 +32,4 @@ def open_runner(
 
 def on_cpu(path: Path) -> bool:
     """Whether an engine is for a CPU; errors are those of its sidecar."""
-    return check_sidecar(path).backend in CPU_BACKENDS
+    return read_sidecar(path).backend in CPU_BACKENDS
