@@ -41,8 +41,8 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
         expectations,
         measure_times,
         open_target,
-        read_times,
     )
+    from qdqbench.quantize.trtexec.read import kernel_ms, read_profile
 
     if (batch or length) and profile not in MEASURED:
         raise UserError("--batch and --length are shapes to measure at; give them with --profile gpu or cpu")
@@ -55,7 +55,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     if profile in MEASURED:
         times, shape = measure_times(found, profile, batch, length)
     elif profile:
-        times = read_times(Path(profile))
+        times = kernel_ms(read_profile(Path(profile)))
     judged = inspect_layers(
         found.layers,
         graph_of(found.onnx) if found.onnx else None,

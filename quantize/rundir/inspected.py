@@ -1,10 +1,8 @@
 """Find what `inspect` needs: the layer table of a run, an engine or a saved JSON; its graph and recipe."""
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice, UserError
@@ -14,12 +12,7 @@ from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine import log
 from qdqbench.quantize.engine.facts import graph_of
-from qdqbench.quantize.engine.layers import (
-    MAX_TABLE_BYTES,
-    MAX_TABLE_LAYERS,
-    parse_inspector_json,
-    read_table,
-)
+from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.modules import recipe_modules
@@ -32,7 +25,6 @@ from qdqbench.quantize.runtime.cpu import CpuEngine
 from qdqbench.quantize.runtime.engine import Engine
 
 MEASURED = ("gpu", "cpu")  # places where kernel times are measured
-MAX_MS = 1e9  # of a kernel
 
 
 @dataclass
@@ -80,39 +72,6 @@ def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:
     graph, modules = graph_of(target.onnx), recipe_modules(target.onnx, target.recipe)
     gemms = [name for name in (*graph.linears, *graph.products) if module_of(name) in modules]
     return gemms, sum(module_of(name) in modules for name in graph.softmaxes)
-
-
-def read_times(path: Path) -> dict[str, float]:
-    """Milliseconds by kernel name: a list of {"name", "ms"}, or what `trtexec --exportProfile` writes.
-
-    Raises:
-        UserError: anything else.
-    """
-    try:
-        size = path.stat().st_size
-        if size > MAX_TABLE_BYTES:
-            raise UserError(f"{path} has {size} bytes, and a profile at most {MAX_TABLE_BYTES}")
-        rows = json.loads(path.read_text(encoding="utf-8"), strict=False)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a profile, or `gpu`") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({str(error)[:100]}); give a list of name and ms") from error
-    times: dict[str, float] = {}
-    for row in rows if isinstance(rows, list) and len(rows) <= MAX_TABLE_LAYERS else [None]:
-        fields: dict[str, Any] = row if isinstance(row, dict) else {}
-        if set(fields) == {"count"}:
-            continue  # the head of an exported profile
-        name, ms = fields.get("name"), fields.get("ms", fields.get("averageMs"))
-        number = ms if isinstance(ms, int | float) and not isinstance(ms, bool) else -1.0
-        if not isinstance(name, str) or not 0 <= number < MAX_MS:
-            raise UserError(
-                f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), "
-                f"at most {MAX_TABLE_LAYERS}"
-            )
-        times[name] = times.get(name, 0.0) + float(number)
-    if not times:
-        raise UserError(f"{path} has no kernels; profile an engine that ran")
-    return times
 
 
 def measure_times(
