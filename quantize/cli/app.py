@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from qdqbench.quantize.cli import bench, inspect, run, search, sensitivity, train
+from qdqbench.quantize.cli import bench, compare, inspect, run, search, sensitivity, train
 from qdqbench.quantize.machine import interrupt
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command()(inspect.check)
 app.command()(run.profile)
 app.command()(inspect.inspect)
 app.command()(bench.bench)
+app.command()(compare.compare)
 app.command()(bench.tables)
 app.command()(search.search)
 app.add_typer(search.cost_app, name="cost")

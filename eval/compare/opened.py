@@ -1,0 +1,223 @@
+"""A finished run as `compare` reads it: its results, the answers of its deployed stage, and its samples."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qdqbench.eval.accuracy.changes import Answered, answered
+from qdqbench.eval.accuracy.logits import read_logits
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, fastest_float, read_bench, row_of
+from qdqbench.eval.compare.results import ComparedRun, Latency
+from qdqbench.eval.report.formats import model_label
+from qdqbench.eval.runs.verdict import last_measured, quantized_file
+from qdqbench.quantize.core.arrays import Array, Floats
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.encoders.load import class_names
+from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
+from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.task import Task
+
+RESULTS = "results.json"
+LONGEST_TEXT = 600  # characters of a sample that are kept
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run and what it answered."""
+
+    name: str
+    folder: Path
+    config: RunConfig
+    results: Results
+    stage: str
+    fp32: Floats  # answers [answers, width] of the first evaluation split
+    answers: Floats  # the same of `stage`
+    labels: Array  # [answers, ...] of that split
+    split: str
+
+    @property
+    def task(self) -> Task:
+        """Its task."""
+        return self.config.task
+
+    @cached_property
+    def session(self) -> Session:
+        """To load its data and tokenizer again."""
+        return Session(self.config, self.folder)
+
+    @cached_property
+    def gold(self) -> metrics.Gold:
+        """What its answers are scored against.
+
+        Raises:
+            UserError: the kind of task needs the data for it, and that is not there any more.
+        """
+        kind = self.task.kind
+        if not kind.labelled:
+            return self.fp32
+        plain = kind.units is None and kind.groups is None and not kind.texts_apart
+        return self.labels if plain else self.session.gold[self.split]
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Names of the model's classes; their numbers where the model is not there any more."""
+        if self.task.classes:
+            return list(self.task.classes)
+        try:
+            return class_names(self.session.model_name, self.config.revision, self.task.kind)
+        except UserError:
+            return [str(number) for number in range(self.task.num_labels)]
+
+    @cached_property
+    def answered(self) -> Answered:
+        """What the deployed stage answered."""
+        return answered(self.task, self.answers, self.gold, self.classes)
+
+    @cached_property
+    def answered_fp32(self) -> Answered:
+        """What FP32 answered."""
+        return answered(self.task, self.fp32, self.gold, self.classes)
+
+    def texts(self, samples: list[int]) -> list[str]:
+        """The texts of some samples, in one line each.
+
+        Raises:
+            UserError: the data is not there any more.
+        """
+        dataset = self.session.split(self.split, limit=self.config.limit).dataset
+        kind, rows = self.task.kind, np.asarray(samples, dtype=np.int64)
+        if kind.groups is not None:
+            starts = np.flatnonzero(np.diff(kind.groups(dataset, self.task), prepend=-1))
+            rows = starts[rows]
+        chosen = dataset.select(rows.tolist())
+        columns = [chosen[column] for column in self.task.text_columns]
+        return [_line(values) for values in zip(*columns, strict=True)]
+
+
+def _line(values: tuple[Any, ...]) -> str:
+    texts = (" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
+    line = " | ".join(" ".join(text.split()) for text in texts)
+    return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}…"
+
+
+def open_runs(folders: list[Path]) -> list[Opened]:
+    """Finished runs, each under a name of its own.
+
+    Raises:
+        UserError: fewer than two, one of them twice, or any that is not finished; names all of them.
+    """
+    if len(folders) < 2:
+        raise UserError("one run has nothing to be compared with; give two or more run directories")
+    twice = sorted({str(f) for f in folders if [g.resolve() for g in folders].count(f.resolve()) > 1})
+    if twice:
+        raise UserError(f"given more than once: {', '.join(twice)}; give each run once")
+    found, problems = [], []
+    for folder, name in zip(folders, _names(folders), strict=True):
+        try:
+            found.append(_open(folder, name))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(problems))
+    return found
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """As few last parts of the paths as tell them apart."""
+    whole = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, whole)) + 1):
+        names = ["/".join(parts[-count:]) for parts in whole]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _open(folder: Path, name: str) -> Opened:
+    config = read_config(folder)
+    path = folder / RESULTS
+    if not path.is_file():
+        raise UserError(f"{folder} has no {RESULTS}; run `qdqbench report {folder}` first")
+    results = read(path, Results, "report", f"run `qdqbench report {folder}`")
+    last = last_measured(results)
+    if last is None or last[0] == "fp32":
+        raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
+    fp32, answers = (_answers(folder, stage) for stage in ("fp32", last[0]))
+    split = next(iter(fp32))
+    if split not in answers:
+        raise UserError(f"{folder} has no answers of {last[0]} to {split}; run `qdqbench evaluate {folder}`")
+    with np.load(folder / "logits" / "fp32.npz", allow_pickle=False) as arrays:
+        labels = arrays[f"{split}.labels"]
+    return Opened(name, folder, config, results, last[0], fp32[split], answers[split], labels, split)
+
+
+def _answers(folder: Path, stage: str) -> dict[str, Floats]:
+    path = folder / "logits" / f"{stage}.npz"
+    try:
+        found = read_logits(path)
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"cannot read {path} ({error}); run `qdqbench evaluate {folder}` again") from error
+    if not found:
+        raise UserError(f"{path} holds no answers; run `qdqbench evaluate {folder}` again")
+    return found
+
+
+def described(run: Opened) -> ComparedRun:
+    """The run's own numbers."""
+    results, row = run.results, run.results.stages[run.stage]
+    engine, file, versus = results.engine, quantized_file(results), row.vs_fp32
+    bench = read_bench(run.folder / BENCH_FILE) if (run.folder / BENCH_FILE).is_file() else None
+    return ComparedRun(
+        name=run.name,
+        folder=str(run.folder),
+        model=model_label(str(results.model.get("name", "model"))),
+        recipe=str(results.recipe.get("name", "unnamed recipe")),
+        task=run.task.name,
+        stage=run.stage,
+        n=row.n,
+        metrics=row.metrics,
+        stderr=row.stderr,
+        fp32=results.stages["fp32"].metrics,
+        delta=versus.delta if versus else {},
+        delta_stderr=versus.delta_stderr if versus else {},
+        backend=engine.backend if engine else None,
+        int8=engine.int8_gemms if engine else None,
+        expected_int8=engine.expected_int8_gemms if engine else None,
+        planned_int8=len(results.quantized_layers),
+        onnx_bytes=file[2] if file else None,
+        engine_bytes=engine.bytes if engine else None,
+        gate_passed=results.gate.passed,
+        failures=results.gate.failures,
+        warnings=results.warnings,
+        device=_device(bench) if bench else None,
+        latency=[*_latencies(bench)] if bench else [],
+    )
+
+
+def _device(bench: Bench) -> str:
+    gpu = bench.environment.get("gpu")
+    return bench.cpu.name if bench.cpu else str(gpu.get("name") if isinstance(gpu, dict) else gpu or "GPU")
+
+
+def _latencies(bench: Bench) -> list[Latency]:
+    found = []
+    for cell in bench.cells:
+        if (row := row_of(cell, "int8")) is None or row.median_ms is None:
+            continue
+        best = fastest_float(bench, cell)
+        found.append(
+            Latency(
+                cell=cell_label(cell, bench.settings.real_lengths),
+                contestant=row.contestant,
+                median_ms=row.median_ms,
+                over=best.over if best else None,
+                speedup=best.value if best else None,
+                low=best.low if best else None,
+                high=best.high if best else None,
+            )
+        )
+    return found

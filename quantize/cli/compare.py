@@ -1,0 +1,24 @@
+"""The command `compare`: finished runs side by side. Everything heavy is imported inside."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qdqbench.quantize.cli.options import check_out, left_by
+from qdqbench.quantize.cli.terminal import Json, command_line, show
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for page, JSON and CSV.")] = Path("runs/compare"),
+    json: Json = False,
+) -> None:
+    """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
+    from qdqbench.eval.compare.compare import compare_runs
+    from qdqbench.eval.compare.report import PAGE, comparison_summary, write_comparison
+
+    check_out(out, "a comparison", left_by(f"{PAGE}.json"))
+    found = compare_runs(runs, command_line())
+    written = write_comparison(found, out)
+    show(found, json, comparison_summary, *(f"page: {path}" for path in written if path.suffix == ".html"))

@@ -1,0 +1,134 @@
+"""`compare` of finished runs, its page in a real browser."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+
+from .tiny import results
+
+
+@pytest.fixture
+def changed_run(a_run) -> tuple[Path, list[int]]:
+    """A copy of the finished run in which three answers became the other ones; two of them were right."""
+    for name in ("onnxruntime", "engine"):
+        path = a_run / "logits" / f"{name}.npz"
+        if not path.is_file():
+            continue
+        with np.load(path) as arrays:
+            held = dict(arrays)
+        logits = held["validation.logits"]
+        right = logits.argmax(1) == held["validation.labels"]
+        flipped = [*np.flatnonzero(right)[:2], np.flatnonzero(~right)[0]]
+        logits[flipped] = logits[flipped][:, ::-1]
+        np.savez(path, **held)
+    return a_run, sorted(map(int, flipped))
+
+
+@pytest.fixture
+def compared(finished_run, changed_run, tmp_path, qdqbench) -> tuple[Path, list[int]]:
+    folder, flipped = changed_run
+    done = qdqbench("compare", finished_run, folder, "--out", tmp_path / "page")
+    assert done.code == 0, done.err
+    assert "points" not in done.err
+    return tmp_path / "page", flipped
+
+
+def test_what_changed_is_found_with_its_text_and_counted(compared, given):
+    folder, flipped = compared
+    found = json.loads((folder / "compare.json").read_text())
+    [pair] = found["pairs"]
+    assert pair["disagreements"] == 3
+    assert pair["delta"]["accuracy"] == pytest.approx(-1 / 96)
+    rows = {row["sample"]: row for row in found["samples"]}
+    texts = pandas.read_parquet(given("sst2").data / "sst2" / "validation.parquet")["sentence"]
+    for sample in flipped:
+        assert rows[sample]["text"] == texts[sample]
+        answers = rows[sample]["answers"]
+        assert answers["finished"]["answer"] != answers["run"]["answer"]
+        assert answers["finished"]["margin"] == pytest.approx(answers["run"]["margin"])
+    assert pandas.read_csv(folder / "samples.csv")["sample"].tolist() == [*rows]
+    assert {row["what"] for row in found["layers"]} >= {"amax", "output error"}
+
+
+def test_runs_that_cannot_be_compared_are_named(finished_run, a_run, qdqbench, tmp_path):
+    alone = qdqbench("compare", finished_run)
+    assert (alone.code, alone.out) == (1, "")
+    assert "two or more" in alone.err
+    twice = qdqbench("compare", finished_run, finished_run)
+    assert "more than once" in twice.err
+    (a_run / "results.json").unlink()
+    both = qdqbench("compare", a_run, tmp_path / "nothing", "--out", tmp_path / "page")
+    assert both.code == 1
+    assert "has no results.json" in both.err
+    assert "is no run directory" in both.err
+    assert not (tmp_path / "page").exists()
+
+
+def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_run, qdqbench, tmp_path):
+    for path in (a_run / "logits").glob("*.npz"):
+        with np.load(path) as arrays:
+            held = dict(arrays)
+        held["validation.labels"] = 1 - held["validation.labels"]
+        np.savez(path, **held)
+    done = qdqbench("compare", finished_run, a_run, "--out", tmp_path / "page", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert "other samples" in found["pairs"][0]["not_paired"]
+    assert [run["name"] for run in found["runs"]] == ["finished", "run"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as started:
+        with started.chromium.launch(executable_path=path, args=["--no-sandbox"]) as opened:
+            yield opened
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
+    folder, flipped = compared
+    asked: list[str] = []
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: pytest.fail(str(error)))
+    page.goto(f"file://{folder}/compare.html")
+    assert asked == [f"file://{folder}/compare.html"]  # offline
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for text in ("finished", "run", "accuracy", "12 of 12", "passed"):
+        assert page.locator("#runs tbody").get_by_text(text).first.is_visible(), text
+    rows = page.locator("#samples tbody tr")
+    assert rows.count() == len(flipped)
+    assert rows.first.locator("td.text").is_visible()
+    words = page.locator("#samples td.text").first.inner_text()
+    page.get_by_label("Filter texts").fill(words)
+    assert page.locator("#samples tbody tr:visible").count() == 1
+    page.get_by_label("Filter texts").fill("")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(18, 22, 26)") == (scheme == "dark")
+    assert len(page.screenshot(path=tmp_path / "page.png")) > 10_000
+    if width > 560:
+        numbers = [int(cell) for cell in page.locator("#samples tbody td:first-child").all_inner_texts()]
+        page.get_by_role("button", name="sample").click()
+        after = [int(cell) for cell in page.locator("#samples tbody td:first-child").all_inner_texts()]
+        assert after == sorted(numbers)
+    page.close()
+
+
+def test_names_are_text_and_not_markup(finished_run, tmp_path, qdqbench):
+    other = shutil.copytree(finished_run, tmp_path / "<img src=x onerror=alert(1)>")
+    changed = results(other) | {"warnings": []}
+    (other / "results.json").write_text(json.dumps(changed))
+    assert qdqbench("compare", finished_run, other, "--out", tmp_path / "page").code == 0
+    html = (tmp_path / "page" / "compare.html").read_text()
+    assert "<img src=x" not in html
+    assert "&lt;img src=x" in html
