@@ -6,7 +6,9 @@ from typing import Any
 
 import typer
 
-from qdqbench.quantize.cli import bench, compare, inspect, run, search, sensitivity, train
+from qdqbench.quantize.cli import bench, run, train
+from qdqbench.quantize.cli.choose import search, sensitivity
+from qdqbench.quantize.cli.look import compare, inspect
 from qdqbench.quantize.machine import interrupt
 
 app = typer.Typer(

@@ -88,9 +88,9 @@ def browser() -> Iterator:
     if path is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with playwright.sync_playwright() as started:
-        with started.chromium.launch(executable_path=path, args=["--no-sandbox"]) as opened:
-            yield opened
+    options = {"executable_path": path, "args": ["--no-sandbox"]}
+    with playwright.sync_playwright() as started, started.chromium.launch(**options) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

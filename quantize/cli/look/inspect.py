@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.quantize.cli.inspect_tables import kernel_table, print_time
+from qdqbench.quantize.cli.look.inspect_tables import kernel_table, print_time
 from qdqbench.quantize.cli.terminal import Json, console, plain, print_json, say
 
 if TYPE_CHECKING:

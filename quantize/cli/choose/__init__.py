@@ -1,0 +1,1 @@
+"""Commands that choose what becomes INT8, and how."""

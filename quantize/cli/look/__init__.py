@@ -1,0 +1,1 @@
+"""Commands that look at what is there: files, engines, runs beside each other."""
