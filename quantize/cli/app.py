@@ -8,7 +8,7 @@ import typer
 
 from qdqbench.quantize.cli import bench, run, train
 from qdqbench.quantize.cli.choose import search, sensitivity
-from qdqbench.quantize.cli.look import compare, inspect
+from qdqbench.quantize.cli.look import compare, diagnose, inspect
 from qdqbench.quantize.machine import interrupt
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command()(run.run)
 for stage, text in STAGE_COMMANDS.items():
     app.command(stage)(run.stage_command(stage, text))
 app.command()(inspect.check)
+app.command()(diagnose.diagnose)
 app.command()(run.profile)
 app.command()(inspect.inspect)
 app.command()(bench.bench)

@@ -1,0 +1,110 @@
+"""Read the files of one build together and say what is wrong, the worst first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.diagnose.evidence import Evidence
+from qdqbench.quantize.diagnose.found import KINDS, Diagnosis, FileRow, Found
+from qdqbench.quantize.diagnose.onnx_file import TOKENS
+from qdqbench.quantize.diagnose.rules_build import build_rules
+from qdqbench.quantize.diagnose.rules_engine import engine_rules
+from qdqbench.quantize.diagnose.rules_graph import graph_rules
+from qdqbench.quantize.diagnose.sources import Sources, kind_text, read_sources
+
+MAX_FILES = 16
+
+
+def diagnose(paths: Sequence[Path]) -> Diagnosis:
+    """Findings in files of one build, in any mix of the formats of `sources`.
+
+    Raises:
+        UserError: no file, too many, or one that cannot be read; names it.
+    """
+    if not 0 < len(paths) <= MAX_FILES:
+        raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
+    sources = read_sources(list(dict.fromkeys(paths)))
+    evidence = Evidence(sources)
+    in_graph = list(graph_rules(evidence))
+    explained = {name for found in in_graph for name in found.nodes}
+    findings = [*in_graph, *engine_rules(evidence, explained), *build_rules(evidence)]
+    findings = _merged(findings)
+    findings.sort(key=lambda found: (KINDS.index(found.kind), -(found.share or 0.0)))
+    return Diagnosis(
+        files=[FileRow(name=path.name, kind=kind_text(kind), what=_told(evidence, kind))
+               for kind, path in sources.paths.items()],
+        findings=findings,
+        ranked_by=_ranked_by(evidence, findings),
+        joined=_joined(evidence, sources),
+    )  # fmt: skip
+
+
+def _merged(findings: list[Found]) -> list[Found]:
+    """Without what a better founded finding says already."""
+    codes = {found.code for found in findings}
+    covered = {
+        "no-qdq": "implicit-calibration",
+        "log-enqueue-bound": "launch-bound",
+        "log-transfer-bound": "transfer-bound",
+        "log-mixed-types": "mixed-types",
+        "log-bad-scale": "bad-scale",
+        "log-asymmetric": "non-zero-zero-point",
+        "log-zero-point": "non-zero-zero-point",
+        "log-no-importer": "unsupported-op",
+        "log-no-plugin": "unsupported-op",
+    }
+    return [found for found in findings if covered.get(found.code) not in codes]
+
+
+def _ranked_by(evidence: Evidence, findings: Sequence[Found]) -> str:
+    bases = list(dict.fromkeys(found.basis for found in findings if found.basis))
+    order = "first what keeps an engine from being built, then wrong answers, no INT8, lost time"
+    if not bases:
+        return order
+    text = f"{order}; within these by the share of {' or '.join(bases)} that a finding touches"
+    if "GEMM FLOPs" in bases:
+        text += f" (FLOPs of the graph at {TOKENS} tokens: give a profile to rank by measured time)"
+    return text
+
+
+def _joined(evidence: Evidence, sources: Sources) -> list[str]:
+    found = []
+    layers, onnx = sources.name("layers"), sources.name("onnx")
+    if evidence.layers and evidence.graph is not None:
+        if evidence.other_build:
+            found.append(f"{onnx} and {layers} were not joined: {evidence.other_build}")
+        else:
+            found.append(f"{onnx} and {layers} by the names of ONNX nodes")
+    if sources.profile and evidence.inspection and evidence.inspection.time:
+        time = evidence.inspection.time
+        known = len(time.by_kernel)
+        of = f"{known} of {len(sources.profile)}"
+        text = f"{layers} and {sources.name('profile')} by the names of kernels ({of})"
+        found.append(text if known else text.replace(" by ", " share no name: not joined by "))
+    return found
+
+
+def _told(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a kind
+    sources = evidence.sources
+    onnx, log, times = sources.onnx, sources.log, sources.times
+    if kind == "onnx" and onnx:
+        report = onnx.report
+        total = len(onnx.products) or len(report.quantized) + len(report.not_quantized)
+        return f"{onnx.origin}; {len(report.quantized)} of {total} GEMMs in INT8 by the graph"
+    if kind == "log" and log:
+        version = f" {log.version}" if log.version else ""
+        parts = [f"of {log.tool}, TensorRT{version}", log.device, log.precision]
+        return ", ".join(filter(None, parts)) + (f", {len(log.layers)} kernels" if log.layers else "")
+    if kind == "layers" and evidence.inspection:
+        done, gemms = len(evidence.inspection.proof.int8_gemms), evidence.inspection.gemms
+        return f"{len(evidence.layers)} kernels, {done} of {gemms} GEMMs in INT8"
+    if kind == "profile":
+        return f"{len(sources.profile)} kernels, {sum(sources.profile.values()):.3f} ms"
+    if kind == "times" and times is not None:
+        return f"{len(times.compute)} queries"
+    if kind == "engine" and sources.engine:
+        version = sources.engine.version or "of an unknown version"
+        return f"{sources.engine.backend} {version}, {sources.engine.bytes} bytes"
+    if kind == "cache" and sources.cache:
+        return f"{len(sources.cache.scales)} tensors, TensorRT {sources.cache.version}"
+    return ""
