@@ -1,18 +1,20 @@
 """Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from qdqbench.eval.api.runs import silent
 from qdqbench.eval.bench.cell import BenchOptions
-from qdqbench.eval.bench.peers import COMPILE_MODES
-from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, real_split, run_target
+from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.cpubench.cell import cpu_makers
 from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
+from qdqbench.eval.gpubench.cell import gpu_makers
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
@@ -48,8 +50,8 @@ def bench(  # noqa: PLR0913
     repeats: int | None = None,
     peers: bool = True,
     fp32: bool = True,
-    compile_mode: str = "default",
-    profile: Literal["static", "recipe"] = "static",
+    compile_seconds: float = 90.0,
+    profile: Literal["both", "static", "recipe"] = "both",
     cpu: bool = False,
     keep_engines: bool = False,
     seed: int = 0,
@@ -81,8 +83,8 @@ def bench(  # noqa: PLR0913
         repeats: launches per round, instead of `seconds`.
         peers: PyTorch and torch.compile too.
         fp32: the FP32 twin too.
-        compile_mode: of torch.compile.
-        profile: engines for exactly each shape, or for the recipe's shapes.
+        compile_seconds: for each shape and mode of torch.compile on a GPU; what takes longer is left out.
+        profile: engines for the recipe's shapes, for exactly each shape ("static"), or both; on a GPU.
         cpu: on the CPU, even where a GPU is; without a GPU that is so if the recipe's backend allows it.
         keep_engines: leave the engines in the work folder.
         seed: of weights, inputs and bootstrap.
@@ -96,29 +98,24 @@ def bench(  # noqa: PLR0913
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
     path = None if target is None else Path(target)
-    _check_arguments(path, model, recipe, profile, compile_mode)
+    _check_arguments(path, model, recipe, profile)
     asked = asked_pooling(pooling, normalize)
     if path is not None and asked:
         raise UserError(f"--pooling belongs to --model; {path} has its own")
-    if not seconds > 0:
-        raise UserError(f"--seconds is {seconds}; give a positive number")
+    for option, value in (("--seconds", seconds), ("--compile-seconds", compile_seconds)):
+        if not value > 0:
+            raise UserError(f"{option} is {value}; give a positive number")
     wanted = (read_config(path).recipe if path else _recipe(str(model), recipe)).engine.backend
     if cpu := cpu or runs_on_cpu(wanted):
         own_backend(wanted)
-    else:
-        require_gpu(wanted)
+    backend = ("", "") if cpu else require_gpu(wanted)
     running, counts = _threads(threads, streams, cpu)
     progress("exporting")
     lengths = tuple(dict.fromkeys(length or (128,)))
-    chosen, folder = _open(path, model, recipe, Path(out) if out else None, seed, max(lengths), asked)
-    real = None
-    if real_lengths is not None:
-        real = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
-    check_lengths(chosen, lengths)
     options = BenchOptions(
         batches=tuple(dict.fromkeys(batch or (DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES))),
         lengths=lengths,
-        real=real,
+        real=None,
         real_batch=real_batch,
         streams=counts,
         rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
@@ -126,21 +123,34 @@ def bench(  # noqa: PLR0913
         repeats=repeats,
         peers=peers,
         fp32=fp32,
-        compile_mode=compile_mode,
+        compile_seconds=compile_seconds,
         profile=profile,
         seed=seed,
         cpu=cpu,
         keep_engines=keep_engines,
         threads=running,
     )
-    found = run_bench(
-        chosen,
-        options,
-        command=command,
-        on_cpu=cpu_makers() if cpu else None,
-        save=lambda result: write_bench(folder / BENCH_FILE, result),
-        announce=progress,
-    )
+    with ExitStack() as stack:
+        makers = cpu_makers() if cpu else gpu_makers(backend, stack)
+        begun = options
+
+        def ready(run: Path) -> None:
+            makers.start(run, begun)
+
+        chosen, folder = _open(path, model, recipe, Path(out) if out else None, options, asked, ready)
+        if real_lengths is not None:
+            split = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
+            options = replace(options, real=split)
+        check_lengths(chosen, lengths)
+        found = run_bench(
+            chosen,
+            options,
+            makers,
+            command=command,
+            backend=backend,
+            save=lambda result: write_bench(folder / BENCH_FILE, result),
+            announce=progress,
+        )
     refreshed, why = refresh_reports(folder)
     if why:
         found = found.model_copy(update={"warnings": [*found.warnings, why]})
@@ -149,19 +159,15 @@ def bench(  # noqa: PLR0913
     return found
 
 
-def _check_arguments(
-    target: Path | None, model: str | None, recipe: str | None, profile: str, compile_mode: str
-) -> None:
+def _check_arguments(target: Path | None, model: str | None, recipe: str | None, profile: str) -> None:
     if (target is None) == (model is None):
         raise UserError(
             f"give either a run directory or --model (a folder, or one of {', '.join(MODEL_SHAPES)})"
         )
     if target is not None and recipe is not None:
         raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
-    if profile not in ("static", "recipe"):
-        raise UserError(f"--profile {profile!r} is unknown; use static or recipe")
-    if compile_mode not in COMPILE_MODES:
-        raise UserError(f"--compile-mode {compile_mode!r} is unknown; use {' or '.join(COMPILE_MODES)}")
+    if profile not in ("both", "static", "recipe"):
+        raise UserError(f"--profile {profile!r} is unknown; use both, static or recipe")
 
 
 def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> tuple[int, tuple[int, ...]]:
@@ -191,13 +197,16 @@ def _open(  # noqa: PLR0913, PLR0917
     model: str | None,
     recipe: str | None,
     out: Path | None,
-    seed: int,
-    longest: int,
+    options: BenchOptions,
     pooling: Pooling | None,
+    ready: Callable[[Path], None],
 ) -> tuple[Target, Path]:
     if target is not None:
-        return run_target(target), out or target
+        found = run_target(target)
+        ready(target)
+        return found, out or target
     assert model is not None
     loaded = _recipe(model, recipe)
     folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
-    return model_target(model, loaded, folder / "work", seed, longest, pooling), folder
+    longest = max(options.lengths)
+    return model_target(model, loaded, folder / "work", options.seed, longest, pooling, ready), folder

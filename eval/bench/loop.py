@@ -74,7 +74,7 @@ class Effort:
     seconds: float  # of latency launches per contestant, over all rounds
     repeats: int | None = None  # launches per round instead of seconds
     streams: tuple[int, ...] = (1,)
-    least: int = 5  # launches per round
+    least: int = 5  # launches per round, where they take at most twice the seconds
     rest_s: float = 0.0  # before each burst
 
 
@@ -249,7 +249,10 @@ def judge_outputs(
 
 
 def _pace(contestant: Contestant, effort: Effort) -> tuple[int, int]:
-    """Launches of every burst, warm ones and timed ones, from the time that a warm launch takes."""
+    """Launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
+
+    Long launches are fewer: none of their bursts takes much more than twice its share of the seconds.
+    """
     lane, timer = contestant.lanes[0], contestant.timer
     each = timer.latencies(lane, 1)[0]
     warm = WARM_LAUNCHES if each < SLOW_MS else 0
@@ -259,8 +262,10 @@ def _pace(contestant: Contestant, effort: Effort) -> tuple[int, int]:
         return warm, effort.repeats
     if warm:
         each = max(float(np.median(timer.latencies(lane, warm))), 1e-6)
-    wanted = math.ceil(1000 * effort.seconds / effort.rounds / each)
-    return warm, max(effort.least, min(wanted, MOST_LAUNCHES))
+    share = 1000 * effort.seconds / effort.rounds
+    least = max(2, min(effort.least, math.ceil(2 * share / each)))
+    wanted = math.ceil(share / each)
+    return min(warm, wanted), max(min(least, effort.least), min(wanted, MOST_LAUNCHES))
 
 
 def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
@@ -275,7 +280,7 @@ def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: C
     for streams in effort.streams:
         if len(lanes := contestant.at(streams)) < streams:
             continue
-        each = max(effort.least, math.ceil(count / streams))
+        each = max(min(count, effort.least), math.ceil(count / streams))
         timer.wall(lanes, 1)  # the other streams are cold
         rates[streams] = each * streams / timer.wall(lanes, each)
     return Burst(latencies, rates, start, now(), 1000 * spent / count)

@@ -1,6 +1,6 @@
 """What an INT8 engine must be compared with besides its twins: PyTorch and torch.compile.
 
-Peers get their best form: SDPA, a CUDA graph where it captures, and TF32 where the engines have it. They take
+Peers get their best form: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take
 the attention mask as the engines do, at fixed shapes too, where it is all ones: without one, transformers
 makes its own while a graph is captured or traced, and SDPA then computes attention in FP32.
 """
@@ -42,6 +42,17 @@ def sdpa_model(model: "PreTrainedModel", precision: PeerPrecision, device: str) 
     return model.to(device=device, dtype=dtypes[precision]).eval()  # type: ignore[no-any-return, call-arg]
 
 
+def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dict[str, torch.Tensor]":
+    """Inputs int64 [batch, length] by name: zeros, and a mask of ones."""
+    import torch
+
+    shape = (batch, length)
+    return {
+        name: (torch.ones if name == MASK else torch.zeros)(*shape, dtype=torch.long, device=device)
+        for name in inputs
+    }
+
+
 class TorchRun:
     """A PyTorch model bound to one shape: own buffers and stream, a CUDA graph where it captures.
 
@@ -56,17 +67,13 @@ class TorchRun:
         *,
         inputs: Sequence[str],
         how: str,
+        graph: bool = True,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         import torch
 
         self.torch, self.forward = torch, forward
-        self.inputs = {
-            name: (torch.ones if name == MASK else torch.zeros)(
-                batch, length, dtype=torch.long, device="cuda"
-            )
-            for name in inputs
-        }
+        self.inputs = example(inputs, batch, length, "cuda")
         self.outputs: dict[str, torch.Tensor] = {}
         self.stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.graph: Any = None
@@ -74,7 +81,7 @@ class TorchRun:
         for _ in range(WARM_CALLS):
             self._call()
         self.stream.synchronize()
-        why = self._capture()
+        why = self._capture() if graph else "launched one by one"
         self.detail = f"{how}, with the mask, " + (f"no CUDA graph ({why})" if why else "CUDA graph")
 
     def launch(self) -> None:

@@ -14,6 +14,7 @@ from qdqbench.quantize.core.strict import Strict, read
 
 BENCH_FILE = "bench.json"
 PEERS = ("torch-", "compile-")  # how names of PyTorch contestants begin
+OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
 
 
 class BenchTarget(Strict):
@@ -38,7 +39,7 @@ class BenchSettings(Strict):
     seconds: float
     repeats: int | None
     input_sets: int  # different random inputs that each contestant rotates through
-    profile: Literal["static", "recipe"]
+    profile: Literal["both", "static", "recipe"]
     seed: int
     threads: int | None = None  # of a contestant on a CPU; null on a GPU
     peers_masked: bool = False  # PyTorch had the attention mask at fixed shapes too; older files had it not
@@ -60,6 +61,14 @@ class BenchThroughput(Strict):
     sequences_per_s: float  # median over rounds
     low: float  # slowest round
     high: float
+
+
+class BenchKernels(Strict):
+    """Kernels that one inference of a peer ran, by torch.profiler."""
+
+    names: dict[str, int]  # launches of each, most frequent first
+    fused_attention: int  # launches of kernels that compute a whole attention
+    fp32_gemms: int  # launches of matrix products that are not in half precision
 
 
 class BenchRow(Strict):
@@ -87,6 +96,7 @@ class BenchRow(Strict):
     not_int8: list[str] = Field(default_factory=list)
     engine_bytes: int | None = None
     activation_bytes: int | None = None
+    kernels: BenchKernels | None = None  # of a peer on a GPU; null where they were not read
 
 
 class BenchSpeedup(Strict):
@@ -115,6 +125,8 @@ class BenchCell(Strict):
     reference: str | None  # contestant whose logits the others are held to
     rows: list[BenchRow]
     speedups: list[BenchSpeedup]
+    headline: BenchSpeedup | None = None  # fastest INT8 engine over the fastest FP16 contestant
+    spent_s: float | None = None  # wall time of making and measuring it
 
 
 class BenchCpu(Strict):
@@ -146,6 +158,7 @@ class Bench(Tabular):
     warnings: list[str]
     errors: list[str]
     environment: dict[str, Any]
+    ahead_s: float | None = None  # wall time of builds and compilations before the first cell
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One a contestant and shape."""
@@ -189,7 +202,8 @@ def without_unmasked(bench: Bench) -> Bench:
     peers = {about.name for about in bench.contestants if about.name.startswith(PEERS)}
     if not peers or bench.settings.peers_masked or bench.device == "cpu":
         return bench
-    cells = [cell if cell.kind == "real" else _without(cell, peers) for cell in bench.cells]
+    rest = [about for about in bench.contestants if about.name not in peers]
+    cells = [cell if cell.kind == "real" else _without(cell, peers, rest) for cell in bench.cells]
     left = {row.contestant for cell in cells for row in cell.rows}
     warning = (
         "PyTorch and torch.compile at fixed shapes are left out: they were measured without an attention "
@@ -203,21 +217,22 @@ def without_unmasked(bench: Bench) -> Bench:
     return bench.model_copy(update=changes)
 
 
-def _without(cell: BenchCell, names: set[str]) -> BenchCell:
+def _without(cell: BenchCell, names: set[str], rest: Sequence[BenchContestant]) -> BenchCell:
     rows = [row for row in cell.rows if row.contestant not in names]
     speedups = [found for found in cell.speedups if not {found.contestant, found.over} & names]
-    return cell.model_copy(update={"rows": rows, "speedups": speedups})
+    left = cell.model_copy(update={"rows": rows, "speedups": speedups})
+    return left.model_copy(update={"headline": headline_of(rest, left)})
 
 
 def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str]]) -> list[BenchSpeedup]:
-    """INT8 over each other contestant, and the others over the FP16 twin.
+    """INT8 engines over each other contestant, and the others over the FP16 twin.
 
     Args:
         reasons: why INT8 is slower than its FP16 twin; called only when it is.
     """
     done = {row.contestant: row for row in rows if row.status == "done"}
-    pairs = [("int8", name) for name in done if name != "int8"]
-    pairs += [(name, "fp16") for name in done if name not in ("int8", "fp16")]
+    pairs = [(own, name) for own in OURS for name in done if name not in OURS]
+    pairs += [(name, "fp16") for name in done if name not in (*OURS, "fp16")] + [OURS[::-1]]
     found = []
     for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
         ratio = speedup(done[over].round_ms, done[name].round_ms, seed)
@@ -242,11 +257,28 @@ def speedup_of(cell: BenchCell, contestant: str, over: str) -> BenchSpeedup | No
     return next((s for s in cell.speedups if (s.contestant, s.over) == (contestant, over)), None)
 
 
-def fastest_float(bench: Bench, cell: BenchCell) -> BenchSpeedup | None:
-    """The speed-up of INT8 over the fastest contestant that is not INT8; None where INT8 was not measured."""
-    precision = {about.name: about.precision for about in bench.contestants}
-    found = [s for s in cell.speedups if s.contestant == "int8" and precision[s.over] != "int8"]
+def headline_of(contestants: Sequence[BenchContestant], cell: BenchCell) -> BenchSpeedup | None:
+    """The fastest INT8 engine over the fastest FP16 contestant, whatever runs it; None without either.
+
+    On a CPU, where nothing runs in FP16, over the fastest in BF16 or FP32.
+    """
+    precision = {about.name: about.precision for about in contestants}
+    floats = {"fp16", "bf16"} if "fp16" in precision.values() else {"bf16", "fp32"}
+    medians = {row.contestant: row.median_ms for row in cell.rows if row.median_ms is not None}
+    ours = min((name for name in OURS if name in medians), key=medians.__getitem__, default="")
+    found = [s for s in cell.speedups if s.contestant == ours and precision.get(s.over) in floats]
     return min(found, key=lambda ratio: ratio.value, default=None)
+
+
+def peer_doubt(row: BenchRow, precision: str) -> str:
+    """Why a peer is not what it could be, by its kernels; empty where they are fine or were not read."""
+    if row.status != "done" or row.kernels is None:
+        return ""
+    surplus = row.kernels.fp32_gemms if precision != "fp32" else 0
+    gemms = f"{surplus} GEMMs in FP32" if surplus else ""
+    if not row.kernels.fused_attention:
+        return f"no fused attention kernel ran{', ' if gemms else ''}{gemms}"
+    return gemms
 
 
 def cell_label(cell: BenchCell, task: str | None) -> str:

@@ -1,9 +1,9 @@
 """One bench from target to `Bench`: cell by cell, saved after each, so that an interruption loses one."""
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,7 @@ from qdqbench.eval.bench.cell import (
     CellShape,
     Entry,
     Makers,
-    contestants,
-    prepare,
+    shapes,
 )
 from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, busy_notes, cpu_now, gpu_uuid, load_average
 from qdqbench.eval.bench.loop import Effort, Measured
@@ -28,10 +27,12 @@ from qdqbench.eval.bench.results import (
     BenchSettings,
     BenchThroughput,
     cell_label,
+    headline_of,
+    peer_doubt,
     speedups,
 )
 from qdqbench.eval.bench.target import Target, softmax_notes
-from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import slow_reasons
@@ -73,16 +74,18 @@ def require_gpu(backend: Any) -> tuple[str, str]:
 def run_bench(  # noqa: PLR0913
     target: Target,
     options: BenchOptions,
+    makers: Makers,
     *,
     command: str,
-    on_cpu: Makers | None = None,
+    backend: tuple[str, str] = ("", ""),
     save: Callable[[Bench], None] = lambda bench: None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Bench:
     """Measure every cell.
 
     Args:
-        on_cpu: makers of contestants on the CPU; None: on the GPU.
+        makers: of the contestants, on the device of the options.
+        backend: on a GPU the builder of engines and its version.
         save: called after each cell with what is known so far.
         announce: called with what is being done.
 
@@ -90,17 +93,14 @@ def run_bench(  # noqa: PLR0913
         MissingDevice: the GPU or a runtime is not there; names all that is missing.
         CheckFailed: a contestant fails while it is measured; finished cells were saved.
     """
-    gpu = None if on_cpu else find_gpu()
-    backend = ("", "") if on_cpu else require_gpu(target.session.recipe.engine.backend)
-    gpu_contestants = partial(contestants, backend=" ".join(backend))
-    makers = on_cpu or Makers(gpu_contestants, prepare)
+    gpu, clock = None if options.cpu else find_gpu(), time.monotonic()
     result = Bench(
         created=now(),
         command=command,
         complete=False,
         device="cpu" if options.cpu else "gpu",
         compute_capability=gpu.compute_capability if gpu else None,
-        cpu=cpu_now() if on_cpu else None,
+        cpu=cpu_now() if options.cpu else None,
         target=target.about,
         recipe=target.session.recipe.model_dump(mode="json"),
         settings=_settings(options),
@@ -113,6 +113,8 @@ def run_bench(  # noqa: PLR0913
     )
     monitor = None if options.cpu else GpuMonitor(gpu_uuid())
     with monitor or nullcontext(), target.stack:
+        makers.ahead(target, options, announce)
+        result.ahead_s = round(time.monotonic() - clock, 1)
         for shape in shapes(options):
             _measure_cell(result, target, options, shape, makers, monitor, announce)
             if result.cpu:
@@ -123,12 +125,6 @@ def run_bench(  # noqa: PLR0913
     result.complete, result.created = True, now()
     save(result)
     return result
-
-
-def shapes(options: BenchOptions) -> list[CellShape]:
-    """The grid, batches inside lengths, then the real lengths."""
-    fixed = [CellShape(batch, length, None) for length in options.lengths for batch in options.batches]
-    return fixed + ([CellShape(options.real_batch, None, options.real)] if options.real else [])
 
 
 def _measure_cell(  # noqa: PLR0913, PLR0917
@@ -150,9 +146,10 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
         rest_s=CPU_REST_S if options.cpu else 0,
     )
     label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
+    clock = time.monotonic()
     with ExitStack() as stack:
         stack.callback(gc.collect)
-        announce(f"{label}: building")
+        announce(f"{label}: making contestants")
         entries = makers.prepare(target, options, shape, result.contestants, stack)
         announce(f"{label}: verifying outputs")
         reference = _judge(entries)
@@ -161,6 +158,7 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
             ready, effort, progress=lambda done, total: announce(f"{label}: round {done} of {total}")
         )
         _judge(entries)  # several streams or a graph may have spoilt what was right before
+        _read_kernels(result, entries, label)
         for entry in entries:
             if entry.row.status == "done":
                 found = measured[entry.row.contestant]
@@ -179,9 +177,11 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
             reference=reference,
             rows=[entry.row for entry in entries],
             speedups=speedups([entry.row for entry in entries], options.seed, _reasons(entries)),
+            spent_s=round(time.monotonic() - clock, 1),
         )
+        cell.headline = headline_of(result.contestants, cell)
         for entry in entries:
-            entry.contestant = None  # lanes go before the engines that the stack closes
+            entry.contestant = entry.kernels = None  # lanes go before the engines that the stack closes
         ready.clear()
         measured.clear()
         gc.collect()
@@ -222,6 +222,18 @@ def _judge(entries: Sequence[Entry]) -> str | None:
     return reference
 
 
+def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
+    """Kernels of every peer, once all are measured: a profiler disturbs."""
+    for entry in entries:
+        if entry.kernels is None or entry.row.status != "done":
+            continue
+        try:
+            entry.row.kernels = entry.kernels()
+        except (CheckFailed, RuntimeError) as error:
+            why = " ".join(f"{error}".split())[:300]
+            result.warnings.append(f"{where}: kernels of {entry.row.contestant} were not read: {why}")
+
+
 def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
     layers = {entry.row.contestant: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
@@ -231,6 +243,7 @@ def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
 def _record_problems(result: Bench, cell: BenchCell) -> None:
     """Errors and gaps in words."""
     labels = {row.name: row.label for row in result.contestants}
+    precision = {row.name: row.precision for row in result.contestants}
     where = cell_label(cell, result.settings.real_lengths)
     said = {(labels[row.contestant], row.reason) for before in result.cells[:-1] for row in before.rows}
     for row in cell.rows:
@@ -239,6 +252,8 @@ def _record_problems(result: Bench, cell: BenchCell) -> None:
             result.errors.append(line)
         elif row.status == "skipped" and (labels[row.contestant], row.reason) not in said:
             result.warnings.append(f"{line} (not measured)")
+        if doubt := peer_doubt(row, precision[row.contestant]):
+            result.warnings.append(f"{where}: {labels[row.contestant]} is not in its best form: {doubt}")
         if row.not_int8:
             result.warnings.append(
                 f"{where}: {len(row.not_int8)} of {row.expected_int8_gemms} GEMMs do not run in INT8: "

@@ -1,43 +1,40 @@
 """What a bench measures: a finished run, a model folder, or a built-in shape with random weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.lanes import rounded_up, session_sets
+from qdqbench.eval.bench.lanes import rounded_up
+from qdqbench.eval.bench.random_model import calibrate_random_ids, random_ids_task, write_random_model
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
+from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.encoders.identity import says_pooling
-from qdqbench.quantize.encoders.load import load_model, load_tokenizer
+from qdqbench.quantize.encoders.load import load_tokenizer
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_named, family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks.batches import sorted_batches
 from qdqbench.quantize.tasks.rows import encode, load_split
-from qdqbench.quantize.tasks.task import EMBED, Task, get_task
+from qdqbench.quantize.tasks.task import get_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qdqbench.quantize.core.results import EngineResult
 
-RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
 RANDOM_IDS = "random token ids: accuracy means nothing"
 TWINS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
 
@@ -48,8 +45,8 @@ class Target:
 
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
-    built: "dict[str, EngineResult]" = field(default_factory=dict)  # shared by all cells; by precision
-    stack: ExitStack = field(default_factory=ExitStack)  # removes them
+    built: "dict[str, EngineResult]" = field(default_factory=dict)  # by file name without its end
+    stack: ExitStack = field(default_factory=ExitStack)  # removes them, at the end of a bench
 
     @property
     def twins(self) -> dict[str, Path]:
@@ -86,7 +83,13 @@ def run_target(folder: Path) -> Target:
 
 
 def model_target(  # noqa: PLR0913, PLR0917
-    model: str, recipe: Recipe, folder: Path, seed: int, longest: int = 0, pooling: Pooling | None = None
+    model: str,
+    recipe: Recipe,
+    folder: Path,
+    seed: int,
+    longest: int = 0,
+    pooling: Pooling | None = None,
+    ready: Callable[[Path], None] = lambda run: None,
 ) -> Target:
     """A model folder or a built-in shape, exported into `folder` by the stages of a run.
 
@@ -95,6 +98,7 @@ def model_target(  # noqa: PLR0913, PLR0917
     Args:
         longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
         pooling: of a built-in shape, or of a plain encoder, that is measured as an embedding model.
+        ready: called with the run directory once the model can be loaded from it, before the export.
 
     Raises:
         UserError: the model or the folder cannot be used.
@@ -113,6 +117,7 @@ def model_target(  # noqa: PLR0913, PLR0917
     session = open_run(config, folder)
     if shape:
         write_random_model(folder / "model", shape, seed)
+    ready(folder)
     listed = stages.stages(session)
     steps = [listed["export"]]
     if recipe.quantizes:
@@ -208,15 +213,6 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
         raise UserError(f"--length {', '.join(wrong)} is too long: {reason}")
 
 
-def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
-    """A task without data for a model folder; None: for a model of `write_random_model`."""
-    if pooling or (model is not None and says_pooling(model)):
-        return EMBED.model_copy(update={"name": "random-token-ids"})
-    labels = int(load_model(model).config.num_labels or 0) if model else 2
-    metrics = ("pearson",) if labels == 1 else ("accuracy",)
-    return Task(name="random-token-ids", text_columns=("sentence",), num_labels=labels, metrics=metrics)
-
-
 def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
     """Lengths beyond those that an INT8 softmax got its scale for."""
     if not target.session.recipe.int8_attention:
@@ -230,18 +226,6 @@ def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
     ]
 
 
-def calibrate_random_ids(session: Session, longest: int = 0) -> CalibrationRecord:
-    """A record from random token ids; for latency alone, any finite scales make the same kernels.
-
-    Samples have the recipe's `export.max_length` tokens, or `longest` where that is more: a softmax over them
-    is nearly even, and INT8 with scale 1/127 makes it zero from 255 tokens on.
-    """
-    model, recipe = session.new_int8_model(), session.recipe
-    length = min(max(recipe.export.max_length, longest), session.plan.family.positions(model.config))
-    batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
-    return ptq.calibrate(model, session.plan, batches, session.recipe.calibration)
-
-
 def _calibrate(session: Session, *, longest: int) -> list[Path]:
     """The stage `quantize` on random token ids."""
     record = calibrate_random_ids(session, longest)
@@ -249,24 +233,6 @@ def _calibrate(session: Session, *, longest: int) -> list[Path]:
     path = session.folder / "calibration.json"
     write_record(path, record)
     return [path]
-
-
-def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
-    """Save a classifier of a shape with seeded random weights; an existing one is kept."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    stamp = folder / "seed.json"
-    wanted = {**shape, "seed": seed}
-    if stamp.is_file() and files.read_json(stamp) == wanted:
-        return
-    stamp.unlink(missing_ok=True)
-    with torch.random.fork_rng(devices=[]), quiet("transformers"):
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model(**shape, num_labels=2)
-        classifier: Any = AutoModelForSequenceClassification
-        classifier.from_config(config).save_pretrained(folder)
-    files.write_json(stamp, wanted)
 
 
 def _target(session: Session, kind: Any, model_name: str, calibration: str) -> Target:

@@ -18,7 +18,8 @@ import numpy as np
 from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.cell import BenchOptions, CellShape, profiles_of
 from qdqbench.eval.bench.lanes import session_sets
-from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
+from qdqbench.eval.bench.random_model import RANDOM_BATCH, RANDOM_SAMPLES
+from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.core.arrays import Batch, Float32
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.cpu import openvino
@@ -92,7 +93,7 @@ def engine(backend: BackendName, work: Work) -> Made:
         graph,
         path,
         backend=backend,
-        profiles=profiles_of(work.target, work.options, work.shape),
+        profiles=profiles_of(work.target, work.options.profile, work.shape),
         expected_gemms=gemms,
         expected_attention=attention_count(gemms, session.plan.attention),
         layers_path=path.with_suffix(".layers.json"),
@@ -151,12 +152,12 @@ def torch_eager(precision: peers.PeerPrecision, work: Work) -> Made:
 
 def torch_compiled(precision: peers.PeerPrecision, work: Work) -> Made:
     """The model through Inductor; its loops have their number of threads compiled in, so one stream only."""
-    mode, dynamic_shapes = work.options.compile_mode, work.shape.real is not None
-    forward = peers.compiled_forward(_torch_model(precision, work), mode, dynamic=dynamic_shapes)
+    dynamic_shapes = work.shape.real is not None
+    forward = peers.compiled_forward(_torch_model(precision, work), "default", dynamic=dynamic_shapes)
     shapes = ", dynamic shapes" if dynamic_shapes else ""
     return Made(
         lambda _: [_torch_lane(forward, work, 1)],
-        f"torch.compile mode {mode}{shapes}, SDPA, with the mask",
+        f"torch.compile{shapes}, SDPA, with the mask",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqbench.eval.bench import target
+from qdqbench.eval.bench import random_model
 from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
 from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, write_engine_graph
 from qdqbench.eval.placement.cost_fit import read_rows
@@ -86,7 +86,7 @@ def measure_costs(  # noqa: PLR0913
         space = make_space(
             session.recipe, module_table(session.fp32_model), session.fp32_model.base_model_prefix
         )
-        record = target.calibrate_random_ids(session)  # one for all placements
+        record = random_model.calibrate_random_ids(session)  # one for all placements
         twin = write_engine_graph(
             session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx"
         ).path
@@ -216,11 +216,11 @@ def _session(model: str, folder: Path, seed: int) -> Session:
     source, own = model, model in MEASURED_MODELS
     if own:
         source = str(folder / "model")
-        target.write_random_model(folder / "model", MODEL_SHAPES[model], seed)
+        random_model.write_random_model(folder / "model", MODEL_SHAPES[model], seed)
     config = RunConfig(
         recipe=_plain(BASE_RECIPE),
         model=source,
-        task=target.random_ids_task(None if own else model),
+        task=random_model.random_ids_task(None if own else model),
         data="none",
         seed=seed,
         command="qdqbench cost measure",

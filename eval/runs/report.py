@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import judge
-from qdqbench.eval.bench.report import bench_of
+from qdqbench.eval.benchreport.report import bench_of
 from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runs import charts

@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.bench.report import (
+from qdqbench.eval.bench.results import BENCH_FILE as BENCH
+from qdqbench.eval.bench.results import Bench, rate_of, read_bench, without_unmasked
+from qdqbench.eval.benchreport.words import (
+    PROFILES,
+    Mark,
     cell_text,
     clocks,
     hardware,
-    latency_mark,
+    headline_marks,
+    headline_title,
+    latency_rows,
     method,
-    ratio_columns,
-    ratio_marks,
+    ratio_rows,
     slow_lines,
 )
-from qdqbench.eval.bench.results import BENCH_FILE as BENCH
-from qdqbench.eval.bench.results import Bench, rate_of, read_bench, without_unmasked
 from qdqbench.eval.report.formats import cleaned, size, text
 from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
@@ -35,7 +38,6 @@ from qdqbench.quantize.core.strict import Schema, read
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 RESULTS = "results.json"
-PROFILE_WORDS = {"static": "engines for one shape each", "recipe": "engines for the recipe's shapes"}
 
 
 def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
@@ -131,35 +133,41 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     shape, random = about.shape, " (random weights)" if about.random_weights else ""
     title = (
         f"### Latency: {text(about.name)}{random}, {changed.label(bench.recipe)}, "
-        f"{PROFILE_WORDS[bench.settings.profile] if bench.device == 'gpu' else 'engines for any shape'}\n\n"
+        f"{PROFILES[bench.settings.profile] if bench.device == 'gpu' else 'engines for any shape'}\n\n"
         f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"
     )
     labels = {about.name: about.label for about in bench.contestants}
-    header = ["shape", *map(text, labels.values()), *map(text, ratio_columns(bench))]
-    rows = []
-    for cell in bench.cells:
-        ratios = ratio_marks(bench, cell)
-        shown = [f"**{mark.text}**" if mark.bad else mark.text for mark in ratios]
-        medians = [latency_mark(cell, name).text for name in labels]
-        rows.append([text(cell_text(bench, cell)), *medians, *shown])
+    shapes = [text(cell_text(bench, cell)) for cell in bench.cells]
+    heads = []
+    for shape, cell in zip(shapes, bench.cells, strict=True):
+        ratio, *sides = headline_marks(bench, cell)
+        heads.append([shape, _shown(ratio), *(text(side.text) for side in sides)])
+    rows = [[text(name), *map(_shown, marks)] for name, marks in (*latency_rows(bench), *ratio_rows(bench))]
     said = [*bench.notes, *_built_as(bench), *_proofs(bench), clocks(bench), *slow_lines(bench)]
     notes = [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
     if not bench.complete:
         notes.insert(0, "- interrupted: not every shape was measured")
     return [
         title,
-        table(header, rows),
+        table(["shape", text(headline_title(bench)), "INT8, ms", "over, ms"], heads),
+        "Medians, and ratios with their intervals:",
+        table(["ms", *shapes], rows),
         *_throughput(bench, labels),
         *_memory(bench, labels),
         "\n".join(notes),
     ]
 
 
+def _shown(mark: Mark) -> str:
+    """A figure of ours, whose interval needs no escape."""
+    return f"**{mark.text}**" if mark.bad else mark.text
+
+
 def _built_as(bench: Bench) -> list[str]:
     """Shapes and form of engines that were built as the recipe says."""
-    if bench.settings.profile != "recipe" or bench.device == "cpu":
+    if bench.settings.profile == "static" or bench.device == "cpu":
         return []
     shapes = bench.recipe["engine"]["shapes"]
     profiles = [shapes] if isinstance(shapes, dict) else shapes

@@ -62,13 +62,12 @@ class Wanted:
         True
     )
     fp32: Annotated[bool, typer.Option(help="Measure the FP32 twin too.")] = True
-    compile_mode: Annotated[str, typer.Option(help="torch.compile mode: default, or a max-autotune one.")] = (
-        "default"
-    )
+    compile_seconds: Annotated[
+        float, typer.Option(help="For each shape and mode of torch.compile; what takes longer is left out.")
+    ] = 90.0
     profile: Annotated[
-        str,
-        typer.Option(help="Engines for exactly each shape (static), or for the recipe's shapes (recipe)."),
-    ] = "static"
+        str, typer.Option(help="Engines for the recipe's shapes (recipe), each shape (static), or both.")
+    ] = "both"
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even where a GPU is.")] = False
     keep_engines: Annotated[
         bool, typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect.")
@@ -86,7 +85,7 @@ def bench(
 ) -> None:
     """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
     from qdqbench.eval.api.bench import bench as measure
-    from qdqbench.eval.bench.report import bench_summary
+    from qdqbench.eval.benchreport.report import bench_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
     written: list[Path] = []

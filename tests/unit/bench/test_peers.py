@@ -145,6 +145,21 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
     assert all(mask.shape == (2, 8) and bool(mask.all()) for mask in masks)
 
 
+def test_a_peer_without_a_graph_is_launched_each_time(cuda):
+    calls = []
+    run = TorchRun(
+        lambda **inputs: calls.append(1) or total(**inputs),
+        2,
+        8,
+        inputs=BERT.inputs,
+        how="eager",
+        graph=False,
+    )
+    assert run.detail == "eager, with the mask, no CUDA graph (launched one by one)"
+    run.launch()
+    assert (len(calls), Graph.replays) == (peers.WARM_CALLS + 1, 0)
+
+
 def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
     class Refusing(Context):
         def __exit__(self, *_):

@@ -17,6 +17,7 @@ from qdqbench.eval.bench.results import (
     BenchTarget,
     BenchThroughput,
     cell_label,
+    headline_of,
     read_bench,
     row_of,
     speedup_of,
@@ -133,7 +134,10 @@ def sample_bench(**changes: Any) -> Bench:
         "errors": [],
         "environment": {"gpu": "NVIDIA H200", "driver": "570.1", "versions": {"torch": "2.11.0"}},
     }
-    return Bench.model_validate(fields | changes)
+    bench = Bench.model_validate(fields | changes)
+    for cell in bench.cells:
+        cell.headline = headline_of(bench.contestants, cell)
+    return bench
 
 
 def schema_models() -> dict[str, type[BaseModel]]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.cell import COMPILED, BenchOptions, Entry
+from qdqbench.eval.bench.cell import BenchOptions, Entry, Makers
 from qdqbench.eval.bench.clocks import Clocks
 from qdqbench.eval.bench.loop import Contestant
-from qdqbench.eval.bench.results import BenchContestant, BenchRow, BenchTarget, speedups
+from qdqbench.eval.bench.results import BenchContestant, BenchKernels, BenchRow, BenchTarget, speedups
 from qdqbench.eval.bench.run import run_bench
 from qdqbench.eval.bench.target import RealSplit
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
@@ -31,11 +31,11 @@ OPTIONS = BenchOptions(
     repeats=30,
     peers=True,
     fp32=True,
-    compile_mode="default",
     profile="static",
     seed=0,
     cpu=False,
 )
+COMPILED = "compile-fp16"
 MS = {"int8": 1.0, "fp16": 1.5, "fp32": 4.0, COMPILED: 1.25}
 KERNEL = LayerRow(name="gemm", kind="gemm", onnx=["/a"], inputs=["Int8"], constants=[], outputs=["Half"])
 
@@ -109,13 +109,13 @@ def target():
 @pytest.fixture
 def machine(monkeypatch):
     """A GPU, and contestants that `entries` makes for each shape; tests change both."""
-    given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor, shapes=[])
+    given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor, shapes=[], ahead=[])
 
-    def contestants(target, options, backend):
+    def contestants(target, options):
         precision = {"int8": "int8", "fp32": "fp32"}
         return [
             BenchContestant(
-                name=name, label=name.upper(), precision=precision.get(name, "fp16"), backend=backend
+                name=name, label=name.upper(), precision=precision.get(name, "fp16"), backend="fake 1.0"
             )
             for name in given.ms
         ]
@@ -132,13 +132,15 @@ def machine(monkeypatch):
             made.append(Entry(BenchRow(contestant=about.name, status="done"), contestant, [KERNEL]))
         return made
 
-    monkeypatch.setattr(bench_run, "contestants", contestants)
-    monkeypatch.setattr(bench_run, "prepare", prepare)
+    given.makers = Makers(contestants, prepare, ahead=lambda *arguments: given.ahead.append(arguments))
     monkeypatch.setattr(bench_run, "find_gpu", lambda: Gpu("NVIDIA H200", "9.0", "570.1"))
-    monkeypatch.setattr(bench_run, "require_gpu", lambda backend: ("tensorrt_rtx", "1.4.0.76"))
     monkeypatch.setattr(bench_run, "GpuMonitor", lambda uuid: given.monitor(uuid))  # noqa: PLW0108  (tests change it)
     monkeypatch.setattr(bench_run, "gpu_uuid", lambda: "GPU-1")
     return given
+
+
+def measure(machine, target, options, **more):
+    return run_bench(target, options, machine.makers, backend=("tensorrt_rtx", "1.4.0.76"), **more)
 
 
 def row(cell, name):
@@ -146,7 +148,7 @@ def row(cell, name):
 
 
 def test_numbers_of_every_contestant(machine, target):
-    found = run_bench(target, OPTIONS, command="qdqbench bench")
+    found = measure(machine, target, OPTIONS, command="qdqbench bench")
     assert found.complete
     assert (found.errors, found.warnings) == ([], [])
     assert [(cell.batch, cell.length) for cell in found.cells] == [(1, 128), (8, 128)]
@@ -171,18 +173,44 @@ def test_numbers_of_every_contestant(machine, target):
             ("fp32", "fp16"): pytest.approx(0.375),
             (COMPILED, "fp16"): pytest.approx(1.2),
         }
+        assert (cell.headline.contestant, cell.headline.over) == ("int8", COMPILED)
+        assert cell.headline.value == pytest.approx(1.25)
+        assert cell.spent_s >= 0
         assert cell.reference == "fp32"
         assert row(cell, "int8").rel_error == 0
 
 
+def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, target):
+    def entries(*kernels):
+        found = []
+        for name, read in zip((COMPILED, "fp16"), kernels, strict=True):
+            lanes = [Lane() for _ in range(2)]
+            contestant = Contestant(name, "fp16", lanes, Timer(1.0))
+            found.append(Entry(BenchRow(contestant=name, status="done"), contestant, kernels=read))
+        return found
+
+    def unread():
+        raise RuntimeError("CUPTI is busy")
+
+    unfused = BenchKernels(names={"ampere_sgemm": 24}, fused_attention=0, fp32_gemms=24)
+    makers = Makers(machine.makers.contestants, lambda *_: entries(lambda: unfused, unread))
+    found = run_bench(target, replace(OPTIONS, batches=(1,)), makers, command="")
+    assert row(found.cells[0], COMPILED).kernels == unfused
+    assert row(found.cells[0], "fp16").kernels is None
+    assert found.warnings == [
+        "b1 s128: kernels of fp16 were not read: CUPTI is busy",
+        "b1 s128: COMPILE-FP16 is not in its best form: no fused attention kernel ran, 24 GEMMs in FP32",
+    ]
+
+
 def test_random_weights_and_the_unsupported_gpu_are_noted(machine, target):
-    notes = run_bench(target, OPTIONS, command="").notes
+    notes = measure(machine, target, OPTIONS, command="").notes
     assert any("random weights" in note for note in notes)
     assert any("9.0" in note and "not officially supported" in note for note in notes)
 
 
 def test_p99_needs_a_hundred_launches(machine, target):
-    found = run_bench(target, replace(OPTIONS, repeats=24), command="")
+    found = measure(machine, target, replace(OPTIONS, repeats=24), command="")
     assert row(found.cells[0], "int8").launches == 96
     assert row(found.cells[0], "int8").p99_ms is None
 
@@ -191,7 +219,7 @@ def test_p99_needs_a_hundred_launches(machine, target):
 def test_nan_is_an_error_and_never_a_number(machine, target, after):
     """From the start, and after launches that were fine when they were first looked at."""
     machine.broken = {"int8": after}
-    found = run_bench(target, OPTIONS, command="")
+    found = measure(machine, target, OPTIONS, command="")
     for cell in found.cells:
         made = row(cell, "int8")
         assert made.status == "error"
@@ -209,7 +237,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
         COMPILED: BenchRow(contestant=COMPILED, status="skipped", reason="no C compiler"),
         "fp32": BenchRow(contestant="fp32", status="error", reason="out of memory"),
     }
-    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
     assert found.errors == ["b1 s128: FP32: out of memory"]
     assert {s.over for s in found.cells[0].speedups} == {"fp16"}
@@ -217,7 +245,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
 
 def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
     machine.entries = {name: BenchRow(contestant=name, status="error", reason="no") for name in MS}
-    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert len(found.errors) == len(MS)
     assert found.cells[0].speedups == []
 
@@ -228,7 +256,7 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
         bench_run, "slow_reasons", lambda *layers: asked.append(layers) or ["24 GEMMs in FP16"]
     )
     machine.ms = MS | {"int8": 2.0}
-    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     by_over = {s.over: s for s in found.cells[0].speedups if s.contestant == "int8"}
     assert by_over["fp16"].slower
     assert by_over["fp16"].reasons == ["24 GEMMs in FP16"]
@@ -243,13 +271,13 @@ def test_gemms_that_are_not_int8_are_warned_about(machine, target):
         contestant="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"]
     )
     machine.entries = {"int8": bad}
-    found = run_bench(target, replace(OPTIONS, batches=(1,)), command="")
+    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert found.warnings == ["b1 s128: 1 of 2 GEMMs do not run in INT8: /a/MatMul"]
 
 
 def test_clocks_that_nothing_reads_are_null_and_said(machine, target):
     machine.monitor = Blind
-    found = run_bench(target, OPTIONS, command="")
+    found = measure(machine, target, OPTIONS, command="")
     assert row(found.cells[0], "int8").clock_mhz is None
     assert found.warnings == [f"clock, power and temperature were not read: {Blind.reason}"]
 
@@ -261,22 +289,24 @@ def test_every_finished_cell_is_saved(machine, target):
     def save(found):
         saved.append((found.complete, len(found.cells)))
 
-    run_bench(target, OPTIONS, command="", save=save)
+    measure(machine, target, OPTIONS, command="", save=save)
     assert saved == [(False, 1), (False, 2), (True, 2)]
 
 
 def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target, monkeypatch):
     saved = []
 
-    def measure(*arguments, **options):
+    def disturbed(*arguments, **options):
         if len(saved) == 1:
             raise CheckFailed("int8 failed while it was measured")
         return real(*arguments, **options)
 
     real = bench_run.loop.measure
-    monkeypatch.setattr(bench_run.loop, "measure", measure)
+    monkeypatch.setattr(bench_run.loop, "measure", disturbed)
     with pytest.raises(CheckFailed, match="int8 failed"):
-        run_bench(target, OPTIONS, command="", save=lambda found: saved.append(found.model_copy(deep=True)))
+        measure(
+            machine, target, OPTIONS, command="", save=lambda found: saved.append(found.model_copy(deep=True))
+        )
     assert len(saved) == 1
     assert not saved[0].complete
 
@@ -287,7 +317,7 @@ def test_real_lengths_are_a_cell_of_the_whole_split(machine, target):
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
     split = RealSplit("sst2", batches, 2000)
-    found = run_bench(target, replace(OPTIONS, batches=(1,), real=split), command="")
+    found = measure(machine, target, replace(OPTIONS, batches=(1,), real=split), command="")
     cell = found.cells[-1]
     assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("real", 32, None, 104, 3)
     assert (cell.real_tokens, cell.padded_tokens) == (2000, 32 * 48 + 64 * 24 + 8 * 16)

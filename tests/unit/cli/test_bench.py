@@ -1,10 +1,7 @@
 """`bench` and `tables` from the command line on a CPU, on a tiny model; and what is asked of engines."""
 
 import json
-from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import onnx
@@ -14,10 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from qdqbench.eval.api import bench as api_bench
-from qdqbench.eval.bench import cell as bench_prepare
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.cell import CellShape, contestants, prepare, profiles_of
+from qdqbench.eval.bench.cell import CellShape, profiles_of
 from qdqbench.eval.bench.results import BenchTarget, read_bench
 from qdqbench.eval.bench.target import (
     RealSplit,
@@ -37,8 +33,7 @@ from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from ...support.tiny_bert import INT8, LINEARS, recipe_with
-from ..bench.test_run import OPTIONS
+from ...support.tiny_bert import INT8, recipe_with
 
 QUICK = [
     "--cpu",
@@ -148,7 +143,7 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["run", "--model", "bert-base"], "either a run directory or --model"),
         (["run", "--recipe", "bert-fp16"], "--recipe belongs to --model"),
         (["--model", "x", "--profile", "fast"], "--profile 'fast' is unknown"),
-        (["--model", "x", "--compile-mode", "fast"], "--compile-mode 'fast' is unknown"),
+        (["--model", "x", "--compile-seconds", "0"], "--compile-seconds is 0"),
         (["--model", "bert-base", "--cpu", "--threads", "9999"], "--threads 9999 is more than the"),
         (["--model", "bert-base", "--cpu", "--streams", "99", "--threads", "1"], "--streams 99 is more than"),
         (["no-such-run", "--cpu"], "is no run directory"),
@@ -296,140 +291,15 @@ def split_of(*shapes):
 def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
     target, only = some_target(tmp_path), (8, 128)
-    (made,) = profiles_of(target, OPTIONS, CellShape(8, 128, None))
+    (made,) = profiles_of(target, "static", CellShape(8, 128, None))
     assert (made.min, made.opt, made.max) == (only, only, only)
     real = CellShape(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
-    assert profiles_of(target, OPTIONS, real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
-    *full, every = profiles_of(target, replace(OPTIONS, profile="recipe"), real)
+    assert profiles_of(target, "static", real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
+    *full, every = profiles_of(target, "recipe", real)
     assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
     assert [each.min[1] for each in full] == [128, 128, 128]
     monkeypatch.setattr(backend, "WITHOUT_GPU", CPU_BACKENDS)
-    assert profiles_of(target, replace(OPTIONS, profile="recipe"), real) == [every]
-
-
-def test_who_takes_part(tmp_path):
-    target = some_target(tmp_path)
-    names = [about.name for about in contestants(target, OPTIONS, "tensorrt_rtx 1.4")]
-    assert names == ["int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16"]
-    names = [about.name for about in contestants(target, replace(OPTIONS, peers=False), "")]
-    assert names == ["int8", "fp16", "fp32"]
-    names = [about.name for about in contestants(some_target(tmp_path, "bert-fp16"), OPTIONS, "")]
-    assert names[:2] == ["fp16", "fp32"]
-
-
-class FakeBound:
-    captured = True
-
-    def __init__(self, batch, length, stream):
-        self.shape, self.stream = (batch, length), stream or object()
-
-
-class FakeEngine:
-    """Stands in for engine_core.Engine."""
-
-    opened: ClassVar[list["FakeEngine"]] = []
-
-    def __init__(self, path, onnx_path):
-        assert path.is_file()
-        self.path, self.bounds, self.closed = path, [], False
-        self.memory = SimpleNamespace(engine_bytes=11, activation_bytes=22)
-        FakeEngine.opened.append(self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        assert self.path.is_file()  # closed before its file goes
-        self.closed = True
-
-    def bind(self, batch, length, *, stream, graph):
-        assert graph
-        self.bounds.append(FakeBound(batch, length, stream))
-        return self.bounds[-1]
-
-
-@pytest.fixture
-def device(monkeypatch, tmp_path):
-    """Everything of a GPU that `prepare` asks for; `asked` has the builds."""
-    from qdqbench.quantize.engine import sidecar
-    from qdqbench.quantize.rundir import artifacts
-
-    asked = []
-
-    def built(onnx_path, engine_path, **options):
-        asked.append((onnx_path.name, options))
-        if onnx_path.name == "model.fp32.onnx":
-            raise UserError("tensorrt_rtx refuses model.fp32.onnx")
-        engine_path.parent.mkdir(exist_ok=True)
-        engine_path.write_bytes(b"engine")
-        sidecar.sidecar_path(engine_path).write_text("{}")
-        return SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=[LINEARS[0]], layers=[])
-
-    def no_compiler(*_, **__):
-        raise AttributeError("no C compiler")
-
-    FakeEngine.opened = []
-    monkeypatch.setattr(bench_prepare, "build", built)
-    monkeypatch.setattr(bench_prepare, "Engine", FakeEngine)
-    monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
-    monkeypatch.setattr(bench_prepare, "CudaTimer", lambda: "timer")
-    monkeypatch.setattr(bench_prepare, "to_device", dict)
-    monkeypatch.setattr(
-        bench_prepare, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets)
-    )
-    monkeypatch.setattr(
-        bench_prepare, "SplitLane", lambda bounds, batches: SimpleNamespace(bounds=bounds, batches=batches)
-    )
-    monkeypatch.setattr(bench_prepare.peers, "sdpa_model", no_compiler)
-    return asked
-
-
-def test_engines_of_a_cell(device, tmp_path):
-    target, shape = some_target(tmp_path), CellShape(8, 128, None)
-    listed = contestants(target, OPTIONS, "tensorrt_rtx 1.4")
-    with ExitStack() as stack:
-        entries = {e.row.contestant: e for e in prepare(target, OPTIONS, shape, listed, stack)}
-        int8 = entries["int8"]
-        assert int8.contestant is not None
-        assert len(int8.contestant.lanes) == 2  # one per stream
-        streams = [lane.bound.stream for lane in int8.contestant.lanes]
-        assert streams[0] is not streams[1]
-        assert all(lane.bound.shape == (8, 128) for lane in int8.contestant.lanes)
-        assert int8.contestant.timer == "timer"
-        row = int8.row
-        assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (11, 12, [LINEARS[0]])
-        assert (row.engine_bytes, row.activation_bytes) == (11, 22)
-        assert row.detail == "CUDA graph, static profile"
-        assert entries["fp16"].row.expected_int8_gemms is None
-    assert all(engine.closed for engine in FakeEngine.opened)
-    assert list((tmp_path / "bench").iterdir()) == []  # engines are gone after the cell
-    options = dict(device)
-    assert options["model.int8.onnx"]["expected_gemms"] == ["/a/MatMul"]
-    assert options["model.fp16.onnx"]["expected_gemms"] == []
-    assert options["model.int8.onnx"]["profiles"] == [Profile(min=(8, 128), opt=(8, 128), max=(8, 128))]
-    assert options["model.int8.onnx"]["layers_path"] != options["model.fp16.onnx"]["layers_path"]
-
-
-def test_an_engine_that_is_not_built_is_an_error_and_a_peer_that_does_not_run_is_skipped(device, tmp_path):
-    target, shape = some_target(tmp_path), CellShape(1, 16, None)
-    target.session.new_model = lambda: None
-    with ExitStack() as stack:
-        rows = [e.row for e in prepare(target, OPTIONS, shape, contestants(target, OPTIONS, ""), stack)]
-    found = {row.contestant: (row.status, row.reason) for row in rows}
-    assert found["fp32"] == ("error", "tensorrt_rtx refuses model.fp32.onnx")
-    assert found["torch-fp16"] == found["compile-fp16"] == ("skipped", "no C compiler")
-    assert found["int8"][0] == "done"
-
-
-def test_all_shapes_of_a_split_share_a_stream(device, tmp_path):
-    target = some_target(tmp_path)
-    shape = CellShape(32, None, split_of((32, 64), (32, 40), (8, 40)))
-    options = replace(OPTIONS, peers=False)
-    with ExitStack() as stack:
-        entries = prepare(target, options, shape, contestants(target, options, ""), stack)
-        (lane,) = entries[0].contestant.lanes
-        assert list(lane.bounds) == [(32, 64), (32, 40), (8, 40)]
-        assert len({id(bound.stream) for bound in lane.bounds.values()}) == 1
+    assert profiles_of(target, "recipe", real) == [every]
 
 
 def test_a_built_in_shape_as_an_embedding_model(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 
 from qdqbench.eval.api import bench as api_bench
 from qdqbench.eval.bench import loop
-from qdqbench.eval.bench.report import bench_summary, bench_view, write_bench_reports
-from qdqbench.eval.bench.results import fastest_float, row_of, speedup_of
+from qdqbench.eval.bench.results import headline_of, row_of, speedup_of
+from qdqbench.eval.benchreport.report import bench_summary, bench_view, write_bench_reports
 from qdqbench.eval.cpubench import contestants, made
 from qdqbench.eval.cpubench.made import peers
 from qdqbench.quantize.machine.cpu import Cpu, find_cpu
@@ -97,20 +97,19 @@ def test_nncf_is_calibrated_on_single_samples_without_padding(measured):
 def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured, tmp_path):
     found, _, _ = measured
     (cell,) = found.cells
-    best = fastest_float(found, cell)
+    best = headline_of(found.contestants, cell)
     floats = [
         row for row in cell.rows if {a.name: a.precision for a in found.contestants}[row.contestant] != "int8"
     ]
     assert best.over == min(floats, key=lambda row: row.median_ms).contestant
     shown = bench_view(found)
-    assert list(shown.columns)[-2:] == [
-        "INT8 over the fastest FP32 or BF16",
-        "INT8 over NNCF INT8 in OpenVINO",
-    ]
+    assert shown.headline == "INT8 over the fastest FP32 or BF16"
     labels = {about.name: about.label for about in found.contestants}
-    ratio = dict(zip(shown.columns, shown.rows[0][1], strict=True))["INT8 over the fastest FP32 or BF16"]
+    assert shown.rows[-1][0] == f"{labels['int8']} over NNCF INT8 in OpenVINO"
+    ((_, (ratio, ours, over)),) = shown.headlines
     assert ratio.text.startswith(f"{best.value:.2f}x")
-    assert f"({labels[best.over]})" in ratio.text
+    assert ours.text.startswith(labels["int8"])
+    assert over.text.startswith(labels[best.over])
     assert speedup_of(cell, "int8", best.over).cpu_value > 0
     assert "2 threads" in shown.subtitle
     assert "load average" in shown.clocks

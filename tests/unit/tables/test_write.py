@@ -80,9 +80,11 @@ def test_peers_without_a_mask_are_left_out_with_the_reason(tmp_path):
     del bench["settings"]["peers_masked"]  # as files were before
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     made = tables_markdown(*find_results([tmp_path]))
-    assert "INT8 over torch.compile FP16" in with_peers
-    assert "| INT8 over FP16 engine |" in made
-    assert "INT8 over torch.compile" not in made
+    assert "INT8 engine over torch.compile FP16" in with_peers
+    assert "| INT8 over the fastest FP16 |" in with_peers
+    assert "| INT8 engine over FP16 engine |" in made
+    assert "INT8 engine over torch.compile" not in made
+    assert "| INT8 over the fastest FP16 engine |" in made
     assert "PyTorch FP16 SDPA" not in made
     assert "- PyTorch and torch.compile at fixed shapes are left out: they were measured without" in made
 

@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
-from qdqbench.eval.bench.report import (
-    Mark,
-    bench_of,
-    bench_summary,
-    bench_view,
-    clocks,
-    milliseconds,
-    ratio_mark,
-    slow_lines,
-    write_bench_reports,
+from qdqbench.eval.bench.results import (
+    BenchContestant,
+    BenchKernels,
+    BenchRow,
+    BenchSpeedup,
+    headline_of,
+    peer_doubt,
+    speedups,
+    write_bench,
 )
-from qdqbench.eval.bench.results import BenchRow, BenchSpeedup, write_bench
+from qdqbench.eval.benchreport.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.benchreport.report import bench_of, bench_summary, bench_view, write_bench_reports
+from qdqbench.eval.benchreport.words import Mark, clocks, milliseconds, ratio_mark, slow_lines
 from qdqbench.eval.runs.report import refresh_reports, write_reports
 from qdqbench.quantize.core.files import sha256
 
+from ..bench.test_results import REASON, sample_bench, sample_row
 from ..runs.test_report import HOSTILE
 from ..runs.test_report import sample as sample_run
-from .test_results import REASON, sample_bench
 
 
 def terminal(bench, width=120):
@@ -47,23 +47,82 @@ def test_random_weights_are_called_that_everywhere(tmp_path):
     assert "random weights" in latency_svg(bench)
 
 
-def test_the_first_table(tmp_path):
-    shown = bench_view(sample_bench())
-    assert [name for name, _ in shown.rows] == ["b1 s128", "b8 s128", "b32 s128"]
-    marks = dict(zip(shown.columns, dict(shown.rows)["b1 s128"], strict=True))
+def column(bench, shape):
+    """Marks of one shape by the name of the row, the headline with them."""
+    shown = bench_view(bench)
+    marks = {name: marks[shown.columns.index(shape)] for name, marks in shown.rows}
+    return marks | {shown.headline: dict(shown.headlines)[shape]}
+
+
+def test_the_headline_is_over_the_fastest_fp16_contestant(tmp_path):
+    bench = sample_bench()
+    shown = bench_view(bench)
+    assert [name for name, _ in shown.headlines] == list(shown.columns) == ["b1 s128", "b8 s128", "b32 s128"]
+    ratio, ours, over = column(bench, "b1 s128")["INT8 over the fastest FP16"]
+    assert ratio.bad
+    assert ratio.text.startswith("0.90x [")
+    assert ratio.text.endswith("✗ slower")
+    assert (ours, over) == (Mark("INT8 engine 0.8"), Mark("FP16 engine 0.72"))
+    ratio, ours, over = column(bench, "b8 s128")["INT8 over the fastest FP16"]
+    assert ratio.text.startswith("1.60x [")
+    assert over.text == "torch.compile FP16 1.6"
+    for text in (terminal(bench), *pages(bench, tmp_path).values()):
+        assert "INT8 over the fastest FP16" in text
+        assert "torch.compile FP16 1.6" in text
+    assert all(cell.headline == headline_of(bench.contestants, cell) for cell in bench.cells)
+    assert [cell.headline.over for cell in bench.cells] == ["fp16", "compile-fp16", "fp16"]
+
+
+def test_the_fastest_int8_engine_is_the_one_that_is_compared():
+    bench = sample_bench()
+    exact = BenchContestant(name="int8-exact", label="INT8 engine, exact shape", precision="int8", backend="")
+    bench.contestants.insert(1, exact)
+    cell = bench.cells[0]
+    cell.rows.insert(1, sample_row("int8-exact", 0.6, 1))
+    cell.speedups = speedups(cell.rows, 0, list)
+    found = headline_of(bench.contestants, cell)
+    assert (found.contestant, found.over, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
+    assert {s.over for s in cell.speedups if s.contestant == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
+    assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Mark("INT8 engine, exact shape 0.6")
+    assert slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
+
+
+def test_other_ratios_stand_under_it():
+    marks = column(sample_bench(), "b1 s128")
     assert marks["INT8 engine"] == Mark("0.8")
-    assert marks["INT8 over FP16 engine"].bad
-    assert marks["INT8 over FP16 engine"].text.startswith("0.90x [")
-    assert marks["INT8 over FP16 engine"].text.endswith("✗ slower")
-    assert marks["INT8 over torch.compile FP16"].text.startswith("1.25x")
-    assert not marks["INT8 over torch.compile FP16"].bad
-    assert not any(mark.bad for mark in dict(shown.rows)["b32 s128"])
+    assert marks["INT8 engine over FP16 engine"].bad
+    assert marks["INT8 engine over torch.compile FP16"].text.startswith("1.25x")
+    assert not marks["INT8 engine over torch.compile FP16"].bad
+    assert not any(
+        mark.bad for name, mark in column(sample_bench(), "b32 s128").items() if "fastest" not in name
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "sign", "said"),
+    [
+        (BenchKernels(names={"sgemm": 24}, fused_attention=0, fp32_gemms=24), " ✗ unfused",
+         "no fused attention kernel ran, 24 GEMMs in FP32"),
+        (BenchKernels(names={"sgemm": 1}, fused_attention=12, fp32_gemms=1), " ✗ FP32", "1 GEMMs in FP32"),
+        (BenchKernels(names={"flash_fwd": 12}, fused_attention=12, fp32_gemms=0), "", ""),
+    ],
+)  # fmt: skip
+def test_a_peer_whose_attention_was_not_fused_is_marked(tmp_path, kernels, sign, said):
+    bench = sample_bench()
+    row = bench.cells[0].rows[4]
+    row.kernels = kernels
+    assert peer_doubt(row, "fp16") == said
+    assert column(bench, "b1 s128")["PyTorch FP16 SDPA"] == Mark(f"5.2{sign}", bad=bool(sign))
+    proof = f"{kernels.fused_attention} fused attention kernels, {kernels.fp32_gemms} GEMMs in FP32"
+    made = pages(bench, tmp_path)
+    assert all(f"5.2{sign}" in text for text in (terminal(bench), *made.values()))
+    assert all(proof in text for text in made.values())
 
 
 def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
     bench = sample_bench()
     (line,) = slow_lines(bench)
-    assert line.startswith("b1 s128: INT8 is slower than FP16 engine, 0.90x")
+    assert line.startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
     assert line.endswith(REASON)
     for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
         assert REASON in text
@@ -103,12 +162,13 @@ def test_an_error_is_a_line_and_never_a_number(tmp_path):
     bench = sample_bench(errors=["b1 s128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
     bench.cells[0].rows[0] = BenchRow(contestant="int8", status="error", reason="NaN or infinite logits")
     bench.cells[0].speedups = []
+    bench.cells[0].headline = None
     bench.cells[1].rows[5] = BenchRow(contestant="compile-fp16", status="skipped", reason="no C compiler")
-    shown = bench_view(bench)
-    first, second = dict(shown.rows)["b1 s128"], dict(shown.rows)["b8 s128"]
-    assert first[0] == Mark("✗ error", bad=True)
-    assert first[6] == Mark("")
-    assert second[5] == Mark("not measured")
+    first, second = column(bench, "b1 s128"), column(bench, "b8 s128")
+    assert first["INT8 engine"] == Mark("✗ error", bad=True)
+    assert first["INT8 engine over FP16 engine"] == Mark("")
+    assert first["INT8 over the fastest FP16"][0] == Mark("not measured")
+    assert second["torch.compile FP16"] == Mark("not measured")
     for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
         assert "NaN or infinite logits" in text
     assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
@@ -163,8 +223,9 @@ def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
         line for line in pages(sample_bench(), tmp_path)["bench.md"].splitlines() if line.startswith("|")
     ]
     widths = [line.count("|") for line in lines]
-    assert widths[:5] == [widths[0]] * 5  # header, rule, three shapes
-    assert widths[5:] == [widths[5]] * (2 + 18)
+    assert widths[:5] == [5] * 5  # header, rule, three shapes
+    assert widths[5:15] == [5] * 10  # header, rule, six contestants, two ratios
+    assert widths[15:] == [widths[15]] * (2 + 18)
 
 
 def test_a_run_gets_a_section(tmp_path):
@@ -203,11 +264,11 @@ def test_a_bench_of_other_files_is_marked_stale(tmp_path):
 def test_a_run_does_not_show_peers_that_had_no_mask(tmp_path):
     bench = sample_bench()
     write_bench(tmp_path / "bench.json", bench)
-    assert "PyTorch FP16 SDPA" in bench_of(tmp_path).columns
+    assert "PyTorch FP16 SDPA" in dict(bench_of(tmp_path).rows)
     settings = bench.settings.model_copy(update={"peers_masked": False})
     write_bench(tmp_path / "bench.json", bench.model_copy(update={"settings": settings}))
     found = bench_of(tmp_path)
-    assert "PyTorch FP16 SDPA" not in found.columns
+    assert "PyTorch FP16 SDPA" not in dict(found.rows)
     assert "without an attention mask" in found.measured.warnings[-1]
 
 

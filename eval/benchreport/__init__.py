@@ -1,0 +1,1 @@
+"""What a bench says: its figures as words, tables and charts, on the terminal and on pages."""

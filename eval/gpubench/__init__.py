@@ -1,0 +1,1 @@
+"""What a bench compares on a GPU: engines, PyTorch and torch.compile, and which kernels the peers ran."""

@@ -1,0 +1,261 @@
+"""Engines and peers of a cell on a GPU that is not there: what is built, loaded, kept and freed."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from qdqbench.eval.bench.cell import CellShape
+from qdqbench.eval.gpubench import cell as gpu_cell
+from qdqbench.eval.gpubench.cell import gpu_makers
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine.profiles import Profile
+
+from ...support.tiny_bert import LINEARS
+from ..bench.test_run import OPTIONS
+from ..cli.test_bench import some_target, split_of
+
+BACKEND = ("tensorrt_rtx", "1.4")
+
+
+class FakeBound:
+    captured = True
+
+    def __init__(self, batch, length, stream):
+        self.shape, self.stream, self.closed = (batch, length), stream or object(), False
+
+    def close(self):
+        self.closed = True
+
+
+class FakeEngine:
+    """Stands in for runtime.engine.Engine."""
+
+    opened: ClassVar[list["FakeEngine"]] = []
+
+    def __init__(self, path, onnx_path):
+        assert path.is_file()
+        self.path, self.bounds, self.closed = path, [], False
+        self.memory = SimpleNamespace(engine_bytes=11, activation_bytes=22)
+        FakeEngine.opened.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        assert self.path.is_file()  # closed before its file goes
+        self.closed = True
+
+    def bind(self, batch, length, *, stream, graph):
+        assert graph
+        self.bounds.append(FakeBound(batch, length, stream))
+        return self.bounds[-1]
+
+
+class Peer:
+    """Stands in for peers.TorchRun."""
+
+    def __init__(self, forward, batch, length, *, inputs, how, graph, stream):
+        self.forward, self.stream = forward, stream or object()
+        self.detail = f"{how}, {'CUDA graph' if graph else 'no CUDA graph'}"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Everything of a GPU that a cell asks for; what was built, loaded and compiled."""
+    from qdqbench.quantize.engine import sidecar
+    from qdqbench.quantize.rundir import artifacts
+
+    asked = SimpleNamespace(builds=[], models=[], compiled=[], started=[], late={})
+
+    def built(onnx_path, engine_path, **options):
+        asked.builds.append((onnx_path.name, options))
+        if onnx_path.name == "model.fp32.onnx":
+            raise UserError("tensorrt_rtx refuses model.fp32.onnx")
+        engine_path.parent.mkdir(exist_ok=True)
+        engine_path.write_bytes(b"engine")
+        sidecar.sidecar_path(engine_path).write_text("{}")
+        return SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=[LINEARS[0]], layers=[])
+
+    def compiled(model, mode, *, dynamic):
+        asked.compiled.append((model, mode, dynamic))
+        return mode
+
+    def compiling(folder, modes, cells, seconds):
+        asked.started.append((modes, cells, seconds))
+        return FakeCompiling(asked)
+
+    FakeEngine.opened = []
+    monkeypatch.setattr(gpu_cell, "build", built)
+    monkeypatch.setattr(gpu_cell, "Engine", FakeEngine)
+    monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
+    monkeypatch.setattr(gpu_cell, "CudaTimer", lambda: "timer")
+    monkeypatch.setattr(gpu_cell, "to_device", dict)
+    monkeypatch.setattr(gpu_cell, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets))
+    monkeypatch.setattr(
+        gpu_cell, "SplitLane", lambda bounds, batches: SimpleNamespace(bounds=bounds, batches=batches)
+    )
+    monkeypatch.setattr(gpu_cell, "compiling", compiling)
+    monkeypatch.setattr(
+        gpu_cell.peers, "sdpa_model", lambda model, precision, _: asked.models.append(precision) or precision
+    )
+    monkeypatch.setattr(gpu_cell.peers, "eager_forward", lambda model: f"eager {model}")
+    monkeypatch.setattr(gpu_cell.peers, "compiled_forward", compiled)
+    monkeypatch.setattr(gpu_cell.peers, "TorchRun", Peer)
+    return asked
+
+
+class FakeCompiling:
+    def __init__(self, asked):
+        self.asked = asked
+
+    def __enter__(self):
+        return lambda: self.asked.late
+
+    def __exit__(self, *_):
+        self.asked.started.append("ended")
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as made:
+        yield made
+
+
+def a_target(tmp_path, recipe="bert-int8-linears"):
+    target = some_target(tmp_path, recipe)
+    target.session.new_model = object
+    return target
+
+
+def test_who_takes_part(tmp_path, stack):
+    target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
+
+    def names(target, **changes):
+        return [about.name for about in makers.contestants(target, replace(OPTIONS, **changes))]
+
+    engines = ["int8", "int8-exact", "fp16", "fp16-exact", "fp32"]
+    torch = ["torch-fp32", "torch-fp16-eager", "torch-fp16"]
+    torch += ["compile-fp16-eager", "compile-fp16", "autotune-fp16"]
+    assert names(target, profile="both") == engines + torch
+    assert names(target, profile="both", peers=False, fp32=False) == engines[:4]
+    assert names(target, profile="recipe", peers=False) == ["int8", "fp16", "fp32"]
+    assert names(a_target(tmp_path, "bert-fp16"), profile="both")[:3] == ["fp16", "fp16-exact", "fp32"]
+    listed = makers.contestants(target, replace(OPTIONS, profile="static"))
+    assert {about.name: about.label for about in listed}["int8"] == "INT8 engine, exact shape"
+    assert len({about.label for about in listed}) == len(listed)
+    assert {about.backend for about in listed if about.name.startswith("int8")} == {"tensorrt_rtx 1.4"}
+
+
+def test_engines_of_a_cell(device, tmp_path, stack):
+    target, shape, makers = a_target(tmp_path), CellShape(8, 128, None), gpu_makers(BACKEND, stack)
+    options = replace(OPTIONS, profile="both")
+    with ExitStack() as cell:
+        listed = makers.contestants(target, options)
+        entries = {e.row.contestant: e for e in makers.prepare(target, options, shape, listed, cell)}
+        int8 = entries["int8"]
+        assert int8.contestant is not None
+        assert len(int8.contestant.lanes) == 2  # one per stream
+        streams = [lane.bound.stream for lane in int8.contestant.lanes]
+        assert streams[0] is not streams[1]
+        assert all(lane.bound.shape == (8, 128) for lane in int8.contestant.lanes)
+        assert int8.contestant.timer == "timer"
+        row = int8.row
+        assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (11, 12, [LINEARS[0]])
+        assert (row.engine_bytes, row.activation_bytes) == (11, 22)
+        assert row.detail == "CUDA graph, recipe profile"
+        assert entries["int8-exact"].row.detail == "CUDA graph, static profile"
+        assert entries["fp16"].row.expected_int8_gemms is None
+        assert entries["fp32"].row.reason == "tensorrt_rtx refuses model.fp32.onnx"
+        assert int8.kernels is None  # engines have layer tables
+    assert [engine.closed for engine in FakeEngine.opened] == [False, True, False, True]
+    assert all(bound.closed for engine in FakeEngine.opened for bound in engine.bounds)
+    options_of = {options["layers_path"].name: (name, options) for name, options in device.builds}
+    assert len(options_of) == len(device.builds)
+    exact = options_of["int8.b8.s128.layers.json"]
+    assert exact[0] == "model.int8.onnx"
+    assert exact[1]["profiles"] == [Profile(min=(8, 128), opt=(8, 128), max=(8, 128))]
+    assert options_of["int8.recipe.layers.json"][1]["expected_gemms"] == ["/a/MatMul"]
+    assert options_of["fp16.recipe.layers.json"][1]["expected_gemms"] == []
+    target.stack.close()
+    assert all(engine.closed for engine in FakeEngine.opened)
+    assert list((tmp_path / "bench").iterdir()) == []  # engines are gone after the bench
+
+
+def test_what_all_cells_share_is_made_once_and_before_them(device, tmp_path, stack):
+    target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
+    options = replace(OPTIONS, profile="both", fp32=False, batches=(1, 8))
+    makers.start(tmp_path, options)
+    modes = ["default", "max-autotune-no-cudagraphs"]
+    assert device.started == [(modes, [((1, 128),), ((8, 128),)], options.compile_seconds)]
+    makers.ahead(target, options, lambda text: None)
+    assert len(device.builds) == 2 + 2 * 2  # for the recipe's shapes, and for each of two shapes
+    for batch in options.batches:
+        with ExitStack() as cell:
+            listed = makers.contestants(target, options)
+            entries = makers.prepare(target, options, CellShape(batch, 128, None), listed, cell)
+            assert all(entry.row.status == "done" for entry in entries)
+    assert len(device.builds) == 6
+    assert sorted(device.models) == ["fp16", "fp32"]
+    assert device.compiled == [("fp16", mode, False) for mode in modes] * 2
+    assert len(FakeEngine.opened) == 2 + 2 * 2
+    target.stack.close()
+    stack.close()
+    assert device.started[-1] == "ended"
+
+
+def test_peers_run_as_their_names_say(device, tmp_path, stack):
+    target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
+    with ExitStack() as cell:
+        listed = makers.contestants(target, OPTIONS)
+        entries = makers.prepare(target, OPTIONS, CellShape(1, 16, None), listed, cell)
+    found = {e.row.contestant: e for e in entries if e.kernels}
+    assert {name: entry.row.detail for name, entry in found.items()} == {
+        "torch-fp32": "eager, SDPA, TF32 allowed, CUDA graph",
+        "torch-fp16-eager": "eager, SDPA, no CUDA graph",
+        "torch-fp16": "eager, SDPA, CUDA graph",
+        "compile-fp16-eager": "torch.compile mode default, no CUDA graph",
+        "compile-fp16": "torch.compile mode default, CUDA graph",
+        "autotune-fp16": "torch.compile mode max-autotune-no-cudagraphs, CUDA graph",
+    }
+    lanes = {name: entry.contestant.lanes[0] for name, entry in found.items()}
+    assert lanes["compile-fp16-eager"].bound.forward is lanes["compile-fp16"].bound.forward  # compiled once
+
+
+def test_an_engine_that_is_not_built_is_an_error_and_a_peer_that_does_not_run_is_skipped(
+    device, tmp_path, stack, monkeypatch
+):
+    def no_compiler(*_, **__):
+        raise AttributeError("no C compiler")
+
+    monkeypatch.setattr(gpu_cell.peers, "compiled_forward", no_compiler)
+    device.late = {("max-autotune-no-cudagraphs", ((1, 16),)): "torch.compile took over 90 s"}
+    target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
+    options = replace(OPTIONS, batches=(1,), lengths=(16,))
+    makers.start(tmp_path, options)
+    makers.ahead(target, options, lambda text: None)
+    with ExitStack() as cell:
+        listed = makers.contestants(target, options)
+        rows = [e.row for e in makers.prepare(target, options, CellShape(1, 16, None), listed, cell)]
+    found = {row.contestant: (row.status, row.reason) for row in rows}
+    assert found["fp32"] == ("error", "tensorrt_rtx refuses model.fp32.onnx")
+    assert found["compile-fp16"] == ("skipped", "no C compiler")
+    assert found["autotune-fp16"] == ("skipped", "torch.compile took over 90 s")
+    assert found["int8"][0] == found["torch-fp16"][0] == "done"
+
+
+def test_all_shapes_of_a_split_share_a_stream_and_a_compilation(device, tmp_path, stack):
+    target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
+    split = split_of((32, 64), (32, 40), (8, 40))
+    options = replace(OPTIONS, real=split)
+    makers.ahead(target, options, lambda text: None)
+    assert device.started[0][1] == [((32, 64), (32, 40), (8, 40))]
+    with ExitStack() as cell:
+        listed = makers.contestants(target, options)
+        entries = makers.prepare(target, options, CellShape(32, None, split), listed, cell)
+        (lane,) = entries[0].contestant.lanes
+        assert list(lane.bounds) == [(32, 64), (32, 40), (8, 40)]
+        assert len({id(bound.stream) for bound in lane.bounds.values()}) == 1
+    assert {dynamic for _, _, dynamic in device.compiled} == {True}
