@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.eval.accuracy.changes import Answered, answered
 from qdqbench.eval.accuracy.logits import read_logits
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, fastest_float, read_bench, row_of
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
 from qdqbench.eval.compare.results import ComparedRun, Latency
 from qdqbench.eval.report.formats import model_label
 from qdqbench.eval.runs.verdict import last_measured, quantized_file
@@ -206,9 +206,9 @@ def _device(bench: Bench) -> str:
 def _latencies(bench: Bench) -> list[Latency]:
     found = []
     for cell in bench.cells:
-        if (row := row_of(cell, "int8")) is None or row.median_ms is None:
+        best = headline_of(bench.contestants, cell)
+        if (row := row_of(cell, best.contestant if best else "int8")) is None or row.median_ms is None:
             continue
-        best = fastest_float(bench, cell)
         found.append(
             Latency(
                 cell=cell_label(cell, bench.settings.real_lengths),

@@ -141,9 +141,9 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     labels = {about.name: about.label for about in bench.contestants}
     shapes = [text(cell_text(bench, cell)) for cell in bench.cells]
     heads = []
-    for shape, cell in zip(shapes, bench.cells, strict=True):
+    for name, cell in zip(shapes, bench.cells, strict=True):
         ratio, *sides = headline_marks(bench, cell)
-        heads.append([shape, _shown(ratio), *(text(side.text) for side in sides)])
+        heads.append([name, _shown(ratio), *(text(side.text) for side in sides)])
     rows = [[text(name), *map(_shown, marks)] for name, marks in (*latency_rows(bench), *ratio_rows(bench))]
     said = [*bench.notes, *_built_as(bench), *_proofs(bench), clocks(bench), *slow_lines(bench)]
     notes = [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
