@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from qdqbench.quantize.cli import bench, run, train
+from qdqbench.quantize.cli import bench, run, serve, train
 from qdqbench.quantize.cli.choose import search, sensitivity
 from qdqbench.quantize.cli.look import compare, diagnose, inspect
 from qdqbench.quantize.machine import interrupt
@@ -43,6 +43,7 @@ app.command()(sensitivity.methods)
 app.command()(train.finetune)
 app.command()(run.qat)
 app.command()(train.study)
+app.command()(serve.serve)
 
 
 def _invoke() -> None:

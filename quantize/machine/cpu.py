@@ -39,7 +39,6 @@ class Cpu:
 @cache
 def find_cpu() -> Cpu:
     """The CPU of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     said: dict[str, str] = {}
     if _CPUINFO.is_file():
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -47,7 +46,14 @@ def find_cpu() -> Cpu:
             said.setdefault(key.strip().lower(), value.strip())
     flags = f"{said.get('flags', '')} {said.get('features', '')}".split()
     name = said.get("model name") or platform.processor() or platform.machine()
-    return Cpu(name, cores, tuple(feature for feature in FEATURES if feature in flags))
+    return Cpu(name, len(usable_cores()), tuple(feature for feature in FEATURES if feature in flags))
+
+
+def usable_cores() -> list[int]:
+    """Numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
 
 
 def cpu_hazards(cpu: Cpu) -> list[str]:
