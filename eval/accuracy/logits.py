@@ -1,5 +1,6 @@
 """Answers of a stage: computed in batches, kept as files, scored."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from qdqbench.quantize.tasks.task import Task, by_split
 Logits = dict[str, Floats]  # answers [answers, width] by evaluation split
 
 
-def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | None = None) -> Path:
-    """Write answers and their labels of every evaluation split as arrays."""
+def evaluate_stage(
+    session: Session,
+    stage: str,
+    runner: Any,
+    batch_size: int | None = None,
+    edges: Sequence[int] | None = None,
+) -> Path:
+    """Write answers and their labels of every evaluation split as arrays; `edges` as of `predict`."""
     total, seen = sum(encoded.rows for _, encoded in session.eval_splits.values()), 0
 
     def progress(count: int) -> None:
@@ -35,6 +42,7 @@ def evaluate_stage(session: Session, stage: str, runner: Any, batch_size: int | 
             batch_size=batch_size or session.config.batch_size,
             stage=stage,
             progress=progress,
+            edges=edges,
         )
         arrays[f"{name}.labels"] = encoded.labels
     path = session.folder / "logits" / f"{stage}.npz"

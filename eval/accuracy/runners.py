@@ -1,6 +1,6 @@
 """The same predict function over every stage: batches in, float32 answers [answers, width] out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +29,7 @@ def predict(  # noqa: PLR0913
     batch_size: int,
     stage: str,
     progress: Callable[[int], None] = lambda _: None,
+    edges: Sequence[int] | None = None,
 ) -> Float32:
     """Answers to a whole split [answers, width], row after row.
 
@@ -36,12 +37,13 @@ def predict(  # noqa: PLR0913
         run: one batch (int64 [B, L] arrays) to float32 answers [B, width] or [B, L or more, width].
         batch_size: rows per batch, sorted by length so that padding is small.
         progress: called with the number of rows of each batch.
+        edges: of length buckets that the runner pads to; no batch has rows of two.
 
     Raises:
         CheckFailed: NaN or infinite logits.
     """
     parts: list[tuple[Int64, Float32]] = []
-    for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id):
+    for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id, edges=edges):
         parts.append((rows, encoded.kept(rows, run(batch))))
         progress(len(rows))
     answers = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)

@@ -22,7 +22,7 @@ from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.artifacts import backend_of
-from qdqbench.quantize.rundir.config import find_recipe, for_length, run_config
+from qdqbench.quantize.rundir.config import find_recipe, for_length, for_shapes, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
@@ -62,6 +62,7 @@ def run(  # noqa: PLR0913
     num_labels: int | None = None,
     metric: Sequence[str] | None = None,
     max_length: int | None = None,
+    shapes: str | None = None,
     pooling: str | None = None,
     normalize: bool = False,
     batch_size: int = 32,
@@ -84,6 +85,7 @@ def run(  # noqa: PLR0913
         num_labels: classes of your own data; 1 is regression.
         metric: metrics of your own data, the first decides.
         max_length: tokens of a sample; None: as the recipe says. Its profiles follow.
+        shapes: "auto": profiles of the lengths that the evaluation data has; None: the recipe's.
         pooling: of a plain encoder as embedding model: "mean", "cls" or "last".
         normalize: embeddings of length 1; with `pooling`.
         batch_size: of the evaluation.
@@ -97,6 +99,7 @@ def run(  # noqa: PLR0913
     """
     model = None if model is None else str(model)
     chosen = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision)
+    chosen = chosen if shapes is None else for_shapes(chosen, shapes)
     config = run_config(
         chosen if max_length is None else for_length(chosen, max_length),
         model=model,

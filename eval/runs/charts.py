@@ -258,6 +258,23 @@ def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, lim
     return svg_of(figure, name, f"{title}, by encoder layer")
 
 
+def lengths_svg(results: Results) -> str:
+    """Rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
+    if (found := results.lengths) is None:
+        return ""
+    figure = figure_of(2.0)
+    axes = figure.add_subplot()
+    tokens, rows = zip(*found.histogram, strict=True)
+    axes.bar(tokens, rows, width=0.9, color=BLUE)
+    for bucket in found.buckets:
+        label = "padded to" if bucket is found.buckets[0] else "_"
+        axes.axvline(bucket.length + 0.5, **LIMIT_LINE, label=label)
+    axes.set_xlabel("tokens of a row")
+    dress(axes, "rows by length")
+    legend(figure, 3)
+    return svg_of(figure, "lengths", "Rows by length, and the lengths that they are padded to")
+
+
 def _short(name: str) -> str:
     """A label that leaves room for the chart."""
     return name if len(name) <= 32 else f"{name[:31]}…"

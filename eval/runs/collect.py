@@ -23,6 +23,7 @@ from qdqbench.quantize.encoders.identity import describe_model
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.rundir.artifacts import GPU, GPU_INT8, proves_for_gpu
+from qdqbench.quantize.rundir.lengths import found_lengths
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
@@ -71,6 +72,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         qat_vs_ptq=_compared(session, "ptq", "fake_quant") if trained else None,
         engine=None if isinstance(built, Skipped) else built,
         gpu_engine=None if isinstance(for_gpu, Skipped) else for_gpu,
+        lengths=found_lengths(session),
         verification=verification,
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,

@@ -165,6 +165,7 @@ def _context(results: Results) -> dict[str, Any]:
         "amax_svg": charts.ranges_svg(results, "amax"),
         "outlier_svg": charts.ranges_svg(results, "amax_over_rms"),
         "parity_svg": charts.parity_svg(results),
+        "lengths_svg": charts.lengths_svg(results),
         "total_s": sum(row.wall_s for row in results.timings.values()),
         "inputs": [
             *flat(results.model, "model"),

@@ -24,6 +24,7 @@ from qdqbench.quantize.rundir.artifacts import (
     expected_gemms,
     graph_path,
 )
+from qdqbench.quantize.rundir.lengths import length_edges
 from qdqbench.quantize.rundir.outcomes import (
     BUILD,
     ENGINE,
@@ -104,8 +105,9 @@ def engine_stage(session: Session) -> list[Path]:
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
-    on_cpu = backend_of(session.recipe) in CPU_BACKENDS  # whose kernels are tuned for no shape
-    for _, encoded in () if on_cpu else session.eval_splits.values():
+    # kernels of a CPU are tuned for no shape, and profiles of the data for its shapes
+    tuned = backend_of(session.recipe) in CPU_BACKENDS or session.recipe.auto_shapes
+    for _, encoded in () if tuned else session.eval_splits.values():
         notes = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.notes += [note for note in notes if note not in session.notes]
     reason = cannot_run(session)
@@ -129,7 +131,7 @@ def _run_engine(session: Session) -> list[Path]:
     graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
     with open_runner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
-        logits = evaluate_stage(session, "engine", runner, batch_size=size)
+        logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=length_edges(session))
         memory = runner.engine.memory
     session.notes += [note for note in runner.engine.notes if note not in session.notes]
     done = Ran(detail=f"{detail}; {memory}", memory=asdict(memory))

@@ -27,6 +27,7 @@ from qdqbench.quantize.rundir.artifacts import (
     GPU_INT8,
     INT8,
     backend_of,
+    engine_profiles,
     expected_modules,
     graph_path,
     proves_for_gpu,
@@ -181,8 +182,9 @@ def _exported(session: Session) -> Any:
 
 
 def _built(session: Session) -> Any:
-    device = str(find_gpu()), str(find_cpu())
-    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device]
+    device, auto = (str(find_gpu()), str(find_cpu())), session.recipe.auto_shapes
+    shapes = [str(profile) for profile in engine_profiles(session)] if auto else []
+    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *shapes]
 
 
 def _measured(session: Session) -> Any:

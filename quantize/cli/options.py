@@ -31,6 +31,12 @@ Backend = Annotated[
     str | None,
     typer.Option(help="Of the engine: tensorrt, tensorrt_rtx, openvino or onnxruntime; none: the recipe's."),
 ]
+ShapesOfData = Annotated[
+    str | None,
+    typer.Option(
+        "--shapes", help="auto: profiles of the lengths that the evaluation data has; none: the recipe's."
+    ),
+]
 RunLimit = Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")]
 
 
@@ -73,11 +79,19 @@ class Subject:
     ] = None
     normalize: Annotated[bool, typer.Option("--normalize", help="To length 1; with --pooling.")] = False
 
-    def recipe(self, name: str, max_length: int | None = None, backend: str | None = None) -> "Recipe":
-        """A recipe for the model; errors are those of `find_recipe`, `for_length` and `for_backend`."""
-        from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length
+    def recipe(
+        self,
+        name: str,
+        max_length: int | None = None,
+        backend: str | None = None,
+        shapes: str | None = None,
+    ) -> "Recipe":
+        """A recipe for the model; errors are those of `find_recipe` and of the `for_...` beside it."""
+        from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length, for_shapes
 
         found = find_recipe(name, self.model, self.revision)
+        if shapes is not None:
+            found = for_shapes(found, shapes)
         if backend is not None:
             found = for_backend(found, backend)
         return found if max_length is None else for_length(found, max_length)

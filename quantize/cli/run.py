@@ -126,6 +126,7 @@ def run(  # noqa: PLR0913  (a command's options)
     out: options.RunOut = None,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
+    shapes: options.ShapesOfData = None,
     limit: options.RunLimit = None,
     batch_size: options.BatchSize = 32,
     seed: options.RunSeed = 0,
@@ -138,7 +139,7 @@ def run(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.api.runs import run_folder, start
 
     config = subject.config(
-        subject.recipe(recipe, max_length, backend), batch_size=batch_size, seed=seed, limit=limit
+        subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
     )
     folder = run_folder(config, out)
     with progress.stages(quiet=json) as shown:
@@ -157,6 +158,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     ] = False,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
+    shapes: options.ShapesOfData = None,
     limit: options.RunLimit = None,
     batch_size: options.BatchSize = 32,
     seed: options.RunSeed = 0,
@@ -171,7 +173,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     from qdqbench.quantize.train.processes import leads
 
     config = subject.config(
-        subject.recipe(recipe, max_length, backend), batch_size=batch_size, seed=seed, limit=limit
+        subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
     )
     folder = run_folder(config, out)
     session = Session(config, folder)

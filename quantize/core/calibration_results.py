@@ -1,4 +1,4 @@
-"""Tables of results.json on what calibration found."""
+"""What `results.json` holds of the data: what calibration found in it, and the lengths of its rows."""
 
 from typing import Literal
 
@@ -27,3 +27,28 @@ class SoftmaxRow(Strict):
     zeroed: float  # part of the attention that rounds to zero
     clipped: float  # part of it above the amax
     error: float  # of the attention's output: ||P_int8 v - P v|| / ||P v||
+
+
+class LengthBucket(Strict):
+    """Rows that are padded to the same length."""
+
+    length: int  # tokens, that rows are padded to
+    rows: int
+    tokens: int  # without padding
+
+
+class Lengths(Strict):
+    """Lengths of the evaluation data, and what an engine with `shapes: auto` makes of them."""
+
+    splits: list[str]  # whose rows were counted
+    rows: int
+    tokens: int  # without padding
+    shortest: int  # tokens of a row
+    longest: int
+    median: float
+    p90: int  # nine of ten rows have no more tokens
+    histogram: list[tuple[int, int]]  # tokens, rows
+    buckets: list[LengthBucket]  # none where the kernels take every length (a CPU)
+    padding: float  # share of the tokens of the padded batches
+    longest_padding: float  # the same, were all rows padded to the longest
+    profiles: list[str]  # of the engine

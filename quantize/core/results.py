@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.core.calibration_results import Lengths, QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
@@ -260,6 +260,7 @@ class Results(Tabular):
     qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
     engine: EngineResult | None
     gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
+    lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
     verification: Verification | None = None  # None: the engine was not run, or not verified
     gate: Gate
     timings: dict[str, Timing]

@@ -182,8 +182,9 @@ def notes_on_data(profiles: Sequence[Profile], lengths: Int64, batch_size: int) 
     several = " in place of that profile" if len(profiles) > 1 else ""
     return [
         f"the engine runs far from its opt shape, {' and '.join(far)} (90th percentile of the padded batches "
-        f"of the evaluation data, the longest has {longest} tokens): set engine.shapes {better}{several} in "
-        "the recipe if this is the load that counts"
+        f"of the evaluation data, the longest has {longest} tokens): if this is the load that counts, let "
+        f"the profiles follow it with --shapes auto (shapes: auto in the recipe), or set engine.shapes "
+        f"{better}{several}"
     ]
 
 

@@ -17,7 +17,6 @@ from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.sections import (
-    FORMS,
     Calibration,
     EngineSettings,
     Export,
@@ -26,6 +25,7 @@ from qdqbench.quantize.recipe.sections import (
     Precision,
     Rule,
 )
+from qdqbench.quantize.recipe.shapes import AUTO, FORMS
 from qdqbench.quantize.recipe.training import Qat
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
@@ -67,7 +67,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        longest = max(shapes.length[2] for shapes in self.engine.profiles)
+        longest = max((shapes.length[2] for shapes in self.engine.profiles), default=0)
         if longest > self.export.max_length:
             raise ValueError(
                 f"engine.shapes.length goes to {longest}, but export.max_length "
@@ -109,6 +109,11 @@ class Recipe(Frozen):
         return self.residual == "int8" or any(
             rule.type == "Residual" and rule.precision == "int8" for rule in self.rules
         )
+
+    @property
+    def auto_shapes(self) -> bool:
+        """Whether the profiles of the engine follow the lengths of the data."""
+        return self.engine.shapes == AUTO
 
     @property
     def ptq(self) -> "Recipe":

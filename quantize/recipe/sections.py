@@ -4,9 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    Discriminator,
     Field,
-    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -15,8 +13,8 @@ from qdqbench.quantize.core.limits import BackendChoice
 from qdqbench.quantize.core.strict import Frozen, Positive
 from qdqbench.quantize.families.known import FAMILIES, describe, known_family
 from qdqbench.quantize.recipe.layout import Layout
+from qdqbench.quantize.recipe.shapes import Shapes, ShapesForm
 
-Range = tuple[Positive, Positive, Positive]
 WeightMethod = Literal["max", "mse"]
 METHOD_PATTERN = r"^(max|mse|entropy|percentile/[0-9.]+)$"  # for editors; _method judges
 Method = Annotated[
@@ -226,32 +224,8 @@ class Export(Frozen):
     )
 
 
-class Shapes(Frozen):
-    """Minimum, optimum and maximum of the optimization profile."""
-
-    batch: Range = Field(default=(1, 32, 128), description="Samples: [min, opt, max] in rising order.")
-    length: Range = Field(
-        default=(16, 128, 128), description="Tokens of a sample: [min, opt, max] in rising order."
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "Shapes":
-        for name, values in (("batch", self.batch), ("length", self.length)):
-            if list(values) != sorted(values):
-                raise ValueError(f"{name} must be [min, opt, max] in rising order, not {list(values)}")
-        return self
-
-
-# tags keep pydantic from reporting a wrong key once for each form
-FORMS = ("mapping", "list")
-_OneOrMore = Annotated[
-    Annotated[Shapes, Tag("mapping")] | Annotated[tuple[Shapes, ...], Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, (list, tuple)) else "mapping"),
-]
-
-
 class EngineSettings(Frozen):
-    """Where the ONNX file is built, and for which shapes: one optimization profile, or a list of them."""
+    """Where the ONNX file is built, and for which shapes: one optimization profile, several, or auto."""
 
     backend: BackendChoice = Field(
         default="auto",
@@ -259,8 +233,10 @@ class EngineSettings(Frozen):
         "if that is not installed; without a GPU OpenVINO, or ONNX Runtime if that is not installed, and "
         "TensorRT-RTX builds ahead of time beside it, as a proof for a GPU.",
     )
-    shapes: _OneOrMore = Field(
-        default=Shapes(), description="Shapes of one optimization profile, or a list of several."
+    shapes: ShapesForm = Field(
+        default=Shapes(),
+        description="Shapes of one optimization profile, a list of several, or auto: a profile for each of a "
+        "few lengths that pad the run's evaluation data least (docs/real_lengths.md).",
     )
     compute_capability: str | None = Field(
         default=None,
@@ -269,13 +245,15 @@ class EngineSettings(Frozen):
 
     @model_validator(mode="after")
     def _some(self) -> "EngineSettings":
-        if not self.profiles:
-            raise ValueError("shapes is an empty list; give one mapping of batch and length, or several")
+        if not self.shapes:
+            raise ValueError("shapes is an empty list; give a mapping of batch and length, several, or auto")
         return self
 
     @property
     def profiles(self) -> tuple[Shapes, ...]:
-        """Shapes of every optimization profile."""
+        """Shapes of every optimization profile; none where they follow the data."""
+        if isinstance(self.shapes, str):
+            return ()
         return (self.shapes,) if isinstance(self.shapes, Shapes) else self.shapes
 
 

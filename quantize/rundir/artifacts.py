@@ -12,6 +12,7 @@ from qdqbench.quantize.engine.profiles import Profile, spanning
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.lengths import auto_profiles
 from qdqbench.quantize.rundir.session import Session
 
 FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
@@ -54,7 +55,12 @@ def expected_gemms(session: Session) -> list[str]:
 
 
 def engine_profiles(session: Session) -> list[Any]:
-    """Optimization profiles of the recipe; for a CPU, whose kernels take every shape, one that holds all."""
+    """Optimization profiles of the recipe; for a CPU, whose kernels take every shape, one that holds all.
+
+    With `shapes: auto` those of the evaluation data.
+    """
+    if session.recipe.auto_shapes:
+        return auto_profiles(session)
     bounds = (zip(each.batch, each.length, strict=True) for each in session.recipe.engine.profiles)
     profiles = [Profile(*sizes) for sizes in bounds]
     return [spanning(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles

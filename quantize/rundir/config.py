@@ -9,6 +9,7 @@ from qdqbench.quantize.encoders.pooling import MODES, Pooling
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
+from qdqbench.quantize.recipe.shapes import AUTO
 from qdqbench.quantize.rundir.session import RunConfig
 from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
 
@@ -33,9 +34,10 @@ def for_length(recipe: Recipe, length: int) -> Recipe:
     Raises:
         UserError: what the recipe asks for does not go with that length.
     """
-    data, longest = recipe.model_dump(mode="json"), max(each.length[2] for each in recipe.engine.profiles)
+    data = recipe.model_dump(mode="json")
+    longest = max((each.length[2] for each in recipe.engine.profiles), default=length)
     data["export"]["max_length"] = length
-    shapes = data["engine"]["shapes"]
+    shapes = [] if recipe.auto_shapes else data["engine"]["shapes"]
     for each in [shapes] if isinstance(shapes, dict) else shapes:
         each["length"] = [length if size == longest else min(size, length) for size in each["length"]]
     return validated(data, f"recipe {recipe.name} for {length} tokens")
@@ -50,6 +52,19 @@ def for_backend(recipe: Recipe, backend: str) -> Recipe:
     data = recipe.model_dump(mode="json")
     data["engine"]["backend"] = backend
     return validated(data, f"recipe {recipe.name} for backend {backend}")
+
+
+def for_shapes(recipe: Recipe, shapes: str) -> Recipe:
+    """A recipe whose profiles follow the data.
+
+    Raises:
+        UserError: `shapes` is not "auto".
+    """
+    if shapes != AUTO:
+        raise UserError(f"--shapes {shapes} is not known; give auto, or write engine.shapes into a recipe")
+    data = recipe.model_dump(mode="json")
+    data["engine"]["shapes"] = AUTO
+    return validated(data, f"recipe {recipe.name} with shapes of the data")
 
 
 def find_task(  # noqa: PLR0913

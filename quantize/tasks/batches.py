@@ -1,6 +1,6 @@
 """Rows of a split as batches: for evaluation, and for calibration."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +13,42 @@ from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import Task
 
 
-def sorted_batches(encoded: Encoded, batch_size: int, *, pad_id: int) -> Iterator[IndexedBatch]:
+def sorted_batches(
+    encoded: Encoded, batch_size: int, *, pad_id: int, edges: Sequence[int] | None = None
+) -> Iterator[IndexedBatch]:
     """Batches for evaluation: longest samples first, each batch padded to its own longest.
 
     Sorting by length keeps padding small; the longest first makes the largest allocation the first one.
 
+    Args:
+        edges: of length buckets; no batch has rows of two.
+
     Yields:
         Rows of the split, int64 [B], and `input_ids`, `attention_mask`, `token_type_ids`, int64 [B, L].
     """
-    order = np.argsort(-encoded.lengths, kind="stable")
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size].tolist()
-        yield encoded.batch(rows, pad_id)
+    for _, rows in sorted_rows(encoded.lengths, batch_size, edges):
+        yield encoded.batch(rows.tolist(), pad_id)
+
+
+def sorted_rows(
+    lengths: Int64, batch_size: int, edges: Sequence[int] | None = None
+) -> list[tuple[int, Int64]]:
+    """The length that each batch is to be padded to, and its rows; the longest first.
+
+    Args:
+        lengths: tokens of each row, int64 [rows].
+        edges: of length buckets, rising, the last no shorter than any row: the rows of a bucket are shared
+            out evenly, so that its batches differ by one row at most. None: each batch to its longest row.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    if edges is None:
+        parts = np.split(order, range(batch_size, len(order), batch_size))
+        return [(int(lengths[rows[0]]), rows) for rows in parts if len(rows)]
+    made, bucket = [], np.searchsorted(edges, lengths[order])
+    for index in reversed(range(len(edges))):
+        if len(rows := order[bucket == index]):
+            made += [(edges[index], part) for part in np.array_split(rows, -(-len(rows) // batch_size))]
+    return made
 
 
 def equal_length_batches(

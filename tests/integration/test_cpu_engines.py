@@ -3,6 +3,7 @@
 import json
 import tempfile
 
+import numpy as np
 import pytest
 
 from qdqbench.eval.bench import engines
@@ -32,6 +33,19 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     assert found["stages"]["engine"]["status"] == "done"
     assert found["verification"]["passed"]
     assert len(found["verification"]["blocks"]) == 4
+    assert found["lengths"] is None
+    with np.load(out / "logits" / "engine.npz") as before:
+        shipped = before["validation.logits"]
+    again = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
+    done = qdqbench(*again, "--shapes", "auto")
+    assert (done.code, done.err) == (0, ""), done.err
+    told = results(out)["lengths"]
+    assert (told["splits"], told["rows"], told["buckets"]) == (["validation"], len(shipped), [])
+    assert 0 < told["padding"] < told["longest_padding"]
+    assert len(told["profiles"]) == 1
+    assert "kernels take every length" in (out / "report.md").read_text()
+    with np.load(out / "logits" / "engine.npz") as after:
+        np.testing.assert_allclose(after["validation.logits"], shipped, atol=0.1)
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])

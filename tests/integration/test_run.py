@@ -9,8 +9,10 @@ import onnx
 import pytest
 import yaml
 
+from qdqbench.eval.stages import engine as engine_stages
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+from qdqbench.quantize.rundir.artifacts import engine_profiles
 
 from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, listing, results, rows, write_split
 
@@ -246,6 +248,31 @@ def test_a_change_reruns_what_depends_on_it(  # noqa: PLR0917
     done = qdqbench("run", recipe, *sst2.options, "--out", a_run, *options)
     assert done.code == 0
     assert {name for name, row in results(a_run)["timings"].items() if not row["reused"]} == rerun
+
+
+@needs_rtx
+def test_profiles_follow_the_data_and_the_warning_goes(a_run, sst2, qdqbench, monkeypatch):
+    monkeypatch.setattr(engine_stages, "engine_profiles", engine_profiles)  # all of them
+    assert any("--shapes auto" in line for line in results(a_run)["warnings"])
+    done = qdqbench("run", *sst2.options, "--shapes", "auto", "--out", a_run)
+    assert (done.code, done.err) == (0, "")
+    found = results(a_run)
+    rerun = {name for name, row in found["timings"].items() if not row["reused"]}
+    assert rerun == {"build", "verify", "engine"}
+    assert not any("opt shape" in line for line in found["warnings"])
+    told = found["lengths"]
+    assert told["tokens"] == sum(length * rows for length, rows in told["histogram"])
+    assert told["tokens"] == sum(bucket["tokens"] for bucket in told["buckets"])
+    edges = [bucket["length"] for bucket in told["buckets"]]
+    assert edges == sorted(edges)
+    assert edges[-1] >= told["longest"]
+    sidecar = json.loads((a_run / "engine" / "model.int8.engine.json").read_text())
+    assert [profile["opt"] for profile in sidecar["profiles"]] == [[32, edge] for edge in [*edges, 128]]
+    assert len(told["profiles"]) == len(sidecar["profiles"])
+    tokens = sum(bucket["length"] * bucket["rows"] for bucket in told["buckets"])
+    assert told["padding"] == pytest.approx(1 - told["tokens"] / tokens)
+    for shown in ("report.md", "report.html"):
+        assert "shapes: auto" in (a_run / shown).read_text()
 
 
 @needs_rtx

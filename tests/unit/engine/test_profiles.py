@@ -244,7 +244,9 @@ def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
     monkeypatch.setattr(
         engine,
         "evaluate_stage",
-        lambda session, stage, runner, batch_size: sizes.append(batch_size) or run.folder / "engine.npz",
+        lambda session, stage, runner, batch_size, edges: (
+            sizes.append(batch_size) or run.folder / "engine.npz"
+        ),
     )
     files.write_json(run.folder / "build.json", engine_row())
     assert engine.engine_stage(run) == [run.folder / "engine.json", run.folder / "engine.npz"]

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from qdqbench.eval.accuracy.runners import predict
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import Backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
+from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.runtime import bound as engine_bound
 from qdqbench.quantize.runtime import engine as engine_core
 from qdqbench.quantize.runtime import tensors
+from qdqbench.quantize.runtime.buckets import bucket_profiles
 from qdqbench.quantize.runtime.engine import Engine
 from qdqbench.quantize.runtime.runner import EngineRunner
 
@@ -373,6 +376,23 @@ def test_runner_pads_to_shapes_that_repeat(gpu, engine_file, rows, length, padde
             assert logits.dtype == np.float32
             assert logits[:, 0].tolist() == expected(feeds).tolist()
             assert logits[:, 1].tolist() == [padded] * rows
+
+
+def test_answers_in_length_buckets_are_those_of_any_batches_in_the_same_order(gpu, engine_file):
+    random, edges = np.random.default_rng(0), [16, 40, 64]
+    ids = [random.integers(1, 99, length) for length in random.integers(1, 60, 37)]
+    encoded = Encoded(ids, [np.zeros_like(each) for each in ids], np.zeros(37), truncated=0)
+    gpu.profiles = [((1, edge), (8, edge), (128, edge)) for edge in edges]
+    with EngineRunner(*engine_file, pad_id=0) as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.engine, "profiles", bucket_profiles(edges, 64, 8))
+
+        def run(batch):
+            return runner({"ids": batch["input_ids"], "mask": batch["attention_mask"]})
+
+        settings = {"pad_id": 0, "batch_size": 8, "stage": "engine"}
+        plain, bucketed = predict(run, encoded, **settings), predict(run, encoded, **settings, edges=edges)
+    assert plain[:, 0].tolist() == bucketed[:, 0].tolist() == [each.sum() for each in ids]
+    assert bucketed[:, 1].tolist() == [min(edge for edge in edges if edge >= len(each)) for each in ids]
 
 
 def test_runner_pads_with_the_pad_token(gpu, engine_file, monkeypatch):
