@@ -31,6 +31,7 @@ for stage, text in STAGE_COMMANDS.items():
     app.command(stage)(run.stage_command(stage, text))
 app.command()(inspect.check)
 app.command()(diagnose.diagnose)
+app.command()(diagnose.fix)
 app.command()(run.profile)
 app.command()(inspect.inspect)
 app.command()(bench.bench)

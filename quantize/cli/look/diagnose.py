@@ -9,6 +9,7 @@ from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
     from qdqbench.quantize.diagnose.found import Diagnosis, Found
+    from qdqbench.quantize.fix.results import EngineRow, FixReport
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -71,3 +72,99 @@ def _print_one(number: int, found: "Found", told: dict[str, int]) -> None:
         out.print(
             f"   fix: [bold]{plain(fix)}[/]" if first == number else f"   fix: as {first}", highlight=False
         )
+
+
+def fix(  # noqa: PLR0913, PLR0917  (a command's options)
+    onnx_file: Annotated[Path, typer.Argument(help="ONNX file of any origin.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    compute: Annotated[
+        str, typer.Option(help="Of what is not INT8, in a file that is all FP32: fp16, or keep.")
+    ] = "fp16",
+    weights: Annotated[
+        str, typer.Option(help="Scales of weights: channel, or factored, which TensorRT-RTX runs faster.")
+    ] = "channel",
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Samples (.npz, one array an input): compared on, and calibrate what has no scale."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of random inputs, without --inputs.")] = 0,
+    limit: Annotated[
+        float, typer.Option(min=0, help="Of the relative error of outputs to the file without Q/DQ.")
+    ] = 0.1,
+    engine: Annotated[bool, typer.Option(help="Build engines before and after.")] = True,
+    json: Json = False,
+) -> None:
+    """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables."""
+    from typing import Any, cast
+
+    from qdqbench.quantize.core.errors import CheckFailed, UserError
+    from qdqbench.quantize.fix.fix import COMPUTE, WEIGHTS, FixOptions
+    from qdqbench.quantize.fix.fix import fix as mended
+
+    for name, value, known in (("--compute", compute, COMPUTE), ("--weights", weights, WEIGHTS)):
+        if value not in known:
+            raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
+    options = FixOptions(
+        cast("Any", compute), cast("Any", weights), inputs=inputs, seed=seed, limit=limit, engine=engine
+    )
+    report = mended(onnx_file, out, options)
+    if json:
+        print_json(report.model_dump(mode="json") | {"failures": report.failures})
+    else:
+        _print_fix(report)
+    if report.failures:
+        raise CheckFailed(f"{out} is written, and not all is mended: {'; '.join(report.failures[:4])}")
+
+
+def _print_fix(report: "FixReport") -> None:
+    from rich.table import Table
+
+    out = console()
+    for text in report.done or ["nothing had to be changed"]:
+        out.print(f"[green]done[/] {plain(text)}", highlight=False)
+    for text in report.left:
+        out.print(f"[red]left[/] {plain(text)}", highlight=False)
+    table = Table("", "before", "after", box=None, pad_edge=False)
+    table.add_row(
+        "GEMMs in INT8 by the graph", str(report.int8_before), f"{report.int8_after} of {report.gemms}"
+    )
+    for code in dict.fromkeys((*report.findings_before, *report.findings_after)):
+        numbers = (report.findings_before.get(code, 0), report.findings_after.get(code, 0))
+        table.add_row(f"check: {code}", *map(str, numbers))
+    first, second = report.engine_before, report.engine_after
+    if first and second:
+        table.add_row("linears in INT8 in the engine", _gemms(first), _gemms(second))
+        table.add_row("attentions fused (in INT8)", _attentions(first), _attentions(second))
+        table.add_row("kernels", *("-" if row.refused else str(row.kernels) for row in (first, second)))
+    found = report.outputs
+    own = "not run" if found.before_error is None else f"{found.before_error:.4f}"
+    limit = f"{found.after_error:.4f} (limit {found.limit:.4f})"
+    table.add_row("outputs, relative error to the file without Q/DQ", own, limit)
+    out.print(table, highlight=False)
+    if found.difference is not None:
+        other = "" if found.disagreements is None else f", another class for {found.disagreements}"
+        out.print(
+            f"after beside before: relative difference {found.difference:.4f}, largest {found.largest:.4f}"
+            f"{other} (n = {found.n}, {plain(found.inputs)}, ONNX Runtime)",
+            highlight=False,
+        )
+    for row, name in ((first, "before"), (second, "after")):
+        if row and row.refused:
+            out.print(f"engine {name}: {plain(row.refused)}", highlight=False)
+    if second and not second.refused:
+        out.print(f"engine: {plain(second.engine)}; read, not run", highlight=False)
+    elif second is None:
+        out.print(
+            "[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU",
+            highlight=False,
+        )
+
+
+def _gemms(row: "EngineRow") -> str:
+    return "refused" if row.refused else f"{row.int8_gemms} of {row.gemms}"
+
+
+def _attentions(row: "EngineRow") -> str:
+    return "-" if row.refused else f"{row.attention_fused} of {row.attentions} ({row.attention_int8})"

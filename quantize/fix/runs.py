@@ -1,0 +1,138 @@
+"""ONNX Runtime on graphs before and after: inputs, outputs, the range of a tensor."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.graph.index import GraphIndex
+
+BATCH, LENGTH, ROWS = 4, 32, 16  # of random inputs
+MAX_VALUES = 1 << 27  # in given inputs
+Feeds = Mapping[str, Array]
+
+
+def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
+    """Inputs that a graph takes: tokens of its own tables, masks with padding at the end, normal numbers.
+
+    Raises:
+        UserError: an input whose shape or type is not known.
+    """
+    rng = np.random.default_rng(seed)
+    index = GraphIndex(model)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    lengths = rng.integers(LENGTH // 2, LENGTH + 1, ROWS)
+    found: dict[str, Array] = {}
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        tensor = value.type.tensor_type
+        if not tensor.HasField("shape") or not tensor.elem_type:
+            raise UserError(f"input {value.name!r} has no shape or type; give --inputs FILE.npz")
+        known = [entry.dim_value if entry.HasField("dim_value") else -1 for entry in tensor.shape.dim]
+        shape = [size if size > 0 else (ROWS, LENGTH)[min(axis, 1)] for axis, size in enumerate(known)]
+        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        if int(np.prod(shape)) > MAX_VALUES:
+            raise UserError(
+                f"input {value.name!r} has shape {shape}, too large to be random; give --inputs FILE.npz"
+            )
+        if "mask" in value.name.lower() and len(shape) == 2:
+            filled = np.arange(shape[1]) < np.resize(lengths, shape[0])[:, None]
+            found[value.name] = filled.astype(kind)
+        elif np.issubdtype(kind, np.integer):
+            found[value.name] = rng.integers(0, _rows(index, value.name), shape).astype(kind)
+        elif kind == np.bool_:
+            found[value.name] = np.ones(shape, np.bool_)
+        else:
+            found[value.name] = rng.standard_normal(shape).astype(kind)
+    return found
+
+
+def _rows(index: GraphIndex, name: str) -> int:
+    """Rows of the table that an input looks up; 2 where it looks up none."""
+    tables = [
+        index.stored(node.input[0]) for node in index.consumers.get(name, []) if node.op_type == "Gather"
+    ]
+    sizes = [int(table.dims[0]) for table in tables if table is not None and table.dims]
+    return max(1, min(sizes, default=2))
+
+
+def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
+    """Inputs from an .npz file, one array an input, samples along the first axis.
+
+    Raises:
+        UserError: not such a file, or without an input of the model.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            sizes = [info.file_size for info in archive.zip.infolist()]
+            if sum(sizes) > 8 * MAX_VALUES:
+                raise UserError(f"{path} holds {sum(sizes)} bytes; give fewer samples")
+            found = {name: archive[name] for name in archive.files}
+    except UserError:
+        raise
+    except Exception as error:  # a damaged archive raises errors of zipfile, zlib, numpy and struct
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())[:100]
+        raise UserError(f"cannot read {path} ({why}); give arrays that numpy.savez wrote") from error
+    constants = {tensor.name for tensor in model.graph.initializer}
+    wanted = [value.name for value in model.graph.input if value.name not in constants]
+    if missing := [name for name in wanted if name not in found or not found[name].ndim]:
+        raise UserError(f"{path} has no array for {', '.join(missing)}; it has {', '.join(found) or 'none'}")
+    if len({len(found[name]) for name in wanted}) > 1:
+        raise UserError(f"{path} has arrays with different numbers of samples; give as many of each")
+    return {name: found[name] for name in wanted}
+
+
+def outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
+    """Outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH.
+
+    Raises:
+        UserError: it refuses the graph or the inputs.
+    """
+    parts: dict[str, list[Array]] = {}
+    for batch in _run(model, feeds, None):
+        for name, value in batch.items():
+            parts.setdefault(name, []).append(value)
+    return {name: np.concatenate([np.atleast_1d(each) for each in values]) for name, values in parts.items()}
+
+
+def ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> dict[str, float]:
+    """Largest absolute value of each tensor of a graph over all samples."""
+    tapped = onnx.ModelProto()
+    tapped.CopyFrom(model)
+    known = {value.name for value in tapped.graph.output}
+    tapped.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for name in dict.fromkeys(tensors) if name not in known
+    )
+    found = dict.fromkeys(tensors, 0.0)
+    for batch in _run(tapped, feeds, list(found)):
+        for name, value in batch.items():
+            found[name] = max(found[name], float(np.abs(value).max(initial=0.0)))
+    return found
+
+
+def _run(
+    model: onnx.ModelProto | Path, feeds: Feeds, wanted: Sequence[str] | None
+) -> Iterator[dict[str, Array]]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    try:
+        session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        names = list(wanted) if wanted is not None else [output.name for output in session.get_outputs()]
+        fixed = [
+            each.shape[0] for each in session.get_inputs() if each.shape and isinstance(each.shape[0], int)
+        ]
+        total = max((len(value) for value in feeds.values()), default=1)
+        for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else BATCH)):
+            batch = {name: value[start : start + step] for name, value in feeds.items()}
+            yield dict(zip(names, session.run(names, batch), strict=True))
+    except Exception as error:  # its errors are of classes of its own, which it does not export
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"ONNX Runtime refuses the graph or its inputs: {why}") from error

@@ -1,0 +1,54 @@
+"""The tiny layer in FP32 without Q/DQ, and what ONNX Runtime's quantizers make of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from qdqbench.quantize.fix.rebuild import strip
+
+from .tiny_layer import HIDDEN, LENGTH, healthy
+
+
+def float_layer() -> onnx.ModelProto:
+    """As an exporter writes it; samples are [1, LENGTH, HIDDEN] with a mask that is 0 or 1."""
+    model = healthy("fp32", int8_attention=False)
+    strip(model)
+    return model
+
+
+def samples(count: int = 4) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    mask = np.zeros((1, 1, 1, LENGTH), np.float32)
+    return [
+        {"x": rng.standard_normal((1, LENGTH, HIDDEN)).astype(np.float32), "mask": mask} for _ in range(count)
+    ]
+
+
+class Reader:
+    """A CalibrationDataReader of onnxruntime."""
+
+    def __init__(self) -> None:
+        self.left = samples()
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self.left.pop() if self.left else None
+
+
+def write_static(folder: Path, name: str, **options: Any) -> Path:
+    """`quantize_static` on the layer."""
+    from onnxruntime.quantization import quantize_static
+
+    onnx.save(float_layer(), folder / "float.onnx")
+    quantize_static(str(folder / "float.onnx"), str(folder / name), Reader(), **options)
+    return folder / name
+
+
+def write_dynamic(folder: Path, name: str) -> Path:
+    """`quantize_dynamic` on the layer."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    onnx.save(float_layer(), folder / "float.onnx")
+    quantize_dynamic(str(folder / "float.onnx"), str(folder / name))
+    return folder / name
