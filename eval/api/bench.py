@@ -8,9 +8,10 @@ from typing import Literal
 
 from qdqbench.eval.api.runs import silent
 from qdqbench.eval.bench.cell import BenchOptions
+from qdqbench.eval.bench.real import real_splits
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.target import Target, check_lengths, model_target, real_split, run_target
+from qdqbench.eval.bench.target import Target, check_lengths, model_target, run_target
 from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.cpubench.cell import cpu_makers
 from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
@@ -27,6 +28,7 @@ from qdqbench.quantize.rundir.config import asked_pooling, find_recipe
 from qdqbench.quantize.rundir.session import read_config
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
+DEFAULT_REAL_BATCH = 32
 DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 contestants
 
 
@@ -40,7 +42,7 @@ def bench(  # noqa: PLR0913
     batch: Sequence[int] | None = None,
     length: Sequence[int] | None = None,
     real_lengths: str | None = None,
-    real_batch: int = 32,
+    real_batch: Sequence[int] | None = None,
     data: str | None = None,
     tokenizer: str | None = None,
     streams: Sequence[int] | None = None,
@@ -70,10 +72,10 @@ def bench(  # noqa: PLR0913
         pooling: with `model`: as an embedding model that pools by mean, cls or last.
         normalize: to length 1; with `pooling`.
         recipe: with `model`: name or YAML file; None: the default.
-        batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8.
+        batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8; with `real_lengths` none.
         length: tokens per sequence; None: 128.
-        real_lengths: also time the whole evaluation split of this task.
-        real_batch: batch size of `real_lengths`.
+        real_lengths: time the whole evaluation split of this task, in batches of similar lengths.
+        real_batch: batch sizes of `real_lengths`; None: 32.
         data: data of `real_lengths`; None: the run's.
         tokenizer: of `real_lengths` for a built-in shape.
         streams: inferences at once; None: 1 and 2.
@@ -105,18 +107,26 @@ def bench(  # noqa: PLR0913
     for option, value in (("--seconds", seconds), ("--compile-seconds", compile_seconds)):
         if not value > 0:
             raise UserError(f"{option} is {value}; give a positive number")
-    wanted = (read_config(path).recipe if path else _recipe(str(model), recipe)).engine.backend
+    asked_recipe = read_config(path).recipe if path else _recipe(str(model), recipe)
+    if asked_recipe.auto_shapes and path is None and profile != "static":
+        raise UserError(
+            f"the shapes of recipe {asked_recipe.name} are those of a run's data (shapes: auto); give its "
+            "run directory, or --profile static"
+        )
+    wanted = asked_recipe.engine.backend
     if cpu := cpu or runs_on_cpu(wanted):
         own_backend(wanted)
     backend = ("", "") if cpu else require_gpu(wanted)
     running, counts = _threads(threads, streams, cpu)
     progress("exporting")
     lengths = tuple(dict.fromkeys(length or (128,)))
+    sizes: Sequence[int] = DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES
+    if real_lengths is not None and length is None:
+        sizes = ()
     options = BenchOptions(
-        batches=tuple(dict.fromkeys(batch or (DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES))),
+        batches=tuple(dict.fromkeys(batch or sizes)),
         lengths=lengths,
-        real=None,
-        real_batch=real_batch,
+        real=(),
         streams=counts,
         rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
         seconds=seconds,
@@ -139,8 +149,15 @@ def bench(  # noqa: PLR0913
 
         chosen, folder = _open(path, model, recipe, Path(out) if out else None, options, asked, ready)
         if real_lengths is not None:
-            split = real_split(chosen, real_lengths, batch=real_batch, data=data, tokenizer=tokenizer)
-            options = replace(options, real=split)
+            splits = real_splits(
+                chosen,
+                real_lengths,
+                batches=tuple(dict.fromkeys(real_batch or (DEFAULT_REAL_BATCH,))),
+                data=data,
+                tokenizer=tokenizer,
+                buckets=not cpu,
+            )
+            options = replace(options, real=splits)
         check_lengths(chosen, lengths)
         found = run_bench(
             chosen,

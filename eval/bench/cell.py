@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from qdqbench.eval.bench.lanes import random_sets
 from qdqbench.eval.bench.loop import Contestant
+from qdqbench.eval.bench.real import RealSplit
 from qdqbench.eval.bench.results import BenchContestant, BenchKernels, BenchRow
-from qdqbench.eval.bench.target import RealSplit, Target
+from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
 from qdqbench.quantize.engine.profiles import Profile
@@ -30,8 +31,7 @@ class BenchOptions:
 
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
-    real: RealSplit | None
-    real_batch: int
+    real: tuple[RealSplit, ...]  # one for each batch size
     streams: tuple[int, ...]
     rounds: int
     seconds: float
@@ -73,7 +73,7 @@ class CellShape:
 def shapes(options: BenchOptions) -> list[CellShape]:
     """The grid, batches inside lengths, then the real lengths."""
     fixed = [CellShape(batch, length, None) for length in options.lengths for batch in options.batches]
-    return fixed + ([CellShape(options.real_batch, None, options.real)] if options.real else [])
+    return fixed + [CellShape(real.batch, None, real) for real in options.real]
 
 
 @dataclass
@@ -125,16 +125,15 @@ def gather(
 
 
 def profiles_of(target: Target, profile: str, shape: CellShape) -> list[Profile]:
-    """The optimization profiles of a cell's engines: the recipe's ("recipe"), or exactly its shape.
+    """The optimization profiles of a cell's engines: the recipe's ("recipe"), or exactly its shapes.
 
-    Real lengths need a range: from the smallest to the largest of the split, best at its median length.
+    Real lengths without buckets need a range: from the smallest to the largest, best at the median.
     """
     if profile == "recipe":
         return engine_profiles(target.session)
+    if shape.real is None or shape.real.bucketed:
+        return [Profile(min=pair, opt=pair, max=pair) for pair in shape.bound]
     rows, lengths = ([pair[axis] for pair in shape.bound] for axis in (0, 1))
-    if shape.real is None:
-        only = shape.bound[0]
-        return [Profile(min=only, opt=only, max=only)]
     middle = sorted(batch["input_ids"].shape[1] for batch in shape.real.batches)
     opt = (max(rows), middle[len(middle) // 2])
     return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]

@@ -120,6 +120,7 @@ class BenchCell(Strict):
     length: int | None  # tokens; null for real lengths
     sequences: int  # of one launch: the batch, or the whole split
     shapes: int  # different (batch, length) in one launch
+    padded_to: list[int] = []  # tokens of a batch; of real lengths
     real_tokens: int  # without padding
     padded_tokens: int
     reference: str | None  # contestant whose logits the others are held to

@@ -172,6 +172,7 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
             length=shape.length,
             sequences=shape.sequences,
             shapes=len(shape.bound),
+            padded_to=sorted({length for _, length in shape.bound}) if shape.real else [],
             real_tokens=shape.real.real_tokens if shape.real else shape.batch * (shape.length or 0),
             padded_tokens=shape.real.padded_tokens if shape.real else shape.batch * (shape.length or 0),
             reference=reference,
@@ -267,7 +268,7 @@ def _settings(options: BenchOptions) -> BenchSettings:
         same
         | {
             "threads": options.threads if options.cpu else None,
-            "real_lengths": options.real.task if options.real else None,
+            "real_lengths": options.real[0].task if options.real else None,
             "input_sets": INPUT_SETS,
             "peers_masked": True,
         }

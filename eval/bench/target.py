@@ -7,17 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.lanes import rounded_up
 from qdqbench.eval.bench.random_model import calibrate_random_ids, random_ids_task, write_random_model
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.encoders.load import load_tokenizer
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_named, family_of
@@ -26,9 +23,6 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
-from qdqbench.quantize.tasks.batches import sorted_batches
-from qdqbench.quantize.tasks.rows import encode, load_split
-from qdqbench.quantize.tasks.task import get_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,70 +125,6 @@ def model_target(  # noqa: PLR0913, PLR0917
         steps.insert(0, replace(listed["quantize"], run=calibrate, inputs=lambda _: key))
     run_stages(session, steps)
     return _target(session, "shape" if shape else "model", model, RANDOM_IDS)
-
-
-@dataclass(frozen=True)
-class RealSplit:
-    """A task's evaluation split as the batches that evaluation makes of it."""
-
-    task: str
-    batches: list[Batch]  # lengths rounded up to multiples of LENGTH_STEP
-    real_tokens: int
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Different (batch, length), in order of appearance."""
-        return list(dict.fromkeys(tuple(batch["input_ids"].shape) for batch in self.batches))
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of the split."""
-        return sum(len(batch["input_ids"]) for batch in self.batches)
-
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens with padding."""
-        return sum(batch["input_ids"].size for batch in self.batches)
-
-
-def real_split(
-    target: Target, task: str, *, batch: int, data: str | None, tokenizer: str | None
-) -> RealSplit:
-    """The first evaluation split of a task in sorted batches of the model's tokens.
-
-    Args:
-        target: what is measured; its own task's data and tokenizer are the default in a run directory.
-        data: source of the task, as in `qdqbench run`; needed where the target has no such task.
-        tokenizer: folder or hub id; needed for a built-in shape.
-
-    Raises:
-        UserError: the data or the tokenizer is not known, or the ids do not fit the model.
-    """
-    session, about = target.session, target.about
-    own = about.kind == "run" and session.config.task.name == task
-    if data is None and not own:
-        raise UserError(
-            f"--real-lengths {task} needs --data (hub or a folder): {about.name} does not have that task"
-        )
-    if tokenizer is None and about.kind == "shape":
-        raise UserError(f"--real-lengths needs --tokenizer: the shape {about.name} has none")
-    chosen = session.config.task if own else get_task(task)
-    loaded = load_tokenizer(tokenizer) if tokenizer else session.tokenizer
-    limit = session.config.limit if own else None
-    split = load_split(chosen, data or session.data_source, chosen.eval_splits[0], limit=limit)
-    longest = session.recipe.export.max_length
-    encoded = encode(split, chosen, loaded, longest)
-    pad_id = int(loaded.pad_token_id)
-    largest = max(int(ids.max()) for ids in encoded.input_ids)
-    if largest >= target.vocabulary:
-        raise UserError(
-            f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
-        )
-    batches = [
-        rounded_up({name: made[name] for name in target.family.inputs}, longest, pad_id)
-        for _, made in sorted_batches(encoded, batch, pad_id=pad_id)
-    ]
-    return RealSplit(chosen.name, batches, int(encoded.lengths.sum()))
 
 
 def check_lengths(target: Target, lengths: Sequence[int]) -> None:

@@ -164,16 +164,16 @@ def _peer(work: Work, kind: Kind) -> Callable[[int, int, Any], peers.TorchRun]:
     """
     if reason := work.shared.late.get((kind.mode, tuple(work.shape.bound))):
         raise CheckFailed(reason)
-    dynamic = work.shape.real is not None
     if kind.mode:
-        how = f"torch.compile mode {kind.mode}{', dynamic shapes' if dynamic else ''}"
+        each = ", for each shape" if work.shape.real else ""
+        how = f"torch.compile mode {kind.mode}{each}"
     else:
         how = f"eager, SDPA{', TF32 allowed' if kind.precision == 'fp32' else ''}"
     key = f"{kind.precision} {kind.mode}"
     if key not in work.forwards:
         model = _model(work, cast("peers.PeerPrecision", kind.precision))
         work.forwards[key] = (
-            peers.compiled_forward(model, kind.mode, dynamic=dynamic)
+            peers.compiled_forward(model, kind.mode, dynamic=False)
             if kind.mode
             else peers.eager_forward(model)
         )

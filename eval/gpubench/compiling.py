@@ -60,11 +60,11 @@ class Compiling:
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
         try:
             for number in range(len(cells)):
-                limit = self.seconds + (0 if number else START_S)
+                limit = self.seconds * len(cells[number]) + (0 if number else START_S)
                 try:
                     line = lines.get(timeout=limit)
                 except queue.Empty:
-                    yield f"torch.compile took over {self.seconds:g} s (--compile-seconds)"
+                    yield f"torch.compile took over {self.seconds:g} s a shape (--compile-seconds)"
                     return
                 if not line:
                     yield "the process that compiles it ended"
@@ -89,7 +89,7 @@ def compiling(
 
     Args:
         folder: of a run; its model is compiled in FP16.
-        seconds: for each mode and cell.
+        seconds: for each mode and shape of a cell.
     """
     work = Compiling([*COMMAND, str(folder)], cells, seconds)
     with ThreadPoolExecutor(max(1, len(modes))) as pool:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> None:
         for cell in given.cells:
             error = ""
             try:
-                forward = peers.compiled_forward(model, given.mode, dynamic=len(cell) > 1)
+                forward = peers.compiled_forward(model, given.mode, dynamic=False)
                 for batch, length in cell:
                     with torch.inference_mode():
                         forward(**peers.example(inputs, batch, length, device))

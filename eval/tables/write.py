@@ -35,6 +35,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.strict import Schema, read
+from qdqbench.quantize.recipe.shapes import AUTO
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 RESULTS = "results.json"
@@ -170,6 +171,8 @@ def _built_as(bench: Bench) -> list[str]:
     if bench.settings.profile == "static" or bench.device == "cpu":
         return []
     shapes = bench.recipe["engine"]["shapes"]
+    if shapes == AUTO:
+        return ["optimization profiles: those of the data (shapes: auto)"]
     profiles = [shapes] if isinstance(shapes, dict) else shapes
     said = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
     return [f"optimization profiles [min, opt, max]: {said}"]
@@ -222,6 +225,7 @@ def _bench_key(bench: Bench) -> tuple[Any, ...]:
         bench.settings.profile,
         tuple(bench.settings.lengths),
         tuple(bench.settings.batches),
+        str(bench.settings.real_lengths),
     )
 
 

@@ -36,9 +36,12 @@ class Wanted:
         list[int] | None, typer.Option(min=1, help="Tokens per sequence; repeatable. None: 128.")
     ] = None
     real_lengths: Annotated[
-        str | None, typer.Option(help="Also time the whole evaluation split of this task.")
+        str | None,
+        typer.Option(help="Time the whole evaluation split of this task; other shapes if they are named."),
     ] = None
-    real_batch: Annotated[int, typer.Option(min=1, help="Batch size of --real-lengths.")] = 32
+    real_batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Batch size of --real-lengths; repeatable. None: 32.")
+    ] = None
     data: Annotated[str | None, typer.Option(help="Data of --real-lengths; none: the run's.")] = None
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer of --real-lengths for a built-in shape.")

@@ -12,9 +12,9 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.cell import BenchOptions, Entry, Makers
 from qdqbench.eval.bench.clocks import Clocks
 from qdqbench.eval.bench.loop import Contestant
+from qdqbench.eval.bench.real import RealSplit
 from qdqbench.eval.bench.results import BenchContestant, BenchKernels, BenchRow, BenchTarget, speedups
 from qdqbench.eval.bench.run import run_bench
-from qdqbench.eval.bench.target import RealSplit
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.machine.gpu import Gpu
@@ -23,8 +23,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 OPTIONS = BenchOptions(
     batches=(1, 8),
     lengths=(128,),
-    real=None,
-    real_batch=32,
+    real=(),
     streams=(1, 2),
     rounds=4,
     seconds=0.1,
@@ -316,10 +315,11 @@ def test_real_lengths_are_a_cell_of_the_whole_split(machine, target):
         {name: np.ones((rows, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
-    split = RealSplit("sst2", batches, 2000)
-    found = measure(machine, target, replace(OPTIONS, batches=(1,), real=split), command="")
+    split = RealSplit("sst2", 32, batches, 104, 2000, bucketed=True)
+    found = measure(machine, target, replace(OPTIONS, batches=(1,), real=(split,)), command="")
     cell = found.cells[-1]
     assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("real", 32, None, 104, 3)
+    assert cell.padded_to == [16, 24, 48]
     assert (cell.real_tokens, cell.padded_tokens) == (2000, 32 * 48 + 64 * 24 + 8 * 16)
     made = row(cell, "int8")
     assert made.sequences_per_s == pytest.approx(104 * 1000)

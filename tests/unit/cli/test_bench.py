@@ -1,6 +1,7 @@
 """`bench` and `tables` from the command line on a CPU, on a tiny model; and what is asked of engines."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +15,9 @@ from qdqbench.eval.api import bench as api_bench
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.cell import CellShape, profiles_of
+from qdqbench.eval.bench.real import RealSplit, real_splits
 from qdqbench.eval.bench.results import BenchTarget, read_bench
-from qdqbench.eval.bench.target import (
-    RealSplit,
-    check_lengths,
-    model_target,
-    real_split,
-    run_target,
-    softmax_notes,
-)
+from qdqbench.eval.bench.target import check_lengths, model_target, run_target, softmax_notes
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.cli import bench as cli_bench
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
@@ -248,27 +243,61 @@ def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
 def test_real_lengths_need_data_and_a_tokenizer(tmp_path):
     target = some_target(tmp_path)
     with pytest.raises(UserError, match="needs --data"):
-        real_split(target, "sst2", batch=8, data=None, tokenizer=None)
+        real_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
     with pytest.raises(UserError, match="needs --tokenizer"):
-        real_split(target, "sst2", batch=8, data="hub", tokenizer=None)
+        real_splits(target, "sst2", batches=[8], data="hub", tokenizer=None, buckets=True)
 
 
-def test_real_lengths_are_the_sorted_batches_of_the_split(tiny_bert, tmp_path):
-    texts = ["abc " * count for count in (1, 2, 3, 9, 9, 20)]
+@pytest.fixture
+def words(tmp_path, tiny_bert):
+    """A target, and its split of 40 sentences of 1 to 100 words as batches."""
+    counts = [1, 2, 3, 9, 9, 20, 100, *(number % 31 + 1 for number in range(33))]
     folder = tmp_path / "data" / "sst2"
     folder.mkdir(parents=True)
-    lines = [json.dumps({"sentence": text, "label": index % 2}) for index, text in enumerate(texts)]
+    lines = [json.dumps({"sentence": "abc " * count, "label": count % 2}) for count in counts]
     (folder / "validation.jsonl").write_text("\n".join(lines))
     target = some_target(tmp_path)
-    split = real_split(target, "sst2", batch=4, data=str(tmp_path / "data"), tokenizer=str(tiny_bert))
-    assert (split.task, split.sequences) == ("sst2", 6)
+    make = partial(real_splits, target, "sst2", data=str(tmp_path / "data"), tokenizer=str(tiny_bert))
+    return target, make
+
+
+def test_real_lengths_without_buckets_are_the_sorted_batches_of_the_split(words):
+    target, make = words
+    (split,) = make(batches=[4], buckets=False)
+    assert (split.task, split.batch, split.sequences, split.bucketed) == ("sst2", 4, 40, False)
     lengths = [batch["input_ids"].shape[1] for batch in split.batches]
     assert lengths == sorted(lengths, reverse=True)
     assert all(length % 8 == 0 for length in lengths)
     assert split.real_tokens == sum(int(batch["attention_mask"].sum()) for batch in split.batches)
     target.about.shape["vocabulary"] = 10
     with pytest.raises(UserError, match=r"gives id .* has 10 ids"):
-        real_split(target, "sst2", batch=4, data=str(tmp_path / "data"), tokenizer=str(tiny_bert))
+        make(batches=[4], buckets=False)
+
+
+def test_real_lengths_in_buckets_are_a_shape_for_each(words):
+    target, make = words
+    (plain,), (small, large) = make(batches=[4], buckets=False), make(batches=[4, 64], buckets=True)
+    assert (small.batch, large.batch, large.sequences) == (4, 64, 40)
+    for split in (small, large):
+        lengths = [length for _, length in split.shapes]
+        assert lengths == sorted(set(lengths), reverse=True)
+        assert len(lengths) <= 6
+        assert min(lengths) >= 16  # the recipe takes no less
+        assert split.real_tokens == plain.real_tokens
+        rows = sum(len(batch["input_ids"]) for batch in split.batches)
+        assert 0 <= rows - 40 < len(split.batches)  # at most a copy a batch
+        cell = CellShape(split.batch, None, split)
+        assert profiles_of(target, "static", cell) == [Profile(pair, pair, pair) for pair in split.shapes]
+    assert len(large.batches) == len(large.shapes)
+    of_texts = {tuple(row[row != 0]) for batch in small.batches for row in batch["input_ids"]}
+    assert of_texts == {tuple(row[row != 0]) for batch in plain.batches for row in batch["input_ids"]}
+
+
+def test_shapes_of_data_need_a_run(tmp_path):
+    path = tmp_path / "auto.yaml"
+    path.write_text("{version: 1, name: mine, engine: {shapes: auto}}")
+    with pytest.raises(UserError, match="give its run directory, or --profile static"):
+        api_bench.bench(model="bert-base", recipe=str(path))
 
 
 def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
@@ -285,7 +314,8 @@ def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
 
 
 def split_of(*shapes):
-    return RealSplit("sst2", [{"input_ids": np.zeros(shape, dtype=np.int64)} for shape in shapes], 10)
+    batches = [{"input_ids": np.zeros(shape, dtype=np.int64)} for shape in shapes]
+    return RealSplit("sst2", 32, batches, 10, 10)
 
 
 def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
