@@ -26,7 +26,7 @@ ADVICE: dict[str, Advice] = {
         "refused",
         "{n} operators compute on INT8 codes themselves (QOperator or dynamic quantization), which TensorRT "
         "does not parse: it takes INT8 from Q/DQ only",
-        (FIX, "quantize again with QuantFormat.QDQ and static scales"),
+        (FIX, f"{FIX} --inputs samples.npz", "quantize again with QuantFormat.QDQ and static scales"),
     ),
     "non-zero-zero-point": Advice(
         "refused",
@@ -48,7 +48,9 @@ ADVICE: dict[str, Advice] = {
     ),
     "not-int8": Advice("refused", "{n} Q/DQ are of another type than INT8", (FIX,)),
     "scale-mismatch": Advice("wrong", "Q and DQ of {n} pairs have other scales", ("calibrate again", RUN)),
-    "nan-constant": Advice("wrong", "{n} constants hold NaN", ("export from a checkpoint without NaN",)),
+    "nan-constant": Advice(
+        "wrong", "constants hold NaN ({n} in the file)", ("export from a checkpoint without NaN",)
+    ),
     "fp16-overflow": Advice(
         "wrong",
         "{gemms} of {all} GEMMs have FP16 scales and one scale per channel: their INT32 sums overflow in "
@@ -56,7 +58,9 @@ ADVICE: dict[str, Advice] = {
         (FIX,),
     ),
     "constant-overflows-fp16": Advice(
-        "wrong", "{n} constants, such as a mask, do not fit FP16 and become infinite", (FIX,)
+        "wrong",
+        "constants do not fit FP16 and become infinite, such as the fill of a mask ({n} in the file)",
+        (FIX,),
     ),
     "quantized-layernorm": Advice("wrong", "{n} LayerNorms read INT8, which costs accuracy", (FIX,)),
     "quantized-softmax": Advice("wrong", "{n} softmaxes read or write INT8 outside of attention", (FIX,)),

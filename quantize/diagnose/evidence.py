@@ -36,10 +36,16 @@ class Evidence:
             return None
         times = self.sources.profile or None
         try:
-            return inspect_layers(self.layers, self.graph, times=times)
+            joined = inspect_layers(self.layers, self.graph, times=times)
         except UserError as error:
             self.other_build = str(error)
-            return inspect_layers(self.layers, times=times)
+        else:
+            known = len(self.graph.linears) + len(self.graph.products) if self.graph else 0
+            if 2 * len(joined.proof.unknown) <= known:
+                return joined
+            found = known - len(joined.proof.unknown)
+            self.other_build = f"the table names {found} of {known} MatMul and Gemm nodes"
+        return inspect_layers(self.layers, times=times)
 
     @property
     def facts(self) -> Facts | None:

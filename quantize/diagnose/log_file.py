@@ -35,7 +35,7 @@ SIGNS: dict[str, tuple[str, str | None]] = {
     "no-plugin": ("Plugin not found", None),
     "mixed-types": ("same input types", None),
     "bad-scale": ("cale coefficient", None),
-    "no-kernel": ("Could not find any implementation for node", r"for node (.{1,500}?)(?:\.|$)"),
+    "no-kernel": ("Could not find any implementation for node", r"for node (.{1,500}?)(?:\. |\.?$)"),
     "other-version": ("not compatible with this version of TensorRT", None),
     "other-device": ("generated on an incompatible device", None),
     "across-devices": ("engine plan file across different models of devices", None),

@@ -197,6 +197,8 @@ def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PL
         return "quantized by NNCF"
     if any("modelopt" in key for key in keys) or "modelopt" in producer.lower():
         return "quantized by ModelOpt"
+    if "onnx.quantize" in producer and not any(key.startswith("onnx.infer") for key in keys):
+        return "quantized by ModelOpt's ONNX quantizer"  # which builds on ONNX Runtime's
     if "onnx.quantize" in producer or "_QuantizeLinear" in names or "onnx.infer" in keys:
         return "quantized by ONNX Runtime (Q/DQ)"
     if "_quantizer" in names:

@@ -51,7 +51,7 @@ def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Found:
         why=why,
         fixes=with_file(advice.fixes, onnx),
         nodes=nodes,
-        where=named(nodes),
+        where=named([node.removesuffix("_quant") for node in nodes]),
         share=share[0] if share else None,
         basis=share[1] if share else "",
         files=[onnx.path.name, *([evidence.sources.name("layers")] if lost else [])],
