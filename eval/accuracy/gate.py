@@ -1,8 +1,13 @@
 """The gate's `max_drop`: what it means, for every command that judges a drop by it."""
 
+import math
 from typing import Literal
 
 NOISE = 2  # paired standard errors up to which a difference is noise
+
+RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
+
+MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
 
 Judgement = Literal["holds", "holds within noise", "fails"]
 
@@ -26,3 +31,25 @@ def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
     if drop <= max_drop:
         return "holds"
     return "holds within noise" if drop <= limit(stderr, max_drop) else "fails"
+
+
+def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, counted: bool) -> int | None:
+    """How many samples it takes to tell whether a drop is within `max_drop`; None where these do.
+
+    They do where two standard errors are at most `max_drop`, so that such a drop would have been seen, and
+    the drop itself is not between `max_drop` and what is noise. A standard error shrinks with the root of n.
+
+    Args:
+        drop: as `judge`; so are stderr and max_drop.
+        n: samples, paired.
+        counted: samples are right or wrong. Where none of n differed, as many as three in n may
+            (Hanley and Lippman-Hand 1983), so a standard error is never below the root of three over n.
+    """
+    room = drop - max_drop if max_drop < drop <= limit(stderr, max_drop) else max_drop
+    if room <= 0:  # no drop is allowed, so that noise judges alone
+        return None
+    room = max(room, 1e-9)
+    needed = [n * (NOISE * stderr / room) ** 2]
+    if counted:
+        needed.append(NOISE * RULE_OF_THREE**0.5 / room)
+    return math.ceil(min(max(needed), MOST_SAMPLES)) if max(needed) > n else None

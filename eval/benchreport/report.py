@@ -83,15 +83,19 @@ def bench_of(folder: Path) -> BenchView | None:
         bench = without_unmasked(read_bench(folder / BENCH_FILE))
     except UserError as error:
         return BenchView("unreadable", [str(error)])
-    stale = [
+    if stale := stale_files(bench, folder):
+        again = f"{', '.join(stale)} changed after this bench: its figures are of other files, measure again"
+        bench = bench.model_copy(update={"errors": [again, *bench.errors]})
+    return bench_view(bench)
+
+
+def stale_files(bench: Bench, folder: Path) -> list[str]:
+    """Files of a run directory that are others than those that were measured."""
+    return [
         name
         for name, digest in bench.target.files.items()
         if (folder / name).is_file() and files.sha256(folder / name) != digest
     ]
-    if stale:
-        again = f"{', '.join(stale)} changed after this bench: its figures are of other files, measure again"
-        bench = bench.model_copy(update={"errors": [again, *bench.errors]})
-    return bench_view(bench)
 
 
 def bench_view(bench: Bench) -> BenchView:

@@ -190,7 +190,7 @@ def described(run: Opened) -> ComparedRun:
         planned_int8=len(results.quantized_layers),
         onnx_bytes=file[2] if file else None,
         engine_bytes=engine.bytes if engine else None,
-        gate_passed=results.gate.passed,
+        gate=results.gate.state,
         failures=results.gate.failures,
         warnings=results.warnings,
         device=_device(bench) if bench else None,

@@ -77,7 +77,7 @@ def _lines(run: ComparedRun) -> list[tuple[str, str]]:
     said = [
         ("result", f"{score_text(run)}, against FP32 {drop_text(run) or 'not known'}"),
         ("INT8", f"{int8_text(run)}{f', engine {engine_size(run)}' if run.engine_bytes else ''}"),
-        ("gate", gate_text(run)),
+        ("gate", run.gate),
     ]
     return said + [("latency", line) for line in latency_lines(run)]
 
@@ -109,11 +109,6 @@ def int8_text(run: ComparedRun) -> str:
 def engine_size(run: ComparedRun) -> str:
     """Backend and size of the engine."""
     return "" if run.engine_bytes is None else f"{label(run.backend or '')} {size(run.engine_bytes)}"
-
-
-def gate_text(run: ComparedRun) -> str:
-    """The gate in a word."""
-    return "passed" if run.gate_passed else "FAILED"
 
 
 def latency_lines(run: ComparedRun) -> list[str]:

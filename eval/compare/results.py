@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from qdqbench.quantize.core.frames import Tabular
+from qdqbench.quantize.core.results import GateState
 from qdqbench.quantize.core.strict import Strict
 
 
@@ -40,7 +41,7 @@ class ComparedRun(Strict):
     planned_int8: int  # linears
     onnx_bytes: int | None  # of the quantized file, or of the FP16 twin where nothing is quantized
     engine_bytes: int | None
-    gate_passed: bool
+    gate: GateState
     failures: list[str]
     warnings: list[str]
     device: str | None  # of the bench

@@ -1,7 +1,6 @@
 """Gather the files of a run into one `Results`, and hold them to the recipe's gate."""
 
 import importlib.metadata
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,23 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.gate import Judgement, judge
 from qdqbench.eval.accuracy.logits import read_logits, score
+from qdqbench.eval.runs.gate import gate_of
+from qdqbench.eval.runs.speed import speed_of
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import EngineResult, FileRow, Gate, Parity, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
-from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.rundir.artifacts import GPU, GPU_INT8, proves_for_gpu
 from qdqbench.quantize.rundir.lengths import found_lengths
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
-from qdqbench.quantize.tasks.task import SECOND
 from qdqbench.quantize.train.record import RECORD
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
@@ -74,6 +71,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         gpu_engine=None if isinstance(for_gpu, Skipped) else for_gpu,
         lengths=found_lengths(session),
         verification=verification,
+        speed=speed_of(folder),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,
         warnings=list(
@@ -204,44 +202,3 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
             "they are; calibrate on samples as long"
         )
     return warnings
-
-
-def gate_of(session: Session, results: Results) -> Gate:
-    """Hold the numbers of a run to the gate of its recipe; drops as `gate.judge` does it."""
-    recipe, found, notes = session.recipe, [], []
-    found += [
-        f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"
-    ]
-    if results.parity is not None and not results.parity.passed:
-        bad = [row.name for row in results.parity.rows if not row.holds]
-        found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
-    if results.verification is not None:
-        found += results.verification.failures
-    for said, judged in _drops(session, results.stages):
-        if judged == "fails":
-            found.append(said)
-        elif judged == "holds within noise":
-            notes.append(f"{said}; it holds within noise (two standard errors)")
-    if recipe.quantizes and recipe.gate.int8_layers == "all":
-        for built in (results.engine or read_built(session.folder), results.gpu_engine):
-            try:
-                if isinstance(built, Skipped):
-                    raise CheckFailed(f"INT8 is not proven, no engine was built: {built.skipped}")
-                if built is not None:
-                    require_int8(built)
-            except CheckFailed as error:
-                found.append(str(error))
-    return Gate(passed=not found, max_drop=recipe.gate.max_drop, failures=found, notes=notes)
-
-
-def _drops(session: Session, stages: dict[str, StageResult]) -> Iterator[tuple[str, Judgement]]:
-    """What is said of the primary metric of each stage and evaluation split, and how the gate judges it."""
-    primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
-    for name, stage in stages.items():
-        if name == "ptq" or stage.vs_fp32 is None:  # QAT comes after PTQ
-            continue
-        for metric, delta in stage.vs_fp32.delta.items():
-            if metric.removesuffix(SECOND) == primary:
-                error = stage.vs_fp32.delta_stderr[metric]
-                said = f"{name}: {metric} is {-delta:.4f} below FP32 (paired standard error {error:.4f})"
-                yield f"{said}, the gate allows {most}", judge(-delta, error, most)

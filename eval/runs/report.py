@@ -6,10 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.benchreport.report import bench_of
-from qdqbench.eval.report.formats import LABELS, clean, first, flat, label, seconds, size, yaml_text
+from qdqbench.eval.report.formats import (
+    LABELS,
+    clean,
+    first,
+    flat,
+    label,
+    model_label,
+    seconds,
+    size,
+    yaml_text,
+)
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runs import charts
 from qdqbench.eval.runs.agreement_chart import agreement_svg, agreements
+from qdqbench.eval.runs.gate import SPEED, with_speed
+from qdqbench.eval.runs.speed import speed_of
 from qdqbench.eval.runs.training_report import section_of
 from qdqbench.eval.runs.verdict import (
     delta_text,
@@ -26,6 +38,7 @@ from qdqbench.eval.runs.verdict import (
 )
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import write_text
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.kinds.embedding import AGREEMENT
@@ -45,7 +58,7 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
 
 
 def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
-    """Write a finished run's reports again, for what was measured since; and why they could not be written.
+    """Judge a finished run's speed again by its bench, and write its reports; and why that could not be.
 
     Raises:
         UserError: the folder cannot be written.
@@ -57,7 +70,20 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
         results = read(path, Results, "report", "run `qdqbench report`")
     except UserError:  # what was measured must not be lost to it
         return [], f"{path.name} is not of this version: run `qdqbench report` for a report with this bench"
+    speed = speed_of(folder)
+    gate = with_speed(results.gate, speed)
+    results = results.model_copy(update={"speed": speed, "gate": gate})
+    write_text(path, results.model_dump_json(indent=2) + "\n")
     return write_reports(results, folder), None
+
+
+def too_slow(folder: Path) -> list[str]:
+    """Where a finished run is slower than its gate asks, by its last bench; empty before it has a report."""
+    path = folder / "results.json"
+    if not path.is_file():
+        return []
+    gate = read(path, Results, "report", "run `qdqbench report`").gate
+    return [line for line in gate.failures if line.startswith(SPEED)]
 
 
 def summary_lines(results: Results) -> "Group":
@@ -69,7 +95,7 @@ def summary_lines(results: Results) -> "Group":
 
     results = printable(results)
     said = verdict(results)
-    colour = "green" if said.passed else "red"
+    colour = {"passed": "green", "failed": "red"}.get(said.state, "yellow")
     body = Text(said.sentence)
     for line in first(said.failures, 5, "the report"):
         body.append(f"\n✗ {line}", style="red")
@@ -90,7 +116,7 @@ def summary_lines(results: Results) -> "Group":
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
-    """Label, value, remark and whether it holds, of the numbers under the verdict."""
+    """Label, value, remark and whether it does not fail, of the numbers under the verdict."""
     tiles = []
     engine, parity = results.engine, results.parity
     last, shrunk = last_measured(results), quantized_file(results)
@@ -110,6 +136,7 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         metric, delta = next(iter(gain.delta.items()))
         holds = gain.within_noise or delta > 0
         tiles.append((f"{label(metric)}, QAT against PTQ", *_delta_cells(gain, metric), holds))
+    tiles.append(_speed_tile(results))
     if shrunk is not None:
         tiles.append(("ONNX file against FP32", f"{shrunk[1]:.2f}", f"{size(shrunk[2])}, {shrunk[0]}", True))
     if parity is not None and parity.rows:
@@ -130,6 +157,15 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     return tiles
 
 
+def _speed_tile(results: Results) -> tuple[str, str, str, bool]:
+    if not results.speed:
+        return "speed", "unknown", "`qdqbench bench` measures it", True
+    least = min(results.speed, key=lambda row: row.value)
+    asked = max(results.gate.min_speedup or 1.0, 1.0)
+    where = f"{least.cell}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.cell
+    return "speed", f"{least.value:.2f}x", f"over {least.over} at {where}", least.value >= asked
+
+
 def _delta_cells(versus: Comparison, metric: str) -> tuple[str, str]:
     error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
     return f"{versus.delta[metric]:+.4f}", error + ("within noise" if versus.within_noise else "beyond noise")
@@ -146,7 +182,9 @@ def _context(results: Results) -> dict[str, Any]:
         "r": results,
         "said": verdict(results),
         "tiles": _tiles(results),
-        "name": "embedded default" if results.model.get("embedded") else results.model.get("name", "model"),
+        "name": "embedded default"
+        if results.model.get("embedded")
+        else model_label(str(results.model.get("name", "model"))),
         "task": label(str(results.task.get("name", "task"))),
         "recipe_name": recipe.get("name", "unnamed recipe"),
         "recipe_yaml": yaml_text(recipe),

@@ -4,7 +4,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from qdqbench.eval.report.formats import count_of, label, sentence
-from qdqbench.quantize.core.results import ParityRow, Results, StageResult
+from qdqbench.quantize.core.results import (
+    GateState,
+    OpenQuestion,
+    ParityRow,
+    Results,
+    Speed,
+    StageResult,
+)
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.families.any_family import RUN
 
@@ -13,11 +20,16 @@ from qdqbench.quantize.families.any_family import RUN
 class Verdict:
     """The run in plain words."""
 
-    passed: bool
+    state: GateState
     title: str
     sentence: str
     failures: list[str] = field(default_factory=list)  # of the gate, then of the checks beside it
-    notes: list[str] = field(default_factory=list)  # what holds within noise; what was not done
+    notes: list[str] = field(default_factory=list)  # what is open or holds within noise; what was not done
+
+    @property
+    def sign(self) -> str:
+        """Before the title: a tick only where everything that is asked was judged and holds."""
+        return {"passed": "✓", "failed": "✗"}.get(self.state, "?")
 
 
 def verdict(results: Results) -> Verdict:
@@ -29,20 +41,51 @@ def verdict(results: Results) -> Verdict:
         clauses.append(qat_clause(results))
     if (shrunk := quantized_file(results)) is not None:
         clauses.append(f"ONNX file {shrunk[1]:.2f} of FP32")
-    noise = " within noise" if gate.notes else ""
-    clauses.append(f"gate passed{noise}" if gate.passed else "gate FAILED")
-    if gate.passed:
-        title = f"Gate passed{noise}{', but a check does not hold' if checks else ''}"
-    else:
-        title = "Gate failed"
+    clauses.append(speed_clause(results))
+    clauses.append({"passed": "gate passed", "failed": "gate FAILED"}.get(gate.state, f"gate: {gate.state}"))
     sentence = "; ".join(clauses) + "."
     return Verdict(
-        passed=gate.passed and not checks,
-        title=title,
+        state="failed" if checks else gate.state,
+        title=_title(results, checks),
         sentence=sentence[0].upper() + sentence[1:],
         failures=[*gate.failures, *checks] or ([] if gate.passed else ["the gate gives no reason"]),
-        notes=[*gate.notes, *_not_done(results)],
+        notes=[*map(open_sentence, gate.open), *gate.notes, *_not_done(results)],
     )
+
+
+def _title(results: Results, checks: list[str]) -> str:
+    gate, row = results.gate, results.stages.get("engine")
+    if gate.state == "failed":
+        return "Gate failed"
+    if checks:
+        return "A check does not hold"
+    if gate.state == "cannot tell":
+        return "Nothing fails, but these samples cannot tell"
+    if gate.state == "passed":
+        return "Gate passed"
+    if results.engine is not None and row is not None and row.status != "done":
+        return "Graph passed, engine not run"
+    return "Nothing fails, but not all was judged"
+
+
+def open_sentence(question: OpenQuestion) -> str:
+    """What is open, and what it takes."""
+    return sentence(f"{question.state.capitalize()}: {question.what}; it takes {question.needs}")
+
+
+def speed_clause(results: Results) -> str:
+    """The cell with the least speed-up and the one with the largest, as the run's bench has them."""
+    if not results.speed:
+        return "speed unknown until `qdqbench bench`"
+    ordered = sorted(results.speed, key=lambda row: row.value)
+    said = [_speed_text(row) for row in ([ordered[0], ordered[-1]] if len(ordered) > 1 else ordered)]
+    return "INT8 " + " and ".join(said)
+
+
+def _speed_text(row: Speed) -> str:
+    if row.value < 1:
+        return f"SLOWER than {row.over} at {row.cell} ({row.value:.2f}x)"
+    return f"{row.value:.2f}x as fast as {row.over} at {row.cell}"
 
 
 def _int8(results: Results) -> list[str]:

@@ -95,7 +95,7 @@ def _accuracy_row(run: Results, places: Places, changed: Changed, *, trained: bo
         proven,
         ", ".join(map(str, counts)),
         str(run.seed),
-        "✓" if run.gate.passed else "✗",
+        {"passed": "✓", "failed": "✗"}.get(run.gate.state, "?"),
         str(places.number(run)),
     ]
 

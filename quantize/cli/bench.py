@@ -89,6 +89,7 @@ def bench(
     """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
     from qdqbench.eval.api.bench import bench as measure
     from qdqbench.eval.benchreport.report import bench_summary
+    from qdqbench.eval.runs.report import too_slow
     from qdqbench.quantize.core.errors import CheckFailed
 
     written: list[Path] = []
@@ -104,6 +105,8 @@ def bench(
     show(found, json, bench_summary, *(f"report: {path}" for path in written))
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
+    if target is not None and (slow := too_slow(target)):
+        raise CheckFailed(f"the gate does not hold: {'; '.join(slow)}")
 
 
 def tables(

@@ -228,13 +228,44 @@ class Timing(Strict):
     reused: bool  # nothing had changed, the files of an earlier run were kept
 
 
+class Speed(Strict):
+    """INT8 over the fastest contestant without INT8 in one cell of the run's bench."""
+
+    cell: str  # b32 s128
+    over: str  # its label
+    value: float  # below 1: slower
+    low: float | None  # 95 %
+    high: float | None
+
+
+GateState = Literal["passed", "failed", "not judged", "cannot tell"]
+
+
+class OpenQuestion(Strict):
+    """What the gate asks and nothing answers."""
+
+    state: Literal["not judged", "cannot tell"]  # nothing measured it, or the samples are too few
+    what: str
+    needs: str  # the command that judges it, or how many samples it takes
+
+
 class Gate(Strict):
     """The recipe's gate."""
 
-    passed: bool
+    passed: bool  # nothing that was judged fails; `state` says whether all of it was
     max_drop: float
     failures: list[str]
     notes: list[str] = Field(default_factory=list)  # drops over max_drop that hold within noise
+    min_speedup: float | None = None
+    open: list[OpenQuestion] = Field(default_factory=list)
+
+    @property
+    def state(self) -> GateState:
+        """Passed only where all that is asked was judged, on samples that can tell."""
+        if not self.passed:
+            return "failed"
+        states = {question.state for question in self.open}
+        return "cannot tell" if "cannot tell" in states else "not judged" if states else "passed"
 
 
 class Results(Tabular):
@@ -262,6 +293,7 @@ class Results(Tabular):
     gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
     lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
     verification: Verification | None = None  # None: the engine was not run, or not verified
+    speed: list[Speed] = []  # of the run's bench; none: it has none, or one of other files
     gate: Gate
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know

@@ -271,5 +271,6 @@ class GateSettings(Frozen):
     )
     min_speedup: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="Least speed-up over the twin without INT8, a factor; judged by `search` only.",
+        description="Least speed-up over the fastest contestant without INT8, a factor, in every cell of "
+        "the run's bench; not judged before `bench`. `search` judges it over the twin.",
     )

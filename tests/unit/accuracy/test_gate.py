@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.accuracy.gate import judge, limit
+from qdqbench.eval.accuracy.gate import judge, limit, samples_to_tell
 from qdqbench.eval.bench.engines import Latency
-from qdqbench.eval.runs.collect import gate_of
+from qdqbench.eval.runs.gate import gate_of, with_speed
 from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.results import AnswersCheck, Gate, StageResult
+from qdqbench.quantize.core.results import AnswersCheck, Gate, Speed, StageResult
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
 
@@ -39,9 +39,16 @@ def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
     """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
     recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, int8_layers=None), quantizes=True)
     session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
+    nothing: dict[str, Any] = {
+        "findings": [],
+        "parity": None,
+        "verification": None,
+        "engine": None,
+        "speed": [],
+    }
     rows = {"fp32": StageResult(status="done")}
     rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
-    results: Any = SimpleNamespace(findings=[], parity=None, verification=None, stages=rows)
+    results: Any = SimpleNamespace(**nothing, stages=rows)
     return gate_of(session, results)
 
 
@@ -153,3 +160,47 @@ def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> 
 
 def test_metrics_beside_the_primary_one_are_not_judged() -> None:
     assert run_gate("mrpc", 0.01, fake_quant=comparison(f1=(0.0, 0.0), accuracy=(0.3, 0.0))).passed
+
+
+def test_twenty_samples_cannot_tell_a_drop_of_a_point_though_none_differs() -> None:
+    assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=True) == 347
+    assert samples_to_tell(0.0, 0.0, 0.01, 872, counted=True) is None
+    assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=False) is None  # a correlation that did not change
+
+
+@given(
+    drop=st.floats(-0.2, 0.2),
+    error=st.floats(0, 0.05),
+    max_drop=st.sampled_from([0.003, 0.01, 0.1]),
+    n=st.integers(2, 10_000),
+)
+def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_drop: float, n: int) -> None:
+    needed = samples_to_tell(drop, error, max_drop, n, counted=False)
+    if needed is None:
+        assert judge(drop, error, max_drop) != "holds within noise"
+        return
+    assert needed > n
+    shrunk = error * (n / needed) ** 0.5
+    assert judge(drop, shrunk, max_drop) != "holds within noise" or shrunk * 2 == pytest.approx(
+        drop - max_drop
+    )
+
+
+@pytest.mark.parametrize(("drop", "error"), [(0.002, 0.006), (0.0115, 0.0113)])
+def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float) -> None:
+    gate = run_gate("sst2", 0.01, fake_quant=comparison(accuracy=(drop, error)))
+    assert (gate.passed, gate.state) == (True, "cannot tell")
+    assert "there are 277" in gate.open[0].needs
+
+
+def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> None:
+    asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2, failures=[])
+    before = with_speed(asked, [])
+    assert before.state == "not judged"
+    assert "qdqbench bench" in before.open[0].needs
+    fast = Speed(cell="b32 s128", over="FP16 engine", value=1.4, low=1.3, high=1.5)
+    slow = fast.model_copy(update={"cell": "b1 s128", "value": 0.74})
+    after = with_speed(before, [fast, slow])
+    assert (after.state, after.open) == ("failed", [])
+    assert after.failures == ["min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"]
+    assert with_speed(after, [fast]).state == "passed"  # measured again

@@ -31,9 +31,11 @@ from qdqbench.quantize.core.results import (
     FindingRow,
     Gate,
     LayerRow,
+    OpenQuestion,
     Parity,
     ParityRow,
     Results,
+    Speed,
     StageResult,
     Timing,
     Verification,
@@ -430,9 +432,9 @@ def test_the_verdict_of_a_run_without_a_gpu() -> None:
     assert said.sentence == (
         "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
         "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
-        "ONNX file 0.39 of FP32; gate passed."
+        "ONNX file 0.39 of FP32; speed unknown until `qdqbench bench`; gate passed."
     )
-    assert (said.passed, said.title, said.failures) == (True, "Gate passed", [])
+    assert (said.state, said.title, said.failures) == ("passed", "Gate passed", [])
     assert said.notes == [
         "The engine was built ahead of time, without running it; its outputs are not verified: no GPU on "
         "this machine; copy the engine to one and run qdqbench evaluate there."
@@ -459,7 +461,10 @@ def test_the_verdict_cites_the_engine_when_it_ran() -> None:
             "bare",
             "Nothing is quantized, as the recipe asks, and no engine was built; SST-2 accuracy 0.8968 ±",
         ),
-        ("bare", "in FP32 (872 samples), no other stage was scored; gate passed."),
+        (
+            "bare",
+            "in FP32 (872 samples), no other stage was scored; speed unknown until `qdqbench bench`; gate",
+        ),
         ("unscored", "SST-2 was not scored in any stage"),
         (
             "failed",
@@ -525,14 +530,46 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     note = (
         "engine: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it holds"
     )
-    results = sample(gate=Gate(passed=True, max_drop=0.01, failures=[], notes=[note]))
+    unclear = OpenQuestion(
+        state="cannot tell",
+        what="whether engine loses more than 0.01 of accuracy",
+        needs="about 9,000 samples",
+    )
+    results = sample(gate=Gate(passed=True, max_drop=0.01, failures=[], notes=[note], open=[unclear]))
     said = wording.verdict(results)
-    assert (said.passed, said.title) == (True, "Gate passed within noise")
-    assert said.sentence.endswith("; gate passed within noise.")
+    assert (said.state, said.title) == ("cannot tell", "Nothing fails, but these samples cannot tell")
+    assert said.sentence.endswith("; gate: cannot tell.")
     markdown, html = written(results, tmp_path)
     assert note in markdown
     assert note in one_line(Page(html).text)
     assert note in one_line(terminal(results).replace("│", ""))
+    assert 'class="verdict cannot-tell"' in html
+    assert "It takes" not in html
+    assert "it takes about 9,000 samples" in one_line(Page(html).text)
+
+
+def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
+    unclear = OpenQuestion(
+        state="not judged", what="the engine did not run (no GPU)", needs="a machine with one"
+    )
+    said = wording.verdict(sample(gate=Gate(passed=True, max_drop=0.01, failures=[], open=[unclear])))
+    assert (said.state, said.sign, said.title) == ("not judged", "?", "Graph passed, engine not run")
+
+
+@pytest.mark.parametrize(
+    ("value", "clause", "tile"),
+    [
+        (1.31, "INT8 1.31x as fast as FP16 engine at b32 s128", True),
+        (0.74, "INT8 SLOWER than FP16 engine at b32 s128 (0.74x)", False),
+    ],
+)
+def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause: str, tile: bool) -> None:
+    row = Speed(cell="b32 s128", over="FP16 engine", value=value, low=None, high=None)
+    results = sample(speed=[row])
+    assert clause in wording.verdict(results).sentence
+    [found] = [each for each in report_module._tiles(results) if each[0] == "speed"]
+    assert (found[1], found[3]) == (f"{value:.2f}x", tile)
+    assert "speed unknown" in wording.verdict(sample()).sentence
 
 
 @pytest.mark.parametrize(
@@ -574,9 +611,9 @@ def test_a_failed_check_beside_a_passed_gate_is_red(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     said = wording.verdict(sample(**change))
-    assert (said.passed, said.title, said.failures) == (
-        False,
-        "Gate passed, but a check does not hold",
+    assert (said.state, said.title, said.failures) == (
+        "failed",
+        "A check does not hold",
         [reason],
     )
     assert 'class="verdict failed"' in written(sample(**change), tmp_path)[1]
