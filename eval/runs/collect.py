@@ -9,8 +9,8 @@ import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.logits import read_logits, score
-from qdqbench.eval.runs.gate import gate_of
-from qdqbench.eval.runs.speed import speed_of
+from qdqbench.eval.gate.gate import gate_of
+from qdqbench.eval.gate.speed import speed_of
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.benchreport.report import bench_of
+from qdqbench.eval.gate.gate import SPEED, with_speed
+from qdqbench.eval.gate.speed import speed_of
 from qdqbench.eval.report.formats import (
     LABELS,
     clean,
@@ -20,8 +22,6 @@ from qdqbench.eval.report.formats import (
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runs import charts
 from qdqbench.eval.runs.agreement_chart import agreement_svg, agreements
-from qdqbench.eval.runs.gate import SPEED, with_speed
-from qdqbench.eval.runs.speed import speed_of
 from qdqbench.eval.runs.training_report import section_of
 from qdqbench.eval.runs.verdict import (
     delta_text,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval.accuracy.baseline import Baseline, baseline_of, reads_its_input
+from qdqbench.eval.gate.baseline import Baseline, baseline_of, reads_its_input
 from qdqbench.quantize.tasks.task import get_task
 
 

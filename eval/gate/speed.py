@@ -15,7 +15,7 @@ from qdqbench.quantize.core.results import Speed
 
 
 def speed_of(folder: Path) -> list[Speed]:
-    """The fastest INT8 engine over the fastest contestant in FP16, cell by cell; none where nothing was measured."""
+    """The fastest INT8 engine over the fastest in FP16, cell by cell; none where nothing was measured."""
     if not (folder / BENCH_FILE).is_file():
         return []
     try:

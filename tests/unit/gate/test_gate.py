@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.gate import judge, limit, samples_to_tell
 from qdqbench.eval.bench.engines import Latency
-from qdqbench.eval.runs.gate import gate_of, with_speed
+from qdqbench.eval.gate.gate import gate_of, with_speed
 from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point

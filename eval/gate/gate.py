@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from qdqbench.eval.accuracy.baseline import baseline_of, reads_its_input
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
 from qdqbench.eval.accuracy.logits import read_logits
+from qdqbench.eval.gate.baseline import baseline_of, reads_its_input
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import Gate, OpenQuestion, Results, Speed

@@ -1,0 +1,1 @@
+"""The gate of a run: what fails, what was not judged, and what so few samples cannot tell."""
