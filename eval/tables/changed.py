@@ -6,7 +6,8 @@ from pydantic import ValidationError
 
 from qdqbench.eval.report.formats import code, flat, label, text
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.rundir.config import for_backend, for_length
+from qdqbench.quantize.recipe.shapes import AUTO
+from qdqbench.quantize.rundir.config import for_backend, for_length, for_shapes
 
 MARK = "†"
 IDLE = ("description", "gate")  # change no result
@@ -25,6 +26,7 @@ class Changed:
         if found:
             self.known[name] = self.known.get(name, {}) | dict.fromkeys(found)
         own = [f", {length} tokens" if length else "", f", {label(backend)}" if backend else ""]
+        own += [", shapes: auto" if _auto(recipe) else ""]
         return code(name) + "".join(own) + (f" {MARK}" if found else "")
 
     def text(self) -> str:
@@ -39,7 +41,7 @@ class Changed:
 def differences(recipe: dict[str, Any]) -> list[str]:
     """Settings of a recorded recipe that the shipped one of its name has otherwise, as `key was (now is)`.
 
-    Not the length that samples are cut at, nor the backend: a run is given those apart.
+    Not the length that samples are cut at, the backend, nor shapes of the data: a run is given those apart.
     """
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
@@ -52,9 +54,16 @@ def differences(recipe: dict[str, Any]) -> list[str]:
     shipped = for_length(shipped, length) if length else shipped
     if backend := _own_backend(recipe):
         shipped = for_backend(shipped, backend)
+    if _auto(recipe):
+        shipped = for_shapes(shipped, AUTO)
     now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
     keys = [key for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key)]
     return [f"{key} {then.get(key)} (now {now.get(key)})" for key in keys if key.split(".")[0] not in IDLE]
+
+
+def _auto(recipe: dict[str, Any]) -> bool:
+    """Whether the profiles of a run followed its data."""
+    return bool(recipe.get("engine", {}).get("shapes") == AUTO)
 
 
 def _own_backend(recipe: dict[str, Any]) -> str | None:

@@ -29,6 +29,7 @@ from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
 from qdqbench.eval.search.results import Search, read_search
 from qdqbench.eval.tables.accuracy import Places, accuracy_tables, mean_tables, run_key, table
 from qdqbench.eval.tables.changed import Changed
+from qdqbench.eval.tables.lengths import length_tables
 from qdqbench.eval.tables.search import search_tables
 from qdqbench.eval.tables.study import study_tables
 from qdqbench.quantize.core import files
@@ -115,7 +116,7 @@ def tables_markdown(
     studies: Sequence[Study] = (),
     searches: Sequence[Search] = (),
 ) -> str:
-    """All tables: accuracy by task, means over tasks, QAT over seeds, searches, latency, and where."""
+    """All tables: accuracy by task, means, QAT over seeds, searches, real lengths, latency, and where."""
     places, changed = Places(), Changed()
     parts = [
         "Written by `qdqbench tables` from results files; do not edit by hand.",
@@ -123,6 +124,7 @@ def tables_markdown(
         *mean_tables(runs, places, changed),
         *study_tables(studies, changed),
         *search_tables(searches, changed),
+        *length_tables(benches, changed),
         *(part for bench in benches for part in _latency(bench, changed)),
     ]
     return "\n\n".join(part for part in [*parts, changed.text(), places.text()] if part)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.eval.bench.results import write_bench
+from qdqbench.eval.bench.results import headline_of, row_of, write_bench
 from qdqbench.eval.tables.changed import differences
 from qdqbench.eval.tables.write import (
     BEGIN,
@@ -21,7 +21,7 @@ from qdqbench.eval.tables.write import (
 )
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.config import for_length
+from qdqbench.quantize.rundir.config import for_length, for_shapes
 
 from ..bench.test_results import sample_bench
 from ..runs.test_report import sample as sample_run
@@ -62,6 +62,31 @@ def test_a_length_that_the_run_was_given_is_told_and_is_no_change():
     made = tables_markdown(runs, [])
     assert "| `bert-int8-linears`, 256 tokens † |" in made
     assert "max_length" not in made
+
+
+def test_shapes_of_the_data_are_told_and_are_no_change():
+    runs, _ = find_results([GOLDEN])
+    runs[1].recipe = for_shapes(load_recipe("bert-int8-linears"), "auto").model_dump(mode="json")
+    assert differences(runs[1].recipe) == []
+    assert "| `bert-int8-linears`, shapes: auto |" in tables_markdown(runs, [])
+
+
+def test_real_lengths_are_in_sequences_per_second(tmp_path):
+    bench = sample_bench()
+    cell = bench.cells[-1]
+    cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "real", [16, 40], 60, 80
+    cell.headline = headline_of(bench.contestants, cell)
+    bench.settings.real_lengths, bench.settings.profile = "sst2", "both"
+    bench.recipe = for_shapes(load_recipe("bert-int8-linears"), "auto").model_dump(mode="json")
+    write_bench(tmp_path / "bench.json", bench)
+    made = tables_markdown(*find_results([tmp_path]))
+    line = next(line for line in made.partition("### Real lengths")[2].splitlines() if "SST-2" in line)
+    ours, fastest = (row_of(cell, name) for name in (cell.headline.contestant, cell.headline.over))
+    for part in ("shapes: auto", "| 16, 40 | 25.0% |", f"{ours.sequences_per_s:,.0f} (INT8"):
+        assert part in line
+    assert f"| {fastest.sequences_per_s:,.0f} (" in line
+    assert f"{cell.headline.value:.2f}x" in line
+    assert "those of the data (shapes: auto)" in made
 
 
 def test_an_engine_before_training_is_that_of_the_recipe():
