@@ -5,9 +5,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qdqbench.eval.api.auto import auto
     from qdqbench.eval.api.bench import bench
     from qdqbench.eval.api.models import Exported, Quantized, check, export, load_embedder, quantize
     from qdqbench.eval.api.runs import Evaluation, Proof, build, evaluate, load_recipe, resume, run
+    from qdqbench.eval.auto.results import Auto
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.quantize.calibrate.record import CalibrationRecord
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 
 # where each name lives: nothing is imported before it is asked for, so that `import qdqbench` is instant
 _HOMES = {
+    "eval.api.auto": "auto",
     "eval.api.bench": "bench",
     "eval.api.models": "Exported Quantized check export load_embedder",
     "eval.api.runs": "Evaluation Proof build evaluate load_recipe resume run",
+    "eval.auto.results": "Auto",
     "eval.bench.results": "Bench",
     "eval.runs.run": "StageProgress",
     "quantize.calibrate.record": "CalibrationRecord",
@@ -32,6 +36,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "Auto",
     "Bench",
     "CalibrationRecord",
     "CheckFailed",
@@ -47,6 +52,7 @@ __all__ = [
     "Results",
     "StageProgress",
     "UserError",
+    "auto",
     "bench",
     "build",
     "check",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,7 @@ class Comparing:
     methods: Sequence[str] = ()
     smooths: Sequence[str] = ()
     progress: Progress = lambda done, total, text: None
+    validates: bool = True  # False: evaluation data are not looked at
     _done: float = field(default=0.0, init=False)
     _total: float = field(default=1.0, init=False)
     # divergence of each sample of the draw, by row
@@ -81,13 +83,18 @@ class Comparing:
             found |= self._group({at: cases[at] for at in group})
         return self._report(cases, found, time.perf_counter() - start)
 
+    @cached_property
+    def _evaluated(self) -> dict[str, Encoded]:
+        """Evaluation splits, which judge."""
+        splits = self.session.eval_splits if self.validates else {}
+        return {name: encoded for name, (_, encoded) in splits.items()}
+
     def _ask_fp32(self) -> None:
         model = placed(self.session.fp32_model)
         try:
             self.reference = self._logits(model, self.draw, "FP32")
             self.reference_eval = {
-                name: self._logits(model, encoded, "FP32")
-                for name, (_, encoded) in self.session.eval_splits.items()
+                name: self._logits(model, encoded, "FP32") for name, encoded in self._evaluated.items()
             }
         except CheckFailed as error:
             raise UserError(
@@ -119,7 +126,7 @@ class Comparing:
 
     def _count(self, cases: list[_Case]) -> None:
         """Samples that will be run through a model, for the progress bar."""
-        judged = self.draw.rows + sum(encoded.rows for _, encoded in self.session.eval_splits.values())
+        judged = self.draw.rows + sum(encoded.rows for encoded in self._evaluated.values())
         firsts = [cases[group[0]] for group in _groups(cases)]
         passes = sum(1 + case.prepares + bool(case.plan.attention) for case in firsts)  # and of the softmax
         self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
@@ -178,7 +185,7 @@ class Comparing:
         self._each[at] = each = divergence(config.task, self.reference, logits, gold)
         wide = widest_weight(states)
         judged = {}
-        for name, (_, encoded) in self.session.eval_splits.items():
+        for name, encoded in self._evaluated.items():
             answers = self._logits(model, encoded, case.section.method)
             fp32 = self.reference_eval[name]
             judge = metrics.against(config.task, encoded.gold, fp32)
@@ -232,11 +239,11 @@ class Comparing:
         if any(rule.refines for rule in config.recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
         about = described(session, self.split, len(self.draw.gold))
-        judges = session.eval_splits.items()
-        about["data"]["evaluation"] = {name: len(encoded.gold) for name, (_, encoded) in judges}
+        judges = self._evaluated.items()
+        about["data"]["evaluation"] = {name: len(encoded.gold) for name, encoded in judges}
         return Methods(
             **about,
-            fp32={name: self._scores(name) for name in session.eval_splits},
+            fp32={name: self._scores(name) for name in self._evaluated},
             rows=rows,
             recipe_name=chosen.name,
             notes=session.notes,

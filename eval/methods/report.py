@@ -83,7 +83,7 @@ def methods_view(found: Methods) -> MethodsView:
         ],
         lines=[_line(found, row) for row in found.rows],
         notes=[sentence(note) for note in found.notes],
-        charts=[divergence_svg(found), delta_svg(found)],
+        charts=[divergence_svg(found), *([delta_svg(found)] if found.fp32 else [])],
         inputs=[
             *flat(found.model, "model"),
             *flat(found.data, "data"),
@@ -110,7 +110,7 @@ def methods_headline(found: Methods) -> str:
         f"{label(found.metric)}{_of(split, list(found.fp32))} {method_delta(judged.vs_fp32, found.metric)}"
         for split, judged in best.measured.validation.items()
     ]
-    return f"{text} Against FP32 on validation: {', '.join(scores)}."
+    return f"{text} Against FP32 on validation: {', '.join(scores)}." if scores else text
 
 
 def caption(found: Methods) -> str:
@@ -118,8 +118,8 @@ def caption(found: Methods) -> str:
     data = found.data
     return (
         f"The best row is chosen on {data['split']} data only: by the divergence from FP32 on "
-        f"{data['samples']} rows that calibration ({data['calibration']} rows) did not see. Validation is "
-        "the judge and chose nothing."
+        f"{data['samples']} rows that calibration ({data['calibration']} rows) did not see. Validation "
+        + ("is the judge and chose nothing." if found.fp32 else "was not looked at.")
     )
 
 

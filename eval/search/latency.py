@@ -3,7 +3,7 @@
 import os
 import shutil
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qdqbench.eval.bench.engines import (
     EngineTimer,
@@ -45,13 +45,22 @@ def latency_source(
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
         ) from error
-    mode: Any = options.latency
-    if mode == "auto":
-        mode = "engine" if find_gpu() or backend_of(session.recipe) in CPU_BACKENDS else "model"
-    return _engine(session, options, work, stack) if mode == "engine" else _model(session, options)
+    asked = options.latency
+    engine = runs_here(session.recipe) if asked == "auto" else asked == "engine"
+    return _engine(session, options, work, stack) if engine else modelled(session, options)
 
 
-def _model(session: Session, options: "SearchOptions") -> "tuple[Source, Measure]":
+def runs_here(recipe: Recipe) -> bool:
+    """Whether the recipe's engine runs on this machine."""
+    return bool(find_gpu()) or backend_of(recipe) in CPU_BACKENDS
+
+
+def modelled(session: Session, options: "SearchOptions") -> "tuple[Source, Measure]":
+    """Latencies of the cost model.
+
+    Raises:
+        MissingDevice: there is none.
+    """
     fitted = load_cost_model(options.cost_model)
     shape = shape_of(session.fp32_model.config)
     batch, length = options.batch, options.length
@@ -75,9 +84,12 @@ def _model(session: Session, options: "SearchOptions") -> "tuple[Source, Measure
     return source, measure
 
 
-def _engine(
-    session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
-) -> "tuple[Source, Measure]":
+def measured_source(session: Session, options: "SearchOptions") -> Source:
+    """Engines that run here.
+
+    Raises:
+        MissingDevice: they do not.
+    """
     gpu, recipe = find_gpu(), session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     if gpu is None and not on_cpu:
@@ -86,11 +98,8 @@ def _engine(
             "--latency model estimates, --backend openvino measures on this CPU"
         )
     chosen = choose_backend(recipe.engine.backend)
-    stack.enter_context(alone_on_cpu() if on_cpu else alone_on_gpu())
     device = str(find_cpu()) if on_cpu or gpu is None else gpu.name
-    folder = session.folder / f"engines-{os.getpid()}"
-    shape = options.batch, options.length
-    source = Source(
+    return Source(
         mode="engine",
         label=f"measured on {device}, {chosen.name} {chosen.version}",
         gpu=None if on_cpu else device,
@@ -101,6 +110,15 @@ def _engine(
         batch=options.batch,
         length=options.length,
     )
+
+
+def _engine(
+    session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
+) -> "tuple[Source, Measure]":
+    source = measured_source(session, options)
+    stack.enter_context(alone_on_cpu() if source.cpu else alone_on_gpu())
+    folder = session.folder / f"engines-{os.getpid()}"
+    shape = options.batch, options.length
     timer: list[EngineTimer] = []
     known: list[Latency] = []
 

@@ -215,10 +215,11 @@ class Measurement:
         return dict(self.ledger.found[key]["value"])
 
     def _say(self, text: str) -> None:
-        self.progress(self._done, self._total, text)
+        self.progress(self._done, self.evaluations, text)
 
     @functools.cached_property
-    def _total(self) -> float:
+    def evaluations(self) -> float:
+        """Evaluations in FP32 that take as long as all candidates and the curve without its bisection."""
         depth = len(self._layer_numbers)
         both = {
             key: _cost(c, depth) * (INT8_COST if key.startswith("all") else 1)

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from qdqbench.quantize.cli import bench, run, serve, train
-from qdqbench.quantize.cli.choose import search, sensitivity
+from qdqbench.quantize.cli.choose import auto, search, sensitivity
 from qdqbench.quantize.cli.look import compare, diagnose, inspect
 from qdqbench.quantize.machine import interrupt
 
@@ -27,6 +27,7 @@ STAGE_COMMANDS = {
 
 app.add_typer(run.recipes_app, name="recipes")
 app.command()(run.run)
+app.command()(auto.auto)
 for stage, text in STAGE_COMMANDS.items():
     app.command(stage)(run.stage_command(stage, text))
 app.command()(inspect.check)

@@ -1,0 +1,216 @@
+"""The ladder of an expert: shipped recipes, calibration, islands, search, QAT, until one holds."""
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqbench.eval.api.runs import silent
+from qdqbench.eval.auto.ladder import run_ladder
+from qdqbench.eval.auto.measure import Ladder
+from qdqbench.eval.auto.results import BEST_RECIPE, Auto, Wanted
+from qdqbench.eval.search.worker import SearchOptions
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length, run_config
+from qdqbench.quantize.rundir.session import RunConfig, Session
+from qdqbench.quantize.tasks.embedded import write_embedded
+
+FIRST_RECIPES = ("int8-attention", DEFAULT_RECIPE)  # where a family has them
+MAX_DROP = 0.005
+BUDGET = "30m"
+LENGTH = 128
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def auto(  # noqa: PLR0913
+    model: str | Path | None = None,
+    task: str | None = None,
+    data: str | Path = "hub",
+    *,
+    out: str | Path | None = None,
+    recipe: Sequence[str] = (),
+    budget: str | float = BUDGET,
+    max_drop: float = MAX_DROP,
+    min_speedup: float | None = None,
+    samples: int = 512,
+    trials: int = 24,
+    batch: int = 32,
+    length: int | None = None,
+    revision: str | None = None,
+    text_column: Sequence[str] | None = None,
+    label_column: str | None = None,
+    num_labels: int | None = None,
+    metric: Sequence[str] | None = None,
+    max_length: int | None = None,
+    backend: str | None = None,
+    pooling: str | None = None,
+    normalize: bool = False,
+    batch_size: int = 32,
+    seed: int = 0,
+    limit: int | None = None,
+    progress: Callable[[str], None] = silent,
+    command: str = "qdqbench.auto",
+) -> Auto:
+    """Find a recipe that holds: the ladder that an expert climbs. That none does is in the results.
+
+    Args:
+        model: folder or hub id; None with `task` None: the embedded default.
+        task: as in `run`, like `data`, `revision`, the columns, `metric`, `pooling` and `normalize`.
+        data: see `task`.
+        out: folder; None: runs/auto-TASK. Finished steps of an earlier call are reused.
+        recipe: shipped names or YAML files to begin with; none: int8-attention, then int8-linears.
+        budget: seconds, or a text such as "90s", "30m" or "2h": no step is begun that does not fit.
+        max_drop: of the primary metric, a fraction; the gate of every recipe.
+        min_speedup: over the twin without INT8; None: not asked.
+        samples: train rows that proposals are chosen on, at most.
+        trials: of the search, at most.
+        batch: of the latency.
+        length: tokens of the latency; None: 128, or as many as the recipe takes.
+        revision: see `task`.
+        text_column: see `task`.
+        label_column: see `task`.
+        num_labels: see `task`.
+        metric: see `task`.
+        max_length: tokens of a sample; None: as the recipes say.
+        backend: of the engine; None: as the recipes say.
+        pooling: see `task`.
+        normalize: see `task`.
+        batch_size: of evaluations.
+        seed: of bootstrap, search and folds.
+        limit: evaluate on this many samples.
+        progress: called with what is being done.
+        command: recorded in the result.
+
+    Raises:
+        UserError: input that cannot be used, or a folder of another model or task.
+        MissingDevice: the runtime that the recipes name is not there.
+    """
+    budget_s = duration(budget)
+    if not 0 <= max_drop <= 1:
+        raise UserError(f"--max-drop {max_drop:g} is no fraction from 0 to 1: half a point is 0.005")
+    if min_speedup is not None and not min_speedup > 0:
+        raise UserError(f"--min-speedup {min_speedup:g} is no positive factor, such as 1.5")
+    name = None if model is None else str(model)
+    wanted = Wanted(max_drop=max_drop, min_speedup=min_speedup)
+    recipes = [_gated(each, wanted, max_length, backend) for each in _first_recipes(recipe, name, revision)]
+    asked: dict[str, Any] = {
+        "revision": revision,
+        "task": task,
+        "data": str(data),
+        "text_column": text_column,
+        "label_column": label_column,
+        "num_labels": num_labels,
+        "metric": metric,
+        "pooling": pooling,
+        "normalize": normalize,
+        "batch_size": batch_size,
+        "seed": seed,
+        "limit": limit,
+    }
+    config = run_config(recipes[0], model=name, command=command, **asked)
+    for each in recipes:
+        if each.engine.backend in CPU_BACKENDS:
+            choose_backend(each.engine.backend)
+    folder = Path(out) if out is not None else Path("runs") / f"auto-{config.task.name}"
+    if config.model is None:
+        progress("training the embedded default")
+        made = write_embedded(folder / "embedded", seed=seed)
+        config = config.model_copy(update={"model": str(made.model_dir), "data": str(made.data_dir)})
+    recipes, notes = _calibrating(config, folder, recipes)
+    longest = min(each.export.max_length for each in recipes)
+    ladder = Ladder(
+        config=config.model_copy(update={"recipe": recipes[0]}),
+        folder=folder,
+        wanted=wanted,
+        samples=samples,
+        trials=trials,
+        options=SearchOptions(batch=batch, length=length or min(LENGTH, longest)),
+        say=progress,
+    )
+    ladder.session.notes += notes
+    given: dict[str, Any] = asked if name else {"seed": seed, "batch_size": batch_size, "limit": limit}
+    words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_options({"model": name} | given)]
+    return run_ladder(ladder, recipes, budget_s, shlex.join(words))
+
+
+def duration(text: str | float) -> float:
+    """Seconds: a number, or one with s, m or h behind it.
+
+    Raises:
+        UserError: neither, or not positive.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(text).strip())
+    if found is None or not float(found[1]) > 0:
+        raise UserError(f"--budget {text} is no time; give one such as 90s, 30m or 2h")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def _first_recipes(names: Sequence[str], model: str | None, revision: str | None) -> list[Recipe]:
+    """Those that are named, without their training; else those of the family.
+
+    Raises:
+        UserError: one cannot be used, or two have the same name.
+    """
+    if not names:
+        careful = find_recipe(DEFAULT_RECIPE, model, revision)
+        try:
+            fast = [find_recipe(name, model, revision) for name in FIRST_RECIPES if name != DEFAULT_RECIPE]
+        except UserError:  # the family has none
+            fast = []
+        return [*fast, careful]
+    found = [find_recipe(name, model, revision).ptq for name in names]
+    taken = {"methods", "islands", "search", "qat", "embedded"}
+    for each in found:
+        if each.name in taken:
+            raise UserError(
+                f"two steps would be called {each.name!r}: give recipes names of their own, other than "
+                "methods, islands, search, qat and embedded"
+            )
+        taken.add(each.name)
+        if not each.quantizes:
+            raise UserError(f"recipe {each.name} puts nothing into INT8; begin with another")
+    return found
+
+
+def _gated(recipe: Recipe, wanted: Wanted, max_length: int | None, backend: str | None) -> Recipe:
+    gate = recipe.gate.model_copy(update=wanted.model_dump())
+    found = recipe.model_copy(update={"gate": gate})
+    found = found if backend is None else for_backend(found, backend)
+    return found if max_length is None else for_length(found, max_length)
+
+
+def _calibrating(config: RunConfig, folder: Path, recipes: list[Recipe]) -> tuple[list[Recipe], list[str]]:
+    """Recipes that leave half of a small train split to choose proposals on."""
+    rows, notes, found = {}, [], []
+    for recipe in recipes:
+        section = recipe.calibration
+        if section.split not in rows:
+            session = Session(config, folder)
+            rows[section.split] = session.split(section.split, limit=None, labelled=False).rows
+        most = max(rows[section.split] // 2, 1)
+        if section.samples > most:
+            notes.append(
+                f"split {section.split!r} has {rows[section.split]} rows: {most} calibrate, not "
+                f"{section.samples}, and the others choose what is proposed"
+            )
+            section = section.model_copy(update={"samples": most})
+        found.append(recipe.model_copy(update={"calibration": section}))
+    return found, list(dict.fromkeys(notes))
+
+
+def _options(asked: dict[str, Any]) -> list[str]:
+    """Options of the command line, those that differ from its defaults."""
+    defaults = {"data": "hub", "batch_size": 32, "seed": 0, "normalize": False}
+    words: list[str] = []
+    for name, value in asked.items():
+        if value is None or value == defaults.get(name) or value == ():
+            continue
+        option = f"--{name.replace('_', '-')}"
+        each = value if isinstance(value, (list, tuple)) else [value]
+        words += [option] if value is True else [word for one in each for word in (option, str(one))]
+    return words

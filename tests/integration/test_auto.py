@@ -1,0 +1,176 @@
+"""`qdqbench auto` on a tiny model: the whole ladder, the report, going on after a kill, what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qdqbench.eval.auto import judge, measure
+from qdqbench.eval.auto.results import read_auto
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
+
+from .tiny import MAIN, environment, listing, results
+
+pytestmark = pytest.mark.slow
+OUT = "auto"
+
+
+@pytest.fixture
+def clipped(tmp_path) -> Path:
+    """A recipe that clips what a model says most with: a far better one is easily found."""
+    recipe = load_recipe("bert-int8-linears")
+    section = recipe.calibration.model_copy(
+        update={"samples": 64, "method": "percentile/60", "smooth": "none", "bias_correction": False}
+    )
+    path = tmp_path / "clipped.yaml"
+    path.write_text(dump_recipe(recipe.model_copy(update={"name": "clipped", "calibration": section})))
+    return path
+
+
+def options(given, out, *more):
+    return [
+        str(word)
+        for word in ("auto", given.model, "--task", given.task, "--data", given.data, "--out", out, *more)
+    ]
+
+
+@pytest.mark.long
+def test_the_whole_ladder(sst2, clipped, tmp_path, qdqbench, monkeypatch):
+    """No step holds before the training: each of them is taken."""
+    real = judge.drop_lacks
+    held = []
+
+    def never_before(versus, metric, max_drop):
+        return real(versus, metric, max_drop) or ([] if held else ["not yet"])
+
+    for module in (judge, measure):
+        monkeypatch.setattr(module, "drop_lacks", never_before)
+    climbed = measure.Ladder.run
+
+    def run(self, name, recipe, before):
+        if name == "qat":
+            held.append(name)
+        return climbed(self, name, recipe, before)
+
+    monkeypatch.setattr(measure.Ladder, "run", run)
+    out = tmp_path / OUT
+    words = options(sst2, out, "--recipe", clipped, "--samples", 96, "--trials", 8)
+    done = qdqbench(*words)
+    found = read_auto(out)
+    told = {step.name: (step.status, step.reason) for step in found.steps}
+    assert [*told] == ["clipped", "methods", "islands", "search", "qat"]
+    assert {status for status, _ in told.values()} == {"done"}, told
+    assert done.code == (0 if found.choice.passed else 2), done.err
+    first, methods, islands, search, qat = found.steps
+    assert first.measured.vs_before == {}
+    assert [step.measured.before for step in found.steps[1:]] == ["clipped", "methods", "islands", "search"]
+    sections = [load_recipe(str(out / step.measured.recipe_file)).calibration for step in (first, methods)]
+    assert sections[0] != sections[1]
+    assert islands.measured.int8_linears < methods.measured.int8_linears
+    assert "stay out of INT8" in islands.proposal[0]
+    assert "Trial" in search.proposal[0]
+    assert load_recipe(str(out / qat.measured.recipe_file)).qat is not None
+    assert qat.measured.final is not None
+    assert results(out / qat.measured.run)["training"] is not None
+    assert all(step.estimate_s > 0 and step.seconds > 0 for step in found.steps)
+    assert found.spent_s == pytest.approx(sum(step.seconds for step in found.steps))
+    reused = results(out / methods.measured.run)["timings"]["baseline"]["reused"]
+    assert reused  # FP32 was evaluated once
+
+
+def test_the_first_recipe_that_holds_is_deployed_and_repeated(sst2, tmp_path, qdqbench):
+    """And the same command again takes no step; more is told by --json."""
+    out = tmp_path / OUT
+    words = options(sst2, out, "--recipe", "int8-linears")
+    done = qdqbench(*words)
+    assert done.code == 0, done.err
+    found = read_auto(out)
+    assert [step.status for step in found.steps] == ["done", *["skipped"] * 4]
+    assert {step.reason for step in found.steps[1:]} == {"bert-int8-linears holds the gate"}
+    choice = found.choice
+    assert choice.passed
+    assert Path(choice.engine).is_file()
+    assert load_recipe(choice.recipe).gate.max_drop == found.gate.max_drop == 0.005
+    assert "note: split 'train' has 256 rows: 128 calibrate" in " ".join(done.out.split())
+    for name in ("auto.html", "auto.md"):
+        assert choice.command in (out / name).read_text()
+    page = (out / "auto.html").read_text()
+    assert "http" not in page.replace("http://www.w3.org/", "")
+    before = {name: (out / name).stat().st_mtime_ns for name in listing(out) if "/run/" in name}
+    again = qdqbench(*words, "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["steps"] == json.loads(found.model_dump_json())["steps"]
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+
+
+def test_bad_input_is_told_before_anything_is_written(sst2, tmp_path, qdqbench):
+    out = tmp_path / OUT
+    for words, said in (
+        (["--budget", "soon"], "--budget soon is no time"),
+        (["--max-drop", "2"], "half a point is 0.005"),
+        (["--min-speedup", "0"], "no positive factor"),
+        (["--recipe", "fp16"], "puts nothing into INT8"),
+        (["--recipe", "int8-linears", "--recipe", "int8-linears"], "two steps would be called"),
+    ):
+        done = qdqbench(*options(sst2, out, *words))
+        assert done.code == 1, words
+        assert said in done.err
+        assert done.err.count("\n") == 1
+        assert not out.exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(sst2, tmp_path, qdqbench):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert qdqbench(*options(sst2, tmp_path)).code == 1
+    assert listing(tmp_path) == ["mine.txt"]
+
+
+@pytest.mark.long
+def test_a_killed_ladder_goes_on(sst2, tmp_path, qdqbench):
+    """The step that was killed is taken again, those before are not."""
+    out = tmp_path / OUT
+    words = options(sst2, out, "--recipe", "int8-linears", "--samples", 96, "--trials", 8)
+    words += ["--min-speedup", "50", "--backend", "tensorrt_rtx"]  # nothing is so fast: search is tried
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, *words],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while not (out / "search").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = json.loads((out / "steps.json").read_text())["steps"]
+    assert [(step["name"], step["status"]) for step in before][:2] == [
+        ("bert-int8-linears", "done"),
+        ("methods", "skipped"),
+    ]
+    assert not (out / "auto.json").exists()
+    done = qdqbench(*words)
+    found = read_auto(out)
+    assert done.code == 2, done.err
+    assert "asked for is 50x" in done.err
+    assert json.loads(found.steps[0].model_dump_json()) == before[0]
+    assert "only speed is lacking" in found.steps[1].reason
+    assert found.steps[3].status == "failed"
+    assert "50x as fast as its twin" in found.steps[3].reason
+
+
+@pytest.mark.long
+def test_a_ladder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
+    out = tmp_path / OUT
+    assert qdqbench(*options(given("sst2"), out, "--recipe", "int8-linears")).code == 0
+    before = (out / "auto.json").read_bytes()
+    done = qdqbench(*options(given("mrpc"), out))
+    assert done.code == 1
+    assert "holds a ladder of another model or task" in done.err
+    assert (out / "auto.json").read_bytes() == before
