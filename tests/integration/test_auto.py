@@ -150,10 +150,7 @@ def test_a_killed_ladder_goes_on(sst2, tmp_path, qdqbench):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = json.loads((out / "steps.json").read_text())["steps"]
-    assert [(step["name"], step["status"]) for step in before][:2] == [
-        ("bert-int8-linears", "done"),
-        ("methods", "skipped"),
-    ]
+    assert [(step["name"], step["status"]) for step in before] == [("bert-int8-linears", "done")]
     assert not (out / "auto.json").exists()
     done = qdqbench(*words)
     found = read_auto(out)
