@@ -39,6 +39,7 @@ def bench(  # noqa: PLR0913
     pooling: str | None = None,
     normalize: bool = False,
     recipe: str | None = None,
+    also: Sequence[str] | None = None,
     batch: Sequence[int] | None = None,
     length: Sequence[int] | None = None,
     real_lengths: str | None = None,
@@ -72,6 +73,7 @@ def bench(  # noqa: PLR0913
         pooling: with `model`: as an embedding model that pools by mean, cls or last.
         normalize: to length 1; with `pooling`.
         recipe: with `model`: name or YAML file; None: the default.
+        also: with `model`, on a GPU: INT8 engines by these recipes too, in the same process.
         batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8; with `real_lengths` none.
         length: tokens per sequence; None: 128.
         real_lengths: time the whole evaluation split of this task, in batches of similar lengths.
@@ -117,6 +119,8 @@ def bench(  # noqa: PLR0913
     if cpu := cpu or runs_on_cpu(wanted):
         own_backend(wanted)
     backend = ("", "") if cpu else require_gpu(wanted)
+    if also and (model is None or cpu):
+        raise UserError("--also belongs to --model on a GPU: other recipes of the model that is measured")
     running, counts = _threads(threads, streams, cpu)
     progress("exporting")
     lengths = tuple(dict.fromkeys(length or (128,)))
@@ -148,6 +152,12 @@ def bench(  # noqa: PLR0913
             makers.start(run, begun)
 
         chosen, folder = _open(path, model, recipe, Path(out) if out else None, options, asked, ready)
+        for other in also or ():
+            made, _ = _open(None, model, other, folder / "also" / Path(other).stem, options, asked)
+            name = made.session.recipe.name
+            if name in {chosen.session.recipe.name, *chosen.also}:
+                raise UserError(f"two recipes to measure are called {name!r}; give one another name")
+            chosen.also[name] = made
         if real_lengths is not None:
             splits = real_splits(
                 chosen,
@@ -216,7 +226,7 @@ def _open(  # noqa: PLR0913, PLR0917
     out: Path | None,
     options: BenchOptions,
     pooling: Pooling | None,
-    ready: Callable[[Path], None],
+    ready: Callable[[Path], None] = silent,
 ) -> tuple[Target, Path]:
     if target is not None:
         found = run_target(target)

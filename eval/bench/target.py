@@ -39,7 +39,8 @@ class Target:
 
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
-    built: "dict[str, EngineResult]" = field(default_factory=dict)  # by file name without its end
+    also: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
+    built: "dict[str, EngineResult]" = field(default_factory=dict)  # by the engine's path
     stack: ExitStack = field(default_factory=ExitStack)  # removes them, at the end of a bench
 
     @property

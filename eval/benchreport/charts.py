@@ -29,6 +29,7 @@ CONTESTANT_STYLES = {  # colour is never the only difference
     "compile-fp32": (svg.PURPLE, "d"),
     "compile-bf16": (svg.PURPLE, "D"),
 }
+OTHER_STYLE = (svg.VERMILLION, "8")  # INT8 by other recipes
 STREAM_DASHES = ((0, ()), (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))  # by number of streams
 
 
@@ -59,7 +60,7 @@ def speedup_svg(bench: Bench) -> str:
             _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
             for place, ratio in enumerate(found):
                 if ratio is not None and ratio.low is not None and ratio.high is not None:
-                    colour = CONTESTANT_STYLES[about.name][0]
+                    colour = CONTESTANT_STYLES.get(about.name, OTHER_STYLE)[0]
                     axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
         axes.set_ylim(bottom=0)
 
@@ -116,5 +117,5 @@ def _line(
     if not points:
         return
     places, heights = zip(*points, strict=True)
-    colour, marker = CONTESTANT_STYLES[name]
+    colour, marker = CONTESTANT_STYLES.get(name, OTHER_STYLE)
     axes.plot(places, heights, color=colour, marker=marker, markersize=4.5, linestyle=style, label=label)

@@ -168,12 +168,13 @@ def headline_marks(bench: Bench, cell: BenchCell) -> list[Mark]:
 def ratio_rows(bench: Bench) -> list[tuple[str, list[Mark]]]:
     """Other ratios that tables show, by shape: of twins, of torch.compile, of other quantizers."""
     names = {about.name: about.label for about in bench.contestants}
+    others = [("int8", name) for name in names if name.startswith("int8-") and bench.device == "gpu"]
     measured = {(s.contestant, s.over) for cell in bench.cells for s in cell.speedups}
     return [
         (
             f"{names[ours]} over {names[over]}",
             [ratio_mark(speedup_of(cell, ours, over)) for cell in bench.cells],
         )
-        for ours, over in COMPARED
+        for ours, over in (*COMPARED, *others)
         if (ours, over) in measured
     ]

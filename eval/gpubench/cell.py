@@ -221,7 +221,7 @@ def _engine(work: Work, kind: Kind, timer: CudaTimer) -> Entry:
 
 def _load(work: Work, kind: Kind, path: Path) -> Engine:
     """An engine for the recipe's shapes stays loaded for all cells, with the kernels that it compiled."""
-    onnx = work.target.twins[kind.precision]
+    onnx = _owner(work.target, kind).twins[kind.precision]
     if kind.profile == "static":
         return work.stack.enter_context(Engine(path, onnx))
     if kind.name not in work.shared.engines:
@@ -236,16 +236,21 @@ def _build(
 
     The engine is deleted at the end of the bench, unless engines are kept.
     """
-    session, int8 = target.session, kind.precision == "int8"
-    stem = f"{kind.precision}.{'recipe' if kind.profile == 'recipe' else shape.stem}"
-    path = session.folder / "bench" / f"{stem}.engine"
-    if stem in target.built:
-        return path, target.built[stem]
+    owner, int8 = _owner(target, kind), kind.precision == "int8"
+    session, stem = owner.session, "recipe" if kind.profile == "recipe" else shape.stem
+    path = session.folder / "bench" / f"{kind.precision}.{stem}.engine"
+    if str(path) in target.built:
+        return path, target.built[str(path)]
     if not options.keep_engines:
         target.stack.callback(sidecar_path(path).unlink, missing_ok=True)
         target.stack.callback(path.unlink, missing_ok=True)
     gemms, attention = (artifacts.expected_gemms(session), len(session.plan.attention)) if int8 else ([], 0)
-    graph = ReadyGraph(target.twins[kind.precision], gemms, attention)
-    result = build_graph(build, session, graph, path, profiles_of(target, kind.profile, shape))
-    target.built[stem] = result
+    graph = ReadyGraph(owner.twins[kind.precision], gemms, attention)
+    result = build_graph(build, session, graph, path, profiles_of(owner, kind.profile, shape))
+    target.built[str(path)] = result
     return path, result
+
+
+def _owner(target: Target, kind: Kind) -> Target:
+    """The target whose recipe an engine is of."""
+    return target.also.get(kind.recipe, target)

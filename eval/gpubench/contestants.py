@@ -21,6 +21,7 @@ class Kind:
     profile: Literal["recipe", "static", ""] = ""  # shapes that the engine takes
     mode: str = ""  # of torch.compile; empty: eager
     graph: bool = True  # in a CUDA graph
+    recipe: str = ""  # another than the bench's
 
 
 TABLE = (
@@ -52,6 +53,9 @@ def table_of(target: Target, options: BenchOptions) -> dict[str, Kind]:
             replace(kind, profile="static", label=kind.label + EXACT) if kind.profile else kind
             for kind in wanted
         ]
+    wanted += [
+        Kind(f"int8-{name}", f"INT8 engine, {name}", "int8", "recipe", recipe=name) for name in target.also
+    ]
     return {kind.name: kind for kind in wanted if options.peers or kind.profile}
 
 

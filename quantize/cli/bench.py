@@ -29,6 +29,9 @@ class Wanted:
     recipe: Annotated[
         str | None, typer.Option(help=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
     ] = None
+    also: Annotated[
+        list[str] | None, typer.Option(help="With --model: INT8 by this recipe too; repeatable.")
+    ] = None
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Batch size; repeatable. None: 1, 8, 32, 128.")
     ] = None

@@ -137,6 +137,7 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         ([], "either a run directory or --model"),
         (["run", "--model", "bert-base"], "either a run directory or --model"),
         (["run", "--recipe", "bert-fp16"], "--recipe belongs to --model"),
+        (["--model", "bert-base", "--cpu", "--also", "bert-fp16"], "--also belongs to --model on a GPU"),
         (["--model", "x", "--profile", "fast"], "--profile 'fast' is unknown"),
         (["--model", "x", "--compile-seconds", "0"], "--compile-seconds is 0"),
         (["--model", "bert-base", "--cpu", "--threads", "9999"], "--threads 9999 is more than the"),

@@ -206,6 +206,27 @@ def test_what_all_cells_share_is_made_once_and_before_them(device, tmp_path, sta
     assert device.started[-1] == "ended"
 
 
+def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path, stack):
+    target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
+    target.also["mine"] = a_target(tmp_path / "mine", "bert-int8-attention")
+    (tmp_path / "mine").mkdir()
+    options = replace(OPTIONS, profile="both", peers=False)
+    listed = makers.contestants(target, options)
+    assert (listed[-1].name, listed[-1].label) == ("int8-mine", "INT8 engine, mine")
+    makers.ahead(target, options, lambda text: None)
+    with ExitStack() as cell:
+        entries = makers.prepare(target, options, CellShape(8, 128, None), listed, cell)
+    assert entries[-1].row.status == "done"
+    assert [
+        engine.path.parent.parent for engine in FakeEngine.opened if "int8.recipe" in engine.path.name
+    ] == [
+        tmp_path,
+        tmp_path / "mine",
+    ]
+    target.stack.close()
+    assert list((tmp_path / "mine" / "bench").iterdir()) == []
+
+
 def test_peers_run_as_their_names_say(device, tmp_path, stack):
     target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
     with ExitStack() as cell:
