@@ -16,7 +16,7 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.cell import CellShape, profiles_of
 from qdqbench.eval.bench.real import RealSplit, real_splits
-from qdqbench.eval.bench.results import BenchTarget, read_bench
+from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
 from qdqbench.eval.bench.target import check_lengths, model_target, run_target, softmax_notes
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.cli import bench as cli_bench
@@ -36,14 +36,23 @@ QUICK = [
     "--length",
     "16",
     "--batch",
-    "1",
-    "--batch",
     "3",
     "--rounds",
     "3",
     "--repeats",
     "2",
 ]
+
+
+WORD_COUNTS = [1, 2, 3, 9, 9, 20, 100, *(number % 31 + 1 for number in range(33))]
+
+
+def write_texts(folder):
+    """A validation split of SST-2 with sentences of so many words."""
+    lines = [json.dumps({"sentence": "abc " * count, "label": count % 2}) for count in WORD_COUNTS]
+    (folder / "sst2").mkdir(parents=True)
+    (folder / "sst2" / "validation.jsonl").write_text("\n".join(lines))
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +65,8 @@ def few_threads(monkeypatch):
 def measured(tiny_bert, tmp_path_factory):
     """A folder in which a tiny model was measured."""
     folder = tmp_path_factory.mktemp("bench") / "out"
-    outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK)
+    real = ("--real-lengths", "sst2", "--real-batch", 8, "--data", write_texts(folder.parent / "data"))
+    outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK, *real)
     return folder, outcome
 
 
@@ -75,9 +85,11 @@ def test_bench_on_a_cpu(measured):
     assert (bench.device, bench.complete, bench.errors) == ("cpu", True, [])
     assert any("CPU" in note for note in bench.notes)
     assert [(cell.batch, cell.length, cell.reference) for cell in bench.cells] == [
-        (1, 16, "fp32-onnxruntime"),
         (3, 16, "fp32-onnxruntime"),
+        (8, None, "fp32-onnxruntime"),
     ]
+    assert (bench.cells[-1].sequences, bench.cells[-1].padded_to[0]) == (len(WORD_COUNTS), 16)
+    assert row_of(bench.cells[-1], "int8").sequences_per_s > 0
     for row in (row for cell in bench.cells for row in cell.rows if row.status == "done"):
         assert row.launches == 6
         assert row.median_ms > 0
@@ -252,13 +264,8 @@ def test_real_lengths_need_data_and_a_tokenizer(tmp_path):
 @pytest.fixture
 def words(tmp_path, tiny_bert):
     """A target, and its split of 40 sentences of 1 to 100 words as batches."""
-    counts = [1, 2, 3, 9, 9, 20, 100, *(number % 31 + 1 for number in range(33))]
-    folder = tmp_path / "data" / "sst2"
-    folder.mkdir(parents=True)
-    lines = [json.dumps({"sentence": "abc " * count, "label": count % 2}) for count in counts]
-    (folder / "validation.jsonl").write_text("\n".join(lines))
-    target = some_target(tmp_path)
-    make = partial(real_splits, target, "sst2", data=str(tmp_path / "data"), tokenizer=str(tiny_bert))
+    target, data = some_target(tmp_path), str(write_texts(tmp_path / "data"))
+    make = partial(real_splits, target, "sst2", data=data, tokenizer=str(tiny_bert))
     return target, make
 
 
