@@ -12,6 +12,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
+from qdqbench.quantize.machine.cpu import quota
 from qdqbench.quantize.tasks.batches import sorted_batches
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def session_of(model: bytes, name: str) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as quantize/machine/threads.py
+    options.intra_op_num_threads = quota() or 0  # 0: as many as it chooses
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -9,7 +9,7 @@ import typer
 from qdqbench.quantize.cli import bench, run, serve, train
 from qdqbench.quantize.cli.choose import auto, search, sensitivity
 from qdqbench.quantize.cli.look import compare, diagnose, inspect
-from qdqbench.quantize.machine import interrupt
+from qdqbench.quantize.machine import interrupt, threads
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -67,6 +67,7 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
+MEASURES_TORCH = ("bench",)  # commands that leave PyTorch's threads as it starts them
 FROM_THE_START = ("methods", "bench")  # commands that do not go on with what an interrupted call left
 
 
@@ -77,6 +78,8 @@ class _Interrupted(SystemExit):
 def program() -> None:
     """The installed command: `main`, and after Ctrl-C an end that waits for no thread of a library."""
     interrupt.watch()
+    if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
+        threads.share_cores()
     try:
         main()
     except _Interrupted as stop:

@@ -265,7 +265,7 @@ def _judge_build(proof: "Proof", folder: Path, json: bool) -> None:
 
 
 def profile(folder: RunFolder, json: Json = False) -> None:
-    """Wall time and peak memory of each stage of a finished run."""
+    """Wall time, CPU time and peak memory of each stage of a finished run."""
     from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.core.strict import read
 
@@ -275,11 +275,13 @@ def profile(folder: RunFolder, json: Json = False) -> None:
         return
     from rich.table import Table
 
-    table = Table("stage", "wall s", "peak MB", "", box=None)
+    table = Table("stage", "wall s", "CPU s", "peak MB", "", box=None)
     rows = found.timings.values()
     for name, row in found.timings.items():
         reused = "reused" if row.reused else ""
-        table.add_row(name, f"{row.wall_s:.1f}", f"{row.peak_rss_bytes / 1e6:.0f}", reused)
+        cpu = "-" if row.cpu_s is None else f"{row.cpu_s:.1f}"
+        table.add_row(name, f"{row.wall_s:.1f}", cpu, f"{row.peak_rss_bytes / 1e6:.0f}", reused)
     peak = max(row.peak_rss_bytes for row in rows)
-    table.add_row("total", f"{sum(row.wall_s for row in rows):.1f}", f"{peak / 1e6:.0f}", "")
+    wall, cpu = (f"{sum(times):.1f}" for times in ([r.wall_s for r in rows], [r.cpu_s or 0 for r in rows]))
+    table.add_row("total", wall, cpu, f"{peak / 1e6:.0f}", "")
     console().print(table)

@@ -224,6 +224,7 @@ class Timing(Strict):
     """Cost of one stage of the run."""
 
     wall_s: float
+    cpu_s: float | None = None  # of all threads; None: of a run that did not measure it
     peak_rss_bytes: int  # of the whole process while the stage ran
     reused: bool  # nothing had changed, the files of an earlier run were kept
 

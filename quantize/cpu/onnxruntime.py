@@ -15,7 +15,7 @@ from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.cpu.compiled import FREE, Compute, Kernel, Run, Signature, Sizes
-from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.machine.cpu import find_cpu, quota
 
 _TYPES = {
     "int8": "Int8",
@@ -104,8 +104,7 @@ def _session(data: bytes, threads: int | None, *, profile: Path | None = None) -
     options.log_severity_level = 3
     # threads spin inside of a run, as ONNX Runtime does it, but not behind it, where they hold up others
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if threads:
-        options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads or quota() or 0  # 0: as many as it chooses
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     try:

@@ -13,6 +13,7 @@ from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.cpu.compiled import FREE, Compute, Kernel, Run, Signature, Sizes
 from qdqbench.quantize.cpu.products import ATTENTION
+from qdqbench.quantize.machine.cpu import quota
 
 DEVICE = "CPU"
 _PRECISION = {"fp32": "f32", "bf16": "bf16"}  # of what is not quantized
@@ -62,7 +63,8 @@ class Compiled:
         ov = importlib.import_module("openvino")
         config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": _PRECISION[compute], "PERF_COUNT": profile}
         # one stream runs a batch by all threads, as a latency is measured
-        config |= {"NUM_STREAMS": streams} | ({"INFERENCE_NUM_THREADS": threads} if threads else {})
+        most = threads or quota()
+        config |= {"NUM_STREAMS": streams} | ({"INFERENCE_NUM_THREADS": most} if most else {})
         core = ov.Core()
         try:
             if blob:

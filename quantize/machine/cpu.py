@@ -1,5 +1,6 @@
 """The CPU that this process runs on, and what it has for INT8 and BF16."""
 
+import math
 import os
 import platform
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_CGROUPS = Path("/sys/fs/cgroup")
 INT8_DOT = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")  # sums of INT8 products in one step
 BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 FEATURES = ("avx2", "avx512f", *INT8_DOT, *BF16)  # as Linux names them
@@ -46,7 +48,9 @@ def find_cpu() -> Cpu:
             said.setdefault(key.strip().lower(), value.strip())
     flags = f"{said.get('flags', '')} {said.get('features', '')}".split()
     name = said.get("model name") or platform.processor() or platform.machine()
-    return Cpu(name, len(usable_cores()), tuple(feature for feature in FEATURES if feature in flags))
+    return Cpu(
+        name, quota() or len(usable_cores()), tuple(feature for feature in FEATURES if feature in flags)
+    )
 
 
 def usable_cores() -> list[int]:
@@ -54,6 +58,22 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]
+
+
+def quota() -> int | None:
+    """Cores whose time a container (cgroup v2 or v1) gives this process, where these are fewer than it sees.
+
+    A library that starts a thread for each core that it sees would be stopped by the kernel again and again.
+    """
+    v2, v1 = _CGROUPS / "cpu.max", [_CGROUPS / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+    paths = [v2] if v2.is_file() else v1
+    if not all(path.is_file() for path in paths):
+        return None
+    given, period = " ".join(path.read_text(encoding="ascii") for path in paths).split()
+    if not given.isdecimal():  # "max", or -1
+        return None
+    most = max(1, math.ceil(int(given) / int(period)))
+    return most if most < len(usable_cores()) else None
 
 
 def cpu_hazards(cpu: Cpu) -> list[str]:

@@ -38,6 +38,7 @@ class _Done(Strict):
     outputs: dict[str, str]  # path inside the run directory -> sha256
     notes: list[str]
     wall_s: float
+    cpu_s: float
     peak_rss_bytes: int
 
 
@@ -99,6 +100,7 @@ def run_stages(
                     outputs=hashes,
                     notes=session.notes[known:],
                     wall_s=cost.wall_s,
+                    cpu_s=cost.cpu_s,
                     peak_rss_bytes=cost.peak_rss_bytes,
                 )
                 manifest.stages[stage.name] = done
@@ -107,7 +109,7 @@ def run_stages(
             session.notes += [note for note in done.notes if note not in session.notes]
             interrupt.raise_if_interrupted()
             timings[stage.name] = Timing(
-                wall_s=done.wall_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused
+                wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused
             )
     return timings
 

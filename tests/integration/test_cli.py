@@ -231,7 +231,8 @@ def test_profile(finished_run, qdqbench):
     shown = qdqbench("profile", finished_run)
     assert shown.code == 0
     for name, row in timings.items():
-        assert re.search(rf"{name}\s+{row['wall_s']:.1f}\s+{row['peak_rss_bytes'] / 1e6:.0f}\b", shown.out)
+        told = rf"{name}\s+{row['wall_s']:.1f}\s+{row['cpu_s']:.1f}\s+{row['peak_rss_bytes'] / 1e6:.0f}\b"
+        assert re.search(told, shown.out)
     total = sum(row["wall_s"] for row in timings.values())
     assert re.search(rf"total\s+{total:.1f}\s", shown.out)
 

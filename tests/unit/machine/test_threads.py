@@ -1,0 +1,59 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from qdqbench.quantize.machine import cpu
+from qdqbench.quantize.machine.threads import share_cores
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu, "usable_cores", lambda: [0, 1, 2, 3])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "cores"),
+    [("max 100000", None), ("150000 100000", 2), ("5000 100000", 1), ("400000 100000", None)],
+)
+def test_a_quota_counts_where_it_is_less_than_the_cores(given, cores, cgroups):
+    assert cpu.quota() is None
+    (cgroups / "cpu.max").write_text(f"{given}\n")
+    assert cpu.quota() == cores
+
+
+@pytest.mark.parametrize(("given", "cores"), [("-1", None), ("250000", 3)])
+def test_a_quota_of_the_older_cgroups(given, cores, cgroups):
+    (cgroups / "cpu").mkdir()
+    (cgroups / "cpu" / "cpu.cfs_quota_us").write_text(f"{given}\n")
+    (cgroups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu.quota() == cores
+
+
+def test_threads_sleep_and_what_is_set_stays(cgroups):
+    environ = {}
+    share_cores(environ)
+    assert environ == {"OMP_WAIT_POLICY": "PASSIVE"}
+    (cgroups / "cpu.max").write_text("100000 100000\n")
+    share_cores(environ)
+    assert environ == {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    environ = {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
+    share_cores(environ)
+    assert environ == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(("command", "policy"), [("run", "PASSIVE"), ("bench", None)])
+def test_a_command_sets_it_before_torch_unless_it_times_torch(command, policy):
+    code = (
+        "import sys, os; from qdqbench.quantize.cli import app; "
+        f"sys.argv[1:] = [{command!r}, '--help']; app.main = lambda: None; app.program(); "
+        "print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == [str(policy), "False"]
