@@ -1,7 +1,10 @@
 """Worker processes of one model: they take batches from its queue, and one that ends is replaced."""
 
 import asyncio
+import contextlib
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -67,7 +70,10 @@ class _Worker:
 
     async def end(self) -> None:
         if self.process.returncode is None:
-            self.process.kill()
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # its own `kill` would race with asyncio for its end
+                os.kill(self.process.pid, signal.SIGKILL)
         await self.process.wait()
 
 
@@ -267,8 +273,9 @@ class Pool:
     def _count(self, rows: list[Row], mask: Int64, start: float, seconds: float) -> None:
         metrics, taken = self._metrics, max(time.monotonic() - start, 1e-6)
         self._rate = 0.8 * (self._rate or len(rows) / taken) + 0.2 * len(rows) / taken
+        waited = metrics.waited.labels(self.name)
         for row in rows:
-            metrics.waited.labels(self.name).observe(start - row.since)
+            waited.observe(start - row.since)
         metrics.ran.labels(self.name).observe(seconds)
         metrics.rows.labels(self.name).observe(len(rows))
         real = int(mask.sum())

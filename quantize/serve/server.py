@@ -23,7 +23,8 @@ from qdqbench.quantize.serve.pool import COMMAND, Pool, order_of, shared_cores
 from qdqbench.quantize.serve.served import Limits, Served
 
 HEAD_S = 10.0  # that the head of a request may take
-MOST_CONNECTIONS = 1000
+IDLE_S = 20  # that a connection is kept without a request
+MOST_CONNECTIONS, BACKLOG = 1000, 1000
 MOST_HEAD_BYTES = 16 << 10
 MORE_S = 2  # beyond a request's own time, until what is still open is dropped at the end
 
@@ -105,6 +106,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=IDLE_S,
         h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         timeout_graceful_shutdown=math.ceil(settings.limits.timeout_s) + MORE_S,
     )
@@ -114,6 +116,7 @@ async def _serve(
             await asyncio.gather(*(pool.start() for pool in service.pools.values()))
             if not server.should_exit:
                 name = f"[{settings.host}]" if ":" in settings.host else settings.host
+                bound.listen(BACKLOG)  # who comes before uvicorn takes it waits
                 listening(f"http://{name}:{bound.getsockname()[1]}")
                 await server.serve(sockets=[bound])
     finally:
