@@ -46,6 +46,7 @@ app.command()(train.finetune)
 app.command()(run.qat)
 app.command()(train.study)
 app.command()(serve.serve)
+app.command("export-triton")(serve.export_triton)
 
 
 def _invoke() -> None:

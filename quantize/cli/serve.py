@@ -1,6 +1,7 @@
-"""The command `serve`: a run behind HTTP. Everything heavy is imported inside."""
+"""The commands `serve` and `export-triton`. Everything heavy is imported inside."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,3 +78,24 @@ def serve(
         say(f"POST {url}/v1/{served.endpoint.name}, described at {url}/docs; Ctrl-C stops")
 
     server.serve(served, limited.settings(host, port, not no_fp32), listening)
+
+
+def export_triton(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.", show_default=False)],
+    name: Annotated[str | None, typer.Option(help="Of the model in Triton; none: the run's folder.")] = None,
+) -> None:
+    """Write a run as a model repository of NVIDIA Triton, with what deploys it."""
+    from qdqbench.quantize.triton.export import export_triton as export
+
+    made = export(run, out, name)
+    plans = {
+        "built": "its TensorRT plan is that of the run",
+        "script": f"{out / 'tensorrt' / 'build_plan.sh'} builds its TensorRT plan on your GPU",
+        "none": "without a TensorRT plan: the run's graph is for CPUs",
+    }
+    say(f"[bold]{plain(made.name)}[/] on {made.backend}; {plain(plans[made.plan])}")
+    lengths = (
+        f"{made.lengths[0]} to {made.lengths[-1]} tokens" if made.lengths[1:] else f"{made.lengths[0]} tokens"
+    )
+    say(f"batches of at most {made.max_batch}, {lengths}; how to start it: {plain(str(out / 'README.md'))}")

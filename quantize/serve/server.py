@@ -47,8 +47,8 @@ def make_service(served: Served, settings: Settings, command: Sequence[str] = CO
     """A service whose workers are not started yet."""
     limits, metrics, cores = settings.limits, Metrics(), usable_cores()
     sizes = served.sizes(settings.max_batch)
-    # every worker meets each length, alone and in the largest batch, before the first request does
-    warm = [(rows, length) for length, most in sizes for rows in {1, most}]
+    # every worker meets each length, and a whole batch, before the first request does
+    warm = [*((1, length) for length, _ in sizes), (sizes[0][1], sizes[0][0])]
 
     def pool(name: str, base: dict[str, Any], workers: int) -> Pool:
         orders = [order_of(base | {"warm": warm}, part) for part in shared_cores(workers, cores)]

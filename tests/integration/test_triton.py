@@ -1,0 +1,216 @@
+"""A run as a model repository of Triton: parsed by Triton's own messages, run under a stub of its API."""
+
+import ast
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.triton.export import export_triton
+
+from ..support import triton_stub
+from ..support.triton_stub import InferenceRequest, Repository, Tensor
+
+pytestmark = pytest.mark.skipif(
+    not (triton_stub.BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh"
+)
+
+
+@pytest.fixture(scope="module")
+def exported(finished_run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("triton") / "out"
+    export_triton(finished_run, out, "sst2")
+    return out
+
+
+@pytest.fixture
+def repository(exported) -> Repository:
+    return Repository(exported / "models")
+
+
+def column(texts):
+    return np.array([[text.encode()] for text in texts], dtype=np.object_)
+
+
+def test_the_chain_answers_as_the_run_did(repository, finished_run):
+    session = Session(read_config(finished_run), finished_run)
+    split, _ = session.eval_splits["validation"]
+    texts = split.dataset["sentence"][:40]
+    with np.load(finished_run / "logits" / "onnxruntime.npz") as saved:
+        known = saved["validation.logits"][:40]
+    for start in (0, 1, 33):  # other batches, other padding
+        rows = slice(start, start + 7)
+        for model in ("sst2", "sst2_on_onnxruntime", "sst2_on_openvino"):
+            made = repository.run(model, {"TEXT": column(texts[rows])})
+            np.testing.assert_allclose(made["logits"], known[rows], atol=2e-2)
+            assert (made["logits"].argmax(axis=1) == known[rows].argmax(axis=1)).all()
+
+
+def test_its_tokens_are_those_of_the_run(repository, finished_run):
+    tokenizer = Session(read_config(finished_run), finished_run).tokenizer
+    texts = ["a good film", "", "the " * 300, "Ünknown wörds 漢字 \u202e x", "it is\tof\nthe   plot!"]
+    made = repository.run("sst2_tokenizer", {"TEXT": column(texts)})
+    wanted = tokenizer(texts, truncation=True, max_length=128, return_token_type_ids=True)
+    for row in range(len(texts)):
+        kept = made["attention_mask"][row] == 1
+        for name in ("input_ids", "token_type_ids"):
+            assert made[name][row][kept].tolist() == wanted[name][row]
+        assert (made["input_ids"][row][~kept] == tokenizer.pad_token_id).all()
+    assert made["input_ids"].shape == (5, 128)
+    assert repository.run("sst2_tokenizer", {"TEXT": column(["a"])})["input_ids"].shape == (1, 16)
+
+
+def test_a_text_that_cannot_be_read_has_an_error_of_its_own(repository):
+    config = repository.configs["sst2_tokenizer"]
+    model = repository.python_model("sst2_tokenizer", config)
+    bad = np.array([[b"\xff\xfe"]], dtype=np.object_)
+    long = column(["a" * 300_000])
+    answers = model.execute([InferenceRequest([Tensor("TEXT", each)]) for each in (bad, column(["a"]), long)])
+    assert [answer.error() is not None for answer in answers] == [True, False, True]
+    assert "cannot be read" in str(answers[0].error())
+
+
+def test_configurations_fit_each_other_and_the_engine(exported, repository, finished_run):
+    profiles = engine_profiles(Session(read_config(finished_run), finished_run))
+    encoder = repository.configs["sst2_onnxruntime"]
+    assert encoder.max_batch_size == max(profile.max[0] for profile in profiles)
+    assert [each.name for each in encoder.input] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert [*encoder.input[0].dims] == [-1]
+    assert [*encoder.output[0].dims] == [2]
+    assert encoder.dynamic_batching.max_queue_delay_microseconds > 0
+    names = ("", "_tokenizer", "_onnxruntime", "_openvino", "_on_onnxruntime", "_on_openvino")
+    assert {*repository.configs} == {f"sst2{name}" for name in names}
+    built = [triton_stub.read_config(path) for path in (exported / "tensorrt").rglob("config.pbtxt")]
+    plan = next(config for config in built if config.platform == "tensorrt_plan")
+    assert [*plan.instance_group[0].profile] == [str(number) for number, _ in enumerate(profiles)]
+    for config in (*repository.configs.values(), *built):
+        folder = next(
+            path.parent for path in exported.rglob("config.pbtxt") if path.parent.name == config.name
+        )
+        for output in config.output:
+            if output.label_filename:
+                assert len((folder / output.label_filename).read_text().splitlines()) == 2
+        for sample in config.model_warmup:
+            assert sample.batch_size <= config.max_batch_size
+            for each in sample.inputs.values():
+                if each.input_data_file:
+                    data = np.frombuffer((folder / "warmup" / each.input_data_file).read_bytes(), np.int64)
+                    assert data.tolist() == [1] * each.dims[0]
+                    assert any(p.min[1] <= each.dims[0] <= p.max[1] for p in profiles)
+
+
+def test_the_script_builds_a_plan_for_the_profiles(exported):
+    script = exported / "tensorrt" / "build_plan.sh"
+    assert subprocess.run(["sh", "-n", script], check=False).returncode == 0
+    text = script.read_text()
+    shape = "input_ids:{0},attention_mask:{0},token_type_ids:{0}"
+    for option in (
+        "--stronglyTyped",
+        f"--minShapes={shape.format('1x16')}",
+        f"--maxShapes={shape.format('128x128')}",
+    ):
+        assert option in text
+    assert script.stat().st_mode & 0o100
+    assert (exported / "tensorrt" / "model.onnx").is_file()
+
+
+def test_deployment_files_are_yaml_that_fit_each_other(exported):
+    documents = {}
+    for path in [*exported.glob("*.y*ml"), *exported.glob("kubernetes/*.yaml")]:
+        for each in yaml.safe_load_all(path.read_text()):
+            documents[path.name, each.get("kind", "")] = each
+    deployment = documents["deployment.yaml", "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+    assert container["startupProbe"]["failureThreshold"] >= 10
+    assert deployment["spec"]["replicas"] >= 2
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002}
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert documents["service.yaml", "Service"]["spec"]["selector"].items() <= labels.items()
+    assert {each["targetPort"] for each in documents["service.yaml", "Service"]["spec"]["ports"]} == {*ports}
+    scaler = documents["hpa.yaml", "HorizontalPodAutoscaler"]["spec"]
+    keda = documents["keda.yaml", "ScaledObject"]["spec"]
+    name = deployment["metadata"]["name"]
+    assert (scaler["scaleTargetRef"]["name"], keda["scaleTargetRef"]["name"]) == (name, name)
+    (rule,) = documents["prometheus-adapter.yaml", ""]["rules"]["custom"]
+    assert scaler["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
+    for query in (rule["metricsQuery"], keda["triggers"][0]["metadata"]["query"]):
+        assert "nv_inference_queue_duration_us" in query
+        assert query.count("(") == query.count(")")
+    compose = documents["compose.yaml", ""]["services"]
+    assert all(port.startswith("127.0.0.1:") for each in compose.values() for port in each["ports"])
+    assert compose["triton"]["healthcheck"]
+    assert "triton" in documents["compose.gpu.yaml", ""]["services"]
+    assert "--load-model=sst2" in (exported / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_clients_send_what_the_model_takes(exported, repository, protocol, monkeypatch, capsys):
+    """Against a stand-in of the client library, which the environment does not have."""
+
+    class Input:
+        def __init__(self, name, shape, datatype):
+            self.name, self.shape, self.datatype = name, shape, datatype
+
+        def set_data_from_numpy(self, array):
+            assert self.datatype == "BYTES"
+            assert list(array.shape) == self.shape
+            self.array = array
+
+    class Client:
+        def __init__(self, url):
+            assert url == {"http": "localhost:8000", "grpc": "localhost:8001"}[protocol]
+
+        def infer(self, model, inputs, *, outputs, timeout=None, client_timeout=None):
+            made = repository.run(model, {each.name: each.array for each in inputs})
+            assert {*outputs} <= {*made}
+            return types.SimpleNamespace(as_numpy=made.get)
+
+    module = types.ModuleType(f"tritonclient.{protocol}")
+    module.InferInput, module.InferenceServerClient, module.InferRequestedOutput = Input, Client, str
+    package = types.ModuleType("tritonclient")
+    setattr(package, protocol, module)
+    monkeypatch.setitem(sys.modules, "tritonclient", package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "argv", ["client", "a good film", "awful plot"])
+    source = (exported / f"client_{protocol}.py").read_text()
+    assert ast.get_docstring(ast.parse(source))
+    exec(compile(source, "client.py", "exec"), {"__name__": "__main__"})
+    told = capsys.readouterr().out
+    assert "logits float32 (2, 2)" in told
+    assert [line.split()[0] for line in told.splitlines()[-2:]] == ["LABEL_1", "LABEL_0"]
+
+
+@pytest.mark.long
+def test_the_grpc_client_asks_a_real_server(exported):
+    script = Path(triton_stub.__file__).with_name("triton_grpc.py")
+    done = subprocess.run(
+        [sys.executable, script, exported, "a good film", "awful plot"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["LABEL_1", "LABEL_0"]
+
+
+def test_what_cannot_be_exported_is_told(finished_run, tmp_path, qdqbench):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    done = qdqbench("export-triton", finished_run, tmp_path / "full")
+    assert (done.code, done.out) == (1, "")
+    assert "holds files; give an empty or new folder" in done.err
+    done = qdqbench("export-triton", tmp_path, tmp_path / "out")
+    assert "no run directory" in done.err
+    with pytest.raises(UserError, match="other signs than letters"):
+        export_triton(finished_run, tmp_path / "out", "../../x")
+    assert not (tmp_path / "out").exists()
