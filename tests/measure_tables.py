@@ -5,9 +5,9 @@
     python tests/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
     qdqbench tables docs/measured --into recipes/README.md
 
-A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with --keep
-what is there already is not measured again. What does not end within the limit is left out and told. MODELS holds
-the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`.
+A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
+--keep what is there already is not measured again. What does not end within the limit is left out and told.
+MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`.
 """
 
 import argparse
