@@ -153,7 +153,11 @@ def _choice(ladder: Ladder, steps: Sequence[Step], best: Step | None, command: s
     files.write_text(folder / BEST_RECIPE, dump_recipe(recipe))
     done = sum(step.measured is not None for step in steps)
     if best.holds:
-        why = f"{best.name} is the first of {done} that holds" if done > 1 else f"{best.name} holds"
+        why = (
+            f"{best.name} is the first that holds, of {done} that were tried"
+            if done > 1
+            else f"{best.name} holds"
+        )
     else:
         why = f"none of the {done} that were tried holds; {best.name} is the nearest to FP32"
     return Choice(

@@ -104,7 +104,7 @@ def headline(found: Auto) -> str:
         return f"No recipe: {found.choice.why}."
     what, measured = step.measured.recipe, step.measured
     speed = f", {measured.latency.speedup:.2f}x{_modelled(found)}" if measured.latency else ""
-    figures = f"{label(found.metric)} {_delta(measured.vs_fp32, found.metric)} points against FP32{speed}"
+    figures = f"{label(found.metric)} {_difference(measured.vs_fp32, found.metric)} against FP32{speed}"
     if found.choice.passed:
         return f"Deploy {what}: {figures}."
     return f"No recipe holds. The best that was found is {what}: {figures}."
@@ -130,7 +130,7 @@ def story(found: Auto) -> list[str]:
         lines.append(
             "Evaluation data decided how far the ladder was climbed, so its figure on them is a little too "
             f"good. With each sample judged by the choice of the others ({final.folds} folds) it is "
-            f"{_delta(final.vs_fp32, found.metric)} points; {final.others:.0%} of the samples got the "
+            f"{_difference(final.vs_fp32, found.metric)}; {final.others:.0%} of the samples got the "
             "answers of another step there"
         )
     elif found.choice.passed:
@@ -191,6 +191,15 @@ def _delta(versus: dict[str, Comparison], metric: str) -> str:
     return " / ".join(cells)
 
 
+def _difference(versus: dict[str, Comparison], metric: str) -> str:
+    """The same in a sentence."""
+    cells = []
+    for row in versus.values():
+        noise = " (within noise)" if row.within_noise else ""
+        cells.append(f"{in_points(row.delta[metric] + 0.0, row.delta_stderr[metric], '+')} points{noise}")
+    return " and ".join(cells)
+
+
 def _chosen(found: Auto) -> Step | None:
     return next((step for step in found.steps if step.name == found.choice.step), None)
 
@@ -209,7 +218,8 @@ def _explanation(found: Auto) -> list[str]:
     lines = [
         "✓ holds, ✗ does not, - was skipped, ! failed. Differences are in points with one paired standard "
         "error; ~ marks those of at most two. They are of the last stage that ran: "
-        f"{', '.join(dict.fromkeys(label(s.measured.stage) for s in found.steps if s.measured)) or 'none'}.",
+        f"{', '.join(dict.fromkeys(label(s.measured.stage) for s in found.steps if s.measured)) or 'none'}. "
+        "In the chart bars are two standard errors, and the dashed line is what was allowed.",
         f"What a step proposes is chosen on at most {found.data['proposals']} rows of the train split that "
         "do not calibrate; evaluation data only say whether to climb on.",
     ]
@@ -239,9 +249,9 @@ def steps_svg(found: Auto) -> str:
     axes.set_yticks(range(len(done)), [f"{line.mark} {line.title}" for line, _ in done])
     axes.set_ylim(len(done) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    title = f"{label(found.metric)} against FP32, points; bars: two standard errors, dashes: allowed"
+    title = f"{label(found.metric)} against FP32, points"
     svg.dress(axes, title, grid="x")
-    return svg.svg_of(figure, "auto-steps", title)
+    return svg.svg_of(figure, "auto-steps", f"{title}, of every step that was measured")
 
 
 def auto_summary(found: Auto) -> "Group":
