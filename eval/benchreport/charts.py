@@ -46,17 +46,12 @@ def latency_svg(bench: Bench) -> str:
 
 
 def speedup_svg(bench: Bench) -> str:
-    """Speed-up over the FP16 twin by batch with its 95% interval; one panel per length; may be empty.
-
-    On a CPU it is that of INT8 over each contestant.
-    """
-    on_cpu = bench.device == "cpu"
+    """Speed-up of INT8 over each contestant by batch, 95% intervals; a panel per length; may be empty."""
 
     def draw(axes: Any, cells: list[BenchCell]) -> None:
-        axes.axhline(1, **svg.LIMIT_LINE, label="as fast" if on_cpu else "as fast as FP16")
+        axes.axhline(1, **svg.LIMIT_LINE, label="as fast")
         for about in bench.contestants:
-            pair = ("int8", about.name) if on_cpu else (about.name, "fp16")
-            found = [speedup_of(cell, *pair) for cell in cells]
+            found = [speedup_of(cell, "int8", about.name) for cell in cells]
             _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
             for place, ratio in enumerate(found):
                 if ratio is not None and ratio.low is not None and ratio.high is not None:
@@ -64,10 +59,9 @@ def speedup_svg(bench: Bench) -> str:
                     axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
         axes.set_ylim(bottom=0)
 
-    if not any(on_cpu or s.over == "fp16" for cell in bench.cells for s in cell.speedups):
+    if not any(s.contestant == "int8" for cell in bench.cells for s in cell.speedups):
         return ""
-    title = "speed-up of INT8 over each" if on_cpu else "speed-up over the FP16 twin"
-    return _panels(bench, "speedup", title, draw)
+    return _panels(bench, "speedup", "speed-up of INT8 over each", draw)
 
 
 def throughput_svg(bench: Bench) -> str:

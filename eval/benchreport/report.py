@@ -138,7 +138,9 @@ def bench_summary(bench: Bench) -> "Group":
     lines: list[RenderableType] = [
         Text(shown.title, style="bold"),
         Text(shown.subtitle),
-        *tables,
+        tables[0],
+        Text(),
+        tables[1],
         Text(shown.clocks),
     ]
     lines += [Text(f"note: {line}", style="yellow") for line in bench.notes]

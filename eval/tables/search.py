@@ -22,7 +22,8 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     ]
     title = (
         "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
-        "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error."
+        "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error. "
+        "Speed-ups are over the engine without INT8, not the fastest there is (`qdqbench bench`)."
     )
     over = " or ".join(dict.fromkeys(found.source.twin for found in searches))
     header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", f"over {over}", "trials"]
