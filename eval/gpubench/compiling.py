@@ -23,6 +23,7 @@ from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.rundir.session import Session, read_config
 
 COMMAND = (sys.executable, "-m", "qdqbench.eval.gpubench.compiling")
+ANSWER = '{"error":'  # how lines that are for us begin
 START_S = 60.0  # imports and the model, before the first shape
 Shapes = tuple[tuple[int, int], ...]  # (batch, length) of one cell; several share one compilation
 Late = dict[tuple[str, Shapes], str]  # mode and cell that were not compiled, and why
@@ -51,7 +52,7 @@ class Compiling:
         process = subprocess.Popen(  # noqa: S603  (this module)
             [*self.command, mode, json.dumps(cells)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
@@ -66,8 +67,8 @@ class Compiling:
                 except queue.Empty:
                     yield f"torch.compile took over {self.seconds:g} s a shape (--compile-seconds)"
                     return
-                if not line:
-                    yield "the process that compiles it ended"
+                if not line.startswith(ANSWER):
+                    yield f"the process that compiles it ended{f': {line}' if line else ''}"
                     return
                 yield str(json.loads(line)["error"])
         finally:
@@ -107,11 +108,15 @@ def compiling(
 
 
 def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str]") -> None:
+    """Answers, and behind them the last line of whatever else was printed."""
     assert process.stdout is not None
+    last = ""
     for line in process.stdout:
-        if line.startswith('{"error":'):  # others print there too
+        if line.startswith(ANSWER):
             lines.put(line)
-    lines.put("")
+        else:
+            last = line.strip()[:200] or last
+    lines.put(last)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -43,9 +43,9 @@ def test_a_shape_that_takes_too_long_does_not_take_the_rest_with_it(child):
 
 
 def test_a_process_that_ends_is_told():
-    work = Compiling([sys.executable, "-c", "raise SystemExit(3)"], CELLS[:1], 5)
+    work = Compiling([sys.executable, "-c", "import sys; sys.exit('no module')"], CELLS[:1], 5)
     work.compile("default")
-    assert work.late == {("default", CELLS[0]): "the process that compiles it ended"}
+    assert work.late == {("default", CELLS[0]): "the process that compiles it ended: no module"}
 
 
 def test_nothing_is_left_running(monkeypatch, tmp_path):
