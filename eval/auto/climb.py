@@ -71,6 +71,7 @@ def climb(
             step.status = "done"
         except (UserError, CheckFailed) as error:
             step.status, step.reason = "failed", str(error)
+            step.again = isinstance(error, UserError)
         step.seconds = timed() - start
         save(steps)
     return steps

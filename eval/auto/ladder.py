@@ -55,7 +55,7 @@ def run_ladder(ladder: Ladder, recipes: Sequence[Recipe], budget_s: float, comma
         steps = climb(
             Steps(ladder, recipes).rungs(),
             budget_s,
-            {step.name: step for step in known.steps if step.status != "skipped"},
+            {step.name: step for step in known.steps if step.status != "skipped" and not step.again},
             time.perf_counter,
             lambda steps: _save(ladder, known, steps),
         )
@@ -87,7 +87,7 @@ def _taken_up(ladder: Ladder, recipes: Sequence[Recipe]) -> Finished:
         latency_s=0.0,
         steps=[],
     )
-    path = ladder.folder / LEDGER
+    ladder.identity, path = fresh.identity, ladder.folder / LEDGER
     if not path.is_file():
         return fresh
     before = read(path, Finished, "list of steps", "give another --out")

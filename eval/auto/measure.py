@@ -44,6 +44,7 @@ class Ladder:
     trials: int  # of the search, at most
     options: SearchOptions  # shape and source of latencies
     say: Say = lambda text: None
+    identity: str = ""  # of all that steps depend on
     source: Source | None = None
     latency_s: float = 0.0  # that the last one took
     _pace: Pace | None = field(default=None, init=False)

@@ -71,6 +71,7 @@ class Step(Strict):
     kind: Kind
     status: Literal["done", "skipped", "failed"]
     reason: str = ""  # why it was skipped, or what failed
+    again: bool = False  # it failed of something that can be mended: the same command tries it again
     proposal: list[str] = []  # how its recipe was found, in sentences
     estimate_s: float | None = None  # before
     seconds: float = 0.0  # after

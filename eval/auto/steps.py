@@ -17,11 +17,13 @@ from qdqbench.eval.methods.results import METHODS_RECIPE
 from qdqbench.eval.methods.sections import sections
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.search.results import Trial
+from qdqbench.eval.search.trial import hash_of
 from qdqbench.eval.search.trials import open_worker, run_trials, trials_of
 from qdqbench.eval.sensitivity.choice import write_up
 from qdqbench.eval.sensitivity.measure import Measurement
 from qdqbench.eval.sensitivity.report import write_sensitivity
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CurvePoint
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families.known import family_named
@@ -145,12 +147,14 @@ class Steps:
         folder = ladder.folder / "search"
         count, _ = self._trials(before, left)
         ranking = ladder.folder / "islands" / SENSITIVITY_FILE
+        known = files.sha256(ranking) if ranking.is_file() else None
         options = replace(
             ladder.options,
             trials=count,
             samples=ladder.samples,
             budget_s=max(left - ladder.pace.run_s, 1.0),
-            sensitivity=ranking if ranking.is_file() else None,
+            sensitivity=ranking if known else None,
+            study=hash_of([ladder.identity, base.model_dump(mode="json"), known])[:16],
         )
         with ExitStack() as stack:
             worker = open_worker(
@@ -176,23 +180,21 @@ class Steps:
     def _trained(self, before: Sequence[Step], left: float) -> tuple[Recipe, float, str]:
         """The recipe to train, what that takes, and what was cut."""
         ladder, base = self.ladder, self._base(before)
-        kept = ladder.folder / "qat" / RECIPE
         settings = qat_settings(base)
-        task = ladder.config.task
-        rows = ladder.session.split(task.train_split, limit=None).rows
+        recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": settings})
+        rows = ladder.session.split(ladder.config.task.train_split, limit=None).rows
         around, each, steps = ladder.pace.training(settings, rows)
         around += ladder.pace.run_s
-        fitting, said = steps, ""
-        if kept.is_file():  # an interrupted call began with it
-            begun = load_recipe(str(kept))
-            fitting = begun.qat.max_steps if begun.qat and begun.qat.max_steps else steps
-            return begun, around + fitting * each, said
+        kept = ladder.folder / "qat" / RECIPE
+        if kept.is_file() and same_but_steps(begun := load_recipe(str(kept)), recipe):
+            # an interrupted call began with it, and its checkpoints are gone on from
+            fitting = min((begun.qat and begun.qat.max_steps) or steps, steps)
+            return recipe.model_copy(update={"qat": begun.qat}), around + fitting * each, ""
         if around + steps * each > left:
             fitting = max(int((left - around) / each), min(LEAST_STEPS, steps))
-            said = f"Of {steps} steps {fitting} fit into what was left of the budget."
-        update = {"max_steps": fitting} if fitting < steps else {}
-        chosen = {"name": f"{base.name}-qat", "qat": settings.model_copy(update=update)}
-        return base.model_copy(update=chosen), around + fitting * each, said
+            cut = recipe.model_copy(update={"qat": settings.model_copy(update={"max_steps": fitting})})
+            return cut, around + fitting * each, f"Of {steps} steps {fitting} fit into the budget."
+        return recipe, around + steps * each, ""
 
     def _qat_s(self, before: Sequence[Step], left: float) -> float:
         return self._trained(before, left)[1]
@@ -248,6 +250,14 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
     if near and min_speedup is None:
         return max(near, key=lambda t: t.latency.speedup if t.latency else 0.0)
     return min(fast, key=lambda t: t.accuracy.divergence if t.accuracy else 0.0)
+
+
+def same_but_steps(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes train the same for a different number of steps."""
+    plain = [each.model_dump(mode="json") for each in (one, other)]
+    for each in plain:
+        (each["qat"] or {}).pop("max_steps", None)
+    return plain[0] == plain[1]
 
 
 def qat_settings(base: Recipe) -> Qat:

@@ -135,6 +135,7 @@ def test_what_does_not_fit_the_model_is_skipped_and_what_fails_is_told():
     assert told["methods"] == ("failed", "none is nearer")
     assert told["islands"] == ("failed", "too few rows")
     assert steps[2].seconds == 10.0
+    assert [step.again for step in steps[2:4]] == [False, True]
 
 
 def test_without_a_shipped_recipe_there_is_nothing_to_go_on_from():
