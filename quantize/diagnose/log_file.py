@@ -8,15 +8,18 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
 
-MAX_LOG_BYTES = 1 << 30  # a verbose build of BERT-large has some 200 MB
+MAX_LOG_BYTES = 256 << 20  # a verbose build of BERT-large has some 100 MB
 MAX_LINE = 32_768  # characters; longer ones are cut
 MAX_TABLE_CHARACTERS = 16 << 20
+MAX_SHAPE_LINES, MAX_SHAPE_LINE = 2_000, 8_192  # those with shapes or options, which are searched further
+MAX_NAME = 200
 KEPT = 200  # names and errors of each kind
 
 # What a line says: the text that it holds, and where the name that it is about stands (None: nowhere).
@@ -48,9 +51,9 @@ _TRTEXEC = re.compile(r"&&&& (RUNNING|PASSED|FAILED) TensorRT\.trtexec(?: \[Tens
 _VERSION = re.compile(r"TensorRT[- ](?:version|RTX version)?:? ?v?(\d{1,3}(?:\.\d{1,5}){1,3})\b")
 _OPTION = re.compile(r"(?<!\S)--(\w{1,60})(?:[= ]([^\s-]\S{0,2000})?)?")
 _SEVERITY = re.compile(r"\[(?:TRT\] \[)?([EFW])\]")
-_SHAPE = re.compile(r"([\w./:-]{1,200})=(\d[\dx+]{0,200})")
+_SHAPE = re.compile(r"\d[\dx+]{0,200}")
 _SIZES = r"[\[(]([\d, ]{1,80})[\])]"
-_TRIPLE = re.compile(rf"([\w./:-]{{1,200}}) \[min={_SIZES}, opt={_SIZES}, max={_SIZES}\]")
+_TRIPLE = re.compile(rf" \[min={_SIZES}, opt={_SIZES}, max={_SIZES}\]")
 _MEDIAN = re.compile(
     r"(GPU Compute Time|Enqueue Time|H2D Latency|D2H Latency|Latency): .{0,200}?median = ([\d.]{1,20}) ms"
 )
@@ -102,14 +105,16 @@ def read_log(path: Path) -> BuildLog:
     """
     found = BuildLog("")
     table: list[str] = []
-    room = MAX_TABLE_CHARACTERS
+    room, searched = MAX_TABLE_CHARACTERS, 0
     for line in _lines(path):
         if "LayerType: " in line:
-            if len(table) < MAX_TABLE_LAYERS and room > len(line) and _is_row(line):
-                table.append(line)
+            if len(table) < MAX_TABLE_LAYERS and room > len(line) and (row := _row(line)):
+                table.append(row)
                 room -= len(line)
             continue
         _take(found, line)
+        if searched < MAX_SHAPE_LINES and len(line) <= MAX_SHAPE_LINE:
+            searched += _take_shapes(found, line)
     found.layers = parse_log(table)
     if not (found.tool or found.layers):
         raise UserError(
@@ -120,9 +125,14 @@ def read_log(path: Path) -> BuildLog:
     return found
 
 
-def _is_row(line: str) -> bool:
-    """A line that `parse_log` takes in little time: one row, of few tensors."""
-    return line.count("LayerType: ") == 1 and line.find("Name: ") < 200 and line.count("Name: ") <= 256
+def _row(line: str) -> str:
+    """The part of a line that `parse_log` takes at its first try, which takes little time; else ''."""
+    start = line.find("Name: ")
+    _, kind, rest = line[max(start, 0) :].partition(", LayerType: ")
+    word, inputs, rest = rest.partition(", Inputs: [")
+    whole = kind and inputs and word.isidentifier() and "], Outputs: [" in rest
+    once = line.count("LayerType: ") == 1 and rest.count(", Constants: [") <= 1
+    return line[start:] if 0 <= start < 200 and whole and once else ""
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -143,8 +153,6 @@ def _take(found: BuildLog, line: str) -> None:
     if match := _TRTEXEC.search(line):
         found.passed = found.passed if match[1] == "RUNNING" else match[1] == "PASSED"
         found.version = _dotted(match[2]) or found.version
-    if ("trtexec" in line or "polygraphy" in line) and "--" in line:
-        found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
     if not found.version and (version := _VERSION.search(line)):
         found.version = version[1]
     for key, (text, _) in SIGNS.items():
@@ -155,15 +163,19 @@ def _take(found: BuildLog, line: str) -> None:
     severity = _SEVERITY.search(line[:80])
     if severity and severity[1] in "EF":
         _keep(found.errors, line[severity.end() :].strip().removeprefix("[TRT]").strip()[:400])
-    _take_shapes(found, line)
-    for name, ms in _MEDIAN.findall(line):
-        found.medians[name] = _number(ms)
-    if rate := _THROUGHPUT.search(line):
-        found.throughput = _number(rate[1])
 
 
-def _take_shapes(found: BuildLog, line: str) -> None:
+def _take_shapes(found: BuildLog, line: str) -> bool:
+    """Options, shapes and times; whether the line may have any."""
     _, _, told = line.partition("] ")
+    if ("trtexec" in line or "polygraphy" in line) and "--" in line:
+        found.options |= {name: value or "" for name, value in _OPTION.findall(line)[:KEPT]}
+        return True
+    if "median = " in line or "Throughput: " in line:
+        found.medians |= {name: _number(ms) for name, ms in _MEDIAN.findall(line)}
+        rate = _THROUGHPUT.search(line)
+        found.throughput = _number(rate[1]) if rate else found.throughput
+        return True
     if "Precision: " in line:
         found.precision = line.partition("Precision: ")[2][:100].strip()
     elif "Flags " in line and "|" in line:
@@ -171,16 +183,28 @@ def _take_shapes(found: BuildLog, line: str) -> None:
     elif "Selected Device: " in line:
         found.device = line.partition("Selected Device: ")[2][:100].strip()
     elif "Input build shape" in line:
-        for name, text in _SHAPE.findall(told)[:KEPT]:
+        for name, text in _named_shapes(told):
             sizes = [_sizes(part, "x") for part in text.split("+")]
             if len(sizes) == 3:
                 _add_profile(found, name, (sizes[0], sizes[1], sizes[2]))
     elif "Input inference shape" in line:
-        found.load |= {name: _sizes(text, "x") for name, text in _SHAPE.findall(told)[:KEPT]}
+        found.load |= {name: _sizes(text, "x") for name, text in _named_shapes(told)}
     elif "min=" in line and "opt=" in line:
-        for name, *texts in _TRIPLE.findall(line)[:KEPT]:
-            low, opt, high = (_sizes(text, ",") for text in texts)
-            _add_profile(found, name, (low, opt, high))
+        for match in islice(_TRIPLE.finditer(line), KEPT):
+            low, opt, high = (_sizes(text, ",") for text in match.groups())
+            name = line[max(0, match.start() - MAX_NAME) : match.start()].split()[-1:]
+            _add_profile(found, "".join(name).lstrip("{"), (low, opt, high))
+    else:
+        return False
+    return True
+
+
+def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
+    """`input_ids=8x128`, one or several."""
+    for word in told.replace(",", " ").split()[:KEPT]:
+        name, _, text = word.rpartition("=")
+        if 0 < len(name) <= MAX_NAME and _SHAPE.fullmatch(text):
+            yield name, text
 
 
 def _add_profile(found: BuildLog, name: str, sizes: tuple[Shape, Shape, Shape]) -> None:
