@@ -134,7 +134,8 @@ def main() -> None:
     if asked.markdown:
         sys.stdout.write(markdown(json.loads(asked.markdown.read_text())) + "\n")
         return
-    rows = measure(asked.folder, asked.model, asked.data, asked.only)
+    known = json.loads(asked.results.read_text())["rows"] if asked.results.exists() else {}
+    rows = known | measure(asked.folder, asked.model, asked.data, asked.only)
     made = {"model": asked.model.name, "task": "sst2", "n": 872, "versions": versions(), "rows": rows}
     asked.results.parent.mkdir(parents=True, exist_ok=True)
     asked.results.write_text(json.dumps(made, indent=1) + "\n")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.errors import MissingDevice, UserError
+from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.diagnose.evidence import Evidence
 from qdqbench.quantize.diagnose.found import KINDS, Diagnosis, FileRow, Found
 from qdqbench.quantize.diagnose.onnx_file import TOKENS
@@ -11,19 +12,28 @@ from qdqbench.quantize.diagnose.rules_build import build_rules
 from qdqbench.quantize.diagnose.rules_engine import engine_rules
 from qdqbench.quantize.diagnose.rules_graph import graph_rules
 from qdqbench.quantize.diagnose.sources import Sources, kind_text, read_sources
+from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
+from qdqbench.quantize.engine.layers import parse_inspector_json
+from qdqbench.quantize.engine.log import capture
 
 MAX_FILES = 16
 
 
-def diagnose(paths: Sequence[Path]) -> Diagnosis:
+def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
     """Findings in files of one build, in any mix of the formats of `sources`.
+
+    Args:
+        load_engine: let TensorRT load an engine for its layer table. An engine is a program: your own only.
 
     Raises:
         UserError: no file, too many, or one that cannot be read; names it.
+        MissingDevice: with `load_engine`, what loads the engine is not here.
     """
     if not 0 < len(paths) <= MAX_FILES:
         raise UserError(f"give 1 to {MAX_FILES} files of one build, not {len(paths)}")
     sources = read_sources(list(dict.fromkeys(paths)))
+    if load_engine:
+        sources.layers = sources.layers or _loaded(sources)
     evidence = Evidence(sources)
     in_graph = list(graph_rules(evidence))
     explained = {name for found in in_graph for name in found.nodes}
@@ -37,6 +47,24 @@ def diagnose(paths: Sequence[Path]) -> Diagnosis:
         ranked_by=_ranked_by(evidence, findings),
         joined=_joined(evidence, sources),
     )  # fmt: skip
+
+
+def _loaded(sources: Sources) -> list[LayerRow]:
+    """The layer table that TensorRT itself reads from an engine."""
+    if sources.engine is None:
+        raise UserError("--load-engine needs an engine among the files")
+    backend = choose_backend(sources.engine.backend)
+    if backend.gpu is None:
+        raise MissingDevice("--load-engine takes the GPU that the engine is for, and CUDA shows none here")
+    with capture(backend.module) as (logger, log):
+        text = inspect_engine(backend.module, logger, sources.paths["engine"].read_bytes())
+    if text is None:
+        raise UserError(
+            f"{backend.name} {backend.version} cannot load {sources.paths['engine']} here ({log.errors()}); "
+            "build it on this machine with this version"
+        )
+    sources.paths["layers"] = sources.paths["engine"]
+    return parse_inspector_json(text)
 
 
 def _merged(findings: list[Found]) -> list[Found]:

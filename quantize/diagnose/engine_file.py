@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import BackendName
 
-_TAGS = {b"ptrt": "tensorrt", b"ftrt": "tensorrt", b"vtrt": "tensorrt_rtx"}
+_TAGS: dict[bytes, BackendName] = {b"ptrt": "tensorrt", b"ftrt": "tensorrt", b"vtrt": "tensorrt_rtx"}
 _HEADER = 64
 
 
@@ -17,7 +18,7 @@ _HEADER = 64
 class EngineFile:
     """What the header says."""
 
-    backend: str  # tensorrt or tensorrt_rtx
+    backend: BackendName
     version: str | None  # None: the header does not say, as those of TensorRT 8.5 and older
     bytes: int
 

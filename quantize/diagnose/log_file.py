@@ -192,8 +192,8 @@ def _take_shapes(found: BuildLog, line: str) -> bool:
     elif "min=" in line and "opt=" in line:
         for match in islice(_TRIPLE.finditer(line), KEPT):
             low, opt, high = (_sizes(text, ",") for text in match.groups())
-            name = line[max(0, match.start() - MAX_NAME) : match.start()].split()[-1:]
-            _add_profile(found, "".join(name).lstrip("{"), (low, opt, high))
+            before = line[max(0, match.start() - MAX_NAME) : match.start()].split()
+            _add_profile(found, before[-1].lstrip("{") if before else "", (low, opt, high))
     else:
         return False
     return True

@@ -1,6 +1,7 @@
 """Rewrite an ONNX file of any origin into one whose INT8 GEMMs an engine runs, and say what changed."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -9,6 +10,7 @@ import onnx
 
 from qdqbench.quantize.check.check import CheckReport, check_model
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.engine.inspection import named
@@ -17,9 +19,9 @@ from qdqbench.quantize.fix.lift import lift, opset_of
 from qdqbench.quantize.fix.prove import compare_outputs, engine_row, find_builder
 from qdqbench.quantize.fix.rebuild import place, strip
 from qdqbench.quantize.fix.results import FixReport
-from qdqbench.quantize.fix.runs import Feeds, random_feeds, ranges, read_feeds
+from qdqbench.quantize.fix.runs import Feeds, fitting, random_feeds, ranges, read_feeds
 from qdqbench.quantize.fix.scales import Product, Scales, Weight, read_scales
-from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
 
 Compute = Literal["fp16", "keep"]
@@ -34,7 +36,10 @@ class FixOptions:
 
     compute: Compute = "fp16"  # of what is not INT8 in a graph that is all FP32
     weights: WeightForm = "channel"
-    inputs: Path | None = None  # samples, which also calibrate activations without a scale
+    inputs: Path | Mapping[str, Array] | None = (
+        None  # samples, which calibrate activations without a scale too
+    )
+    source: str = ""  # where given arrays come from
     seed: int = 0  # of random inputs
     limit: float = LIMIT
     engine: bool = True  # build engines before and after
@@ -51,13 +56,16 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         raise UserError(f"--out {out} is the file itself; give another name, so that both can be compared")
     model = read_model(path)
     before = _checked(model, path)
-    feeds = read_feeds(options.inputs, model) if options.inputs else random_feeds(model, options.seed)
+    feeds, where = _feeds(model, options)
     done: list[str] = []
     left: list[str] = []
     plain, work = rewrite(model, options, feeds, done, left)
+    if work.ByteSize() > MAX_FILE:
+        raise UserError(
+            f"the mended graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
+        )
     data = work.SerializeToString(deterministic=True)
     after = check_model(work)
-    where = str(options.inputs) if options.inputs else f"random, seed {options.seed}"
     with files.atomic_path(out) as temporary:
         temporary.write_bytes(data)
         compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.limit)
@@ -78,6 +86,16 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         engine_before=engines[0],
         engine_after=engines[1],
     )
+
+
+def _feeds(model: onnx.ModelProto, options: FixOptions) -> tuple[Feeds, str]:
+    """Inputs, and where they come from."""
+    given = options.inputs
+    if given is None:
+        return random_feeds(model, options.seed), f"random, seed {options.seed}"
+    if isinstance(given, Path):
+        return read_feeds(given, model), str(given)
+    return fitting(given, model, options.source), options.source
 
 
 def _checked(model: onnx.ModelProto, path: Path) -> CheckReport:
@@ -103,7 +121,7 @@ def rewrite(
     taken = strip(work)
     plain = onnx.ModelProto()
     plain.CopyFrom(work)
-    calibrated = _calibrate(plain, scales, feeds) if options.inputs else []
+    calibrated = _calibrate(plain, scales, feeds) if options.inputs is not None else []
     if masks := finite_masks(work):
         done.append(f"{len(masks)} masks that FP16 does not hold are -1e4 ({name_list(masks)})")
     made, rounded = place(work, [*scales.products, *calibrated])
@@ -112,7 +130,7 @@ def rewrite(
     if waiting := len(scales.waiting) - len(calibrated):
         left.append(
             f"{waiting} GEMMs have INT8 weights and no scale for their input ({named(scales.waiting)}): "
-            "they are floating point now; give --inputs FILE.npz with real samples, which calibrates them"
+            "they are floating point now; samples calibrate them: --inputs, or --model with --task and --data"
         )
     if scales.unusable:
         left.append(

@@ -10,7 +10,7 @@ from qdqbench.quantize.check.view import MOVES
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.encoders.attention import MASK_FILL
-from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of
+from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of, prune
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
@@ -64,6 +64,7 @@ def to_half(model: onnx.ModelProto) -> None:
         constants_to_initializers(model)
         drop_noop_casts(model)
         to_fp16(model, _norms(model))
+        prune(model)
     except CheckFailed as error:
         raise UserError(f"{error}; or keep the file in FP32 with --compute keep") from error
     except onnx.shape_inference.InferenceError as error:

@@ -77,12 +77,23 @@ def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
     except Exception as error:  # a damaged archive raises errors of zipfile, zlib, numpy and struct
         why = getattr(error, "strerror", None) or " ".join(str(error).split())[:100]
         raise UserError(f"cannot read {path} ({why}); give arrays that numpy.savez wrote") from error
+    return fitting(found, model, str(path))
+
+
+def fitting(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Array]:
+    """Those of given inputs that a graph takes.
+
+    Raises:
+        UserError: one is missing, or they have different numbers of samples.
+    """
     constants = {tensor.name for tensor in model.graph.initializer}
     wanted = [value.name for value in model.graph.input if value.name not in constants]
     if missing := [name for name in wanted if name not in found or not found[name].ndim]:
-        raise UserError(f"{path} has no array for {', '.join(missing)}; it has {', '.join(found) or 'none'}")
+        raise UserError(
+            f"{source} has no array for {', '.join(missing)}; it has {', '.join(found) or 'none'}"
+        )
     if len({len(found[name]) for name in wanted}) > 1:
-        raise UserError(f"{path} has arrays with different numbers of samples; give as many of each")
+        raise UserError(f"{source} has arrays with different numbers of samples; give as many of each")
     return {name: found[name] for name in wanted}
 
 
@@ -100,7 +111,7 @@ def outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
 
 
 def ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> dict[str, float]:
-    """Largest absolute value of each tensor of a graph over all samples."""
+    """Largest absolute value of each tensor of a graph over all samples, each alone and without padding."""
     tapped = onnx.ModelProto()
     tapped.CopyFrom(model)
     known = {value.name for value in tapped.graph.output}
@@ -108,14 +119,14 @@ def ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> di
         onnx.ValueInfoProto(name=name) for name in dict.fromkeys(tensors) if name not in known
     )
     found = dict.fromkeys(tensors, 0.0)
-    for batch in _run(tapped, feeds, list(found)):
+    for batch in _run(tapped, feeds, list(found), alone=True):
         for name, value in batch.items():
             found[name] = max(found[name], float(np.abs(value).max(initial=0.0)))
     return found
 
 
 def _run(
-    model: onnx.ModelProto | Path, feeds: Feeds, wanted: Sequence[str] | None
+    model: onnx.ModelProto | Path, feeds: Feeds, wanted: Sequence[str] | None, *, alone: bool = False
 ) -> Iterator[dict[str, Array]]:
     import onnxruntime
 
@@ -129,10 +140,22 @@ def _run(
         fixed = [
             each.shape[0] for each in session.get_inputs() if each.shape and isinstance(each.shape[0], int)
         ]
+        free = not any(isinstance(size, int) for each in session.get_inputs() for size in each.shape[1:2])
         total = max((len(value) for value in feeds.values()), default=1)
-        for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else BATCH)):
+        for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else 1 if alone else BATCH)):
             batch = {name: value[start : start + step] for name, value in feeds.items()}
+            batch = _without_padding(batch) if alone and free else batch
             yield dict(zip(names, session.run(names, batch), strict=True))
     except Exception as error:  # its errors are of classes of its own, which it does not export
         why = " ".join(str(error).split())[:300]
         raise UserError(f"ONNX Runtime refuses the graph or its inputs: {why}") from error
+
+
+def _without_padding(batch: dict[str, Array]) -> dict[str, Array]:
+    """Token inputs [B, L] cut behind the last position that a mask keeps."""
+    masks = [value for name, value in batch.items() if "mask" in name.lower() and value.ndim == 2]
+    if len(masks) != 1 or not masks[0].any():
+        return batch
+    length = int(np.flatnonzero(masks[0].any(0))[-1]) + 1
+    same = masks[0].shape
+    return {name: value[:, :length] if value.shape == same else value for name, value in batch.items()}

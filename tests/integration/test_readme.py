@@ -150,7 +150,9 @@ def test_every_option_in_the_text_exists():
         option
         for document in DOCUMENTS
         for span in spans(document)
-        if not span.startswith(("pip ", "python", "make ", "mypy ", "pytest ", "ruff "))
+        if not span.startswith(
+            ("pip ", "python", "make ", "mypy ", "pytest ", "ruff ", "trtexec ", "polygraphy ")
+        )
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)
     }
     assert "--debug" in named

@@ -22,12 +22,18 @@ def diagnose(
             "cache."
         ),
     ],
+    load_engine: Annotated[
+        bool,
+        typer.Option(
+            "--load-engine", help="TensorRT loads the engine, a program, for its layers: your own only."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Why INT8 is slow, wrong or not there: files of any origin, read together, the worst finding first."""
     from qdqbench.quantize.diagnose.diagnose import diagnose as diagnosed
 
-    found = diagnosed(files)
+    found = diagnosed(files, load_engine=load_engine)
     if json:
         print_json(found.model_dump(mode="json") | {"errors": len(found.errors)})
     else:
@@ -89,7 +95,13 @@ def fix(  # noqa: PLR0913, PLR0917  (a command's options)
             help="Samples (.npz, one array an input): compared on, and calibrate what has no scale."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of random inputs, without --inputs.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="Of the file: its tokenizer makes samples of --data.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="With --model: task of the samples, such as sst2.")] = None,
+    data: Annotated[str, typer.Option(help="With --model: hub, hub:OWNER/NAME, or a folder.")] = "hub",
+    samples: Annotated[int, typer.Option(min=1, help="Of the train split, with --model.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Of random inputs, or of the draw of samples.")] = 0,
     limit: Annotated[
         float, typer.Option(min=0, help="Of the relative error of outputs to the file without Q/DQ.")
     ] = 0.1,
@@ -106,8 +118,17 @@ def fix(  # noqa: PLR0913, PLR0917  (a command's options)
     for name, value, known in (("--compute", compute, COMPUTE), ("--weights", weights, WEIGHTS)):
         if value not in known:
             raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
+    given: Any = inputs
+    if model is not None or task is not None:
+        from qdqbench.quantize.fix.samples import sample_feeds
+        from qdqbench.quantize.rundir.config import find_task
+
+        if inputs is not None:
+            raise UserError("--inputs and --model both give samples; give one of them")
+        given = sample_feeds(str(model), find_task(model=model, task=task), data, samples, seed)
+    source = f"{samples} rows of {task} in {data}, seed {seed}"
     options = FixOptions(
-        cast("Any", compute), cast("Any", weights), inputs=inputs, seed=seed, limit=limit, engine=engine
+        cast("Any", compute), cast("Any", weights), given, source, seed=seed, limit=limit, engine=engine
     )
     report = mended(onnx_file, out, options)
     if json:

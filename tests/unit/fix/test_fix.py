@@ -9,7 +9,7 @@ from qdqbench.quantize.check.check import check_file, check_model
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.fix.fix import FixOptions, fix, rewrite
 from qdqbench.quantize.fix.rebuild import strip
-from qdqbench.quantize.fix.runs import outputs
+from qdqbench.quantize.fix.runs import outputs, ranges
 
 from ...support.broken_layers import CASES, IDS, Case
 from ...support.foreign_layer import float_layer, samples, write_dynamic, write_static
@@ -194,3 +194,19 @@ def test_the_file_itself_is_not_overwritten(tmp_path):
     onnx.save(float_layer(), tmp_path / "model.onnx")
     with pytest.raises(UserError, match="the file itself"):
         fix(tmp_path / "model.onnx", tmp_path / "model.onnx", FixOptions())
+
+
+def test_calibration_sees_no_padding():
+    """The largest value of a tensor is that of the tokens that a mask keeps."""
+    ids = onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["batch", "length"])
+    mask = onnx.helper.make_tensor_value_info("attention_mask", onnx.TensorProto.INT64, ["batch", "length"])
+    nodes = [
+        onnx.helper.make_node("Cast", ["ids"], ["values"], to=onnx.TensorProto.FLOAT),
+        onnx.helper.make_node("Cast", ["attention_mask"], ["out"], to=onnx.TensorProto.FLOAT),
+    ]
+    out = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph(nodes, "g", [ids, mask], [out])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    tokens = np.array([[1, 2, 99, 99], [3, 4, 5, 99]])
+    kept = np.array([[1, 1, 0, 0], [1, 1, 1, 0]])
+    assert ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
