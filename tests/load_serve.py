@@ -84,7 +84,7 @@ class Load:
         start = time.perf_counter()
         client, since = self._free.pop() if self._free else (Client(self.port), start)
         if start - since > IDLE_S:
-            client.close()  # it opens another: the server closes what is idle, too
+            await client.close()  # it opens another: the server closes what is idle, too
         try:
             status, headers, body = await client.post("/v1/predict", {"texts": [self.texts[place]]})
         except (OSError, EOFError):
@@ -113,7 +113,7 @@ class Load:
             status, _, body = await client.post("/v1/predict", {"texts": [text]})
             assert status == 200, (status, body)
             self.expected.append(body["answers"][0])
-        client.close()
+        await client.close()
 
     async def closed(self, seconds, clients):
         """So many clients, each of which asks again as soon as it is answered."""
@@ -141,9 +141,9 @@ class Load:
         await asyncio.gather(*asked)
         return seen, time.perf_counter() - start
 
-    def close(self):
+    async def close(self):
         for client, _ in self._free:
-            client.close()
+            await client.close()
         self._free.clear()
 
 
@@ -179,7 +179,7 @@ async def measure(load, pid, seconds, batch):
     found["killed"] = seen.told(duration) | {"replaced_after_s": replaced}
     statuses = [(await client.post("/v1/predict", body))[0] for body, _ in BAD]
     found["bad_input"] = {"asked": [status for _, status in BAD], "got": statuses}
-    client.close()
+    await client.close()
     return found
 
 
@@ -281,7 +281,7 @@ def main():
 async def _all(load, process, arguments):
     found = await measure(load, process.pid, arguments.seconds, arguments.batch)
     found["stopped"] = await stopped(load, process, found["even_70"]["rate"])
-    load.close()
+    await load.close()
     return found
 
 

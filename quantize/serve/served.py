@@ -10,6 +10,7 @@ from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.encoders.load import class_names
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.kinds.tokens import TOKENS
 from qdqbench.quantize.rundir.artifacts import FP32, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
@@ -104,6 +105,8 @@ def open_served(folder: Path) -> Served:
     sidecar = check_sidecar(engine, graph)
     task = session.config.task
     endpoint = ENDPOINTS[task.kind.name, len(task.text_columns)]
+    if task.kind is TOKENS:  # whose entities need it: loaded now, it holds up no request
+        import seqeval.metrics.sequence_labeling  # noqa: F401
     if task.kind.embeds:
         task = EMBED  # each text alone, however the run judged them
     order: Head = {"engine": str(engine), "pad_id": session.pad_id, "outputs": [*task.kind.outputs]}

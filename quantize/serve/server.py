@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,7 +18,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.cpu import usable_cores
 from qdqbench.quantize.serve.app import Service
 from qdqbench.quantize.serve.buckets import Buckets
-from qdqbench.quantize.serve.guard import LOOPBACK
+from qdqbench.quantize.serve.guard import LOOPBACK, json_bytes
 from qdqbench.quantize.serve.metrics import Metrics
 from qdqbench.quantize.serve.pool import COMMAND, Pool, order_of, shared_cores
 from qdqbench.quantize.serve.served import Limits, Served
@@ -192,6 +193,20 @@ class _Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """As every refusal, where uvicorn's is plain text."""
+        body = json_bytes({"error": "this is no HTTP request that can be read"})
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        events = h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(body), h11.EndOfMessage()
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer was begun before
+            for event in events:
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -7,6 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
+from qdqbench.quantize.rundir.session import Session, read_config
+
 from . import heads
 from .test_run import edited
 from .tiny import call, one_profile, results
@@ -152,3 +154,35 @@ def test_a_head_of_another_kind_is_one_sentence(given, tmp_path, capsys):
     done = call(capsys, "run", "int8-linears", *model, "--metric", "accuracy", "--out", tmp_path / "r")
     assert done.code == 1
     assert "is a BertForQuestionAnswering, but the task is a token classification" in done.err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
+    pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
+    from .served import Asked
+
+    ask = Asked.of(runs[kind], tmp_path / "run")
+    session = Session(read_config(runs[kind]), runs[kind])
+    split, encoded = session.eval_splits["validation"]
+    with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:
+        known = session.config.task.kind.predict(saved["validation.logits"], encoded.gold)
+    rows = [split.dataset[row] for row in range(24)]
+    if kind == "tokens":
+        made = ask(sentences=[row["tokens"] for row in rows])
+        assert [len(each.labels) for each in made] == [len(row["tokens"]) for row in rows]
+        told = [" ".join(str(heads.TAGS.index(label)) for label in each.labels) for each in made]
+        for each, row in zip(made, rows, strict=True):
+            for entity in each.entities:
+                words, labels = row["tokens"], each.labels[entity.first : entity.last + 1]
+                assert entity.text == " ".join(words[entity.first : entity.last + 1])
+                assert {label[2:] for label in labels} == {entity.type}
+        long = ask(sentences=[["good"] * 300])[0]
+        assert long.truncated
+        assert long.labels[-1] is None
+    else:
+        questions = [{"question": row["question"], "context": row["context"]} for row in rows]
+        made = ask(questions=questions)
+        told = [each.answer for each in made]
+        assert max(each.tokens for each in made) > 32  # several windows
+    same = sum(one == other for one, other in zip(told, known[:24].tolist(), strict=True))
+    assert same >= 23  # a flip of rounding may change one

@@ -66,6 +66,14 @@ def test_the_path_of_a_cross_encoder(given, tmp_path, qdqbench):
     assert {*found["stages"]["onnxruntime"]["vs_fp32"]["delta_stderr"]} == {*metrics}
     assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] == 12
 
+    from .served import Asked
+
+    made = Asked.of(out, tmp_path / "served")(query=table["query"][0], passages=table["passage"][:PASSAGES])
+    assert [each.score for each in made] == sorted((each.score for each in made), reverse=True)
+    assert sorted(each.index for each in made) == [*range(PASSAGES)]
+    for each in made:
+        assert each.score == pytest.approx(scores[0, each.index], abs=0.2)  # INT8 of random weights
+
 
 def test_a_query_with_one_passage_is_refused(given, tmp_path, qdqbench):
     options, table = given

@@ -1,6 +1,7 @@
 """A client over one kept connection, and a call of an ASGI application without any."""
 
 import asyncio
+import contextlib
 import json
 
 
@@ -33,17 +34,19 @@ class Client:
             headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
             body = await reader.readexactly(int(headers["content-length"]))
         except (OSError, EOFError):
-            self.close()
+            await self.close()
             raise
         if headers.get("connection") == "close":
-            self.close()
+            await self.close()
         kind = headers.get("content-type", "")
         return int(head[0].split()[1]), headers, json.loads(body) if "json" in kind else body.decode()
 
-    def close(self):
+    async def close(self):
         if self._streams is not None:
-            self._streams[1].close()
-        self._streams = None
+            writer, self._streams = self._streams[1], None
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 async def call(app, method, path, body=b"", headers=None, *, chunks=None):

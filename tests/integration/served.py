@@ -1,0 +1,55 @@
+"""Runs with an engine that this CPU runs, and their endpoints without a server."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.kinds.encoded import pad
+from qdqbench.quantize.rundir.artifacts import engine_profiles, graph_path
+from qdqbench.quantize.rundir.outcomes import BUILD, record
+from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.runtime.opened import open_runner
+from qdqbench.quantize.serve.served import Served, open_served
+
+
+def with_cpu_engine(run: Path, out: Path) -> Path:
+    """A copy of a run whose engine is ONNX Runtime's, of the same graph."""
+    shutil.copytree(run, out, ignore=shutil.ignore_patterns("engine", "report*", ".lock"))
+    session = Session(read_config(out), out)
+    graph = graph_path(session)
+    built = build(
+        graph,
+        out / "engine" / "model.engine",
+        backend="onnxruntime",
+        profiles=engine_profiles(session)[-1:],
+        expected_gemms=[],
+        expected_attention=0,
+    )
+    record(out / BUILD, built)
+    return out
+
+
+@dataclass
+class Asked:
+    """An endpoint whose engine is called in this process."""
+
+    served: Served
+
+    @classmethod
+    def of(cls, run: Path, out: Path) -> "Asked":
+        return cls(open_served(with_cpu_engine(run, out)))
+
+    def __call__(self, **fields):
+        served, endpoint = self.served, self.served.endpoint
+        request = endpoint.request(**fields)
+        rows = served.encoded(endpoint.columns(request, served.task.text_columns))
+        order = served.engine
+        with open_runner(
+            Path(order["engine"]), Path(order["onnx"]), pad_id=order["pad_id"], outputs=order["outputs"]
+        ) as run:
+            batch = pad(
+                [(n, row.input_ids, row.token_type_ids) for n, row in enumerate(rows)], served.pad_id
+            )[1]
+            made = [*run(batch)]
+        return endpoint.answers(request, [*zip(rows, made, strict=True)], served.classes)

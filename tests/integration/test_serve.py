@@ -1,0 +1,147 @@
+"""`serve` on a run and as processes: answers, load, workers that are killed, and the end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
+
+from .. import load_serve
+from ..support import fake_served
+from ..support.http_client import Client
+from .served import Asked, with_cpu_engine
+from .tiny import MAIN, environment
+
+
+def started(*command, **options):
+    """A server's process and its port."""
+    process = subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment(), **options
+    )
+    while line := process.stdout.readline():
+        if "http://127.0.0.1:" in line:
+            return process, int(line.partition("http://127.0.0.1:")[2].split()[0].split("/")[0])
+    raise AssertionError(f"it did not start: {process.wait()}")
+
+
+def fake_server(**settings):
+    return started(sys.executable, fake_served.__file__, json.dumps({"port": 0, "fp32": False, **settings}))
+
+
+def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
+    from qdqbench.quantize.rundir.session import Session, read_config
+
+    ask = Asked.of(finished_run, tmp_path / "run")
+    split, _ = Session(read_config(finished_run), finished_run).eval_splits["validation"]
+    with np.load(finished_run / "logits" / "onnxruntime.npz") as saved:
+        known = saved["validation.logits"][:16].astype(np.float64)
+    made = ask(texts=split.dataset["sentence"][:16])
+    shares = np.exp(known - np.logaddexp.reduce(known, axis=1, keepdims=True))
+    for each, share in zip(made, shares, strict=True):
+        assert [*each.scores.values()] == pytest.approx(share.tolist(), abs=0.02)
+        assert each.label == f"LABEL_{share.argmax()}"
+    assert ask.served.sizes(32)[0] == (16, 32)
+    assert ask.served.sizes(1000)[-1] == (128, 128)
+
+
+def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbench):
+    done = qdqbench("serve", tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert "is no run directory" in done.err
+    run = with_cpu_engine(finished_run, tmp_path / "run")
+    (run / "model.fp32.onnx").unlink()
+    done = qdqbench("serve", run)
+    assert done.code == 1
+    assert "the FP32 model to compare with, is not there" in done.err
+    (run / "build.json").write_text(json.dumps({"skipped": "no GPU here"}))
+    done = qdqbench("serve", run)
+    assert done.code == 3
+    assert "no engine to serve: no GPU here" in done.err
+
+
+def test_under_load_no_answer_is_lost_or_of_another_text():
+    """Overload, a worker that is killed, bad input, and SIGTERM under load, each for a second or less."""
+    process, port = fake_server(queue=32, max_batch=8, order={"per_batch": 0.02, "per_row": 0.002})
+
+    async def main():
+        load = load_serve.Load(port, load_serve.numbers(200))
+        load.expected = [{"score": float(text)} for text in load.texts]
+        seen, _ = await load.at_rate(0.8, 600)
+        assert (seen.lost, seen.wrong, seen.without_retry) == (0, 0, 0)
+        assert {*seen.statuses} == {200, 503}
+        asked = asyncio.create_task(load.at_rate(0.8, 40))
+        await asyncio.sleep(0.2)
+        (killed,) = load_serve.workers_of(process.pid)
+        os.kill(killed, signal.SIGKILL)
+        seen, _ = await asked
+        assert (seen.lost, seen.wrong) == (0, 0)
+        assert {*seen.statuses} <= {200, 503}
+        client = Client(port)
+        end = time.monotonic() + 30
+        while (await client.get("/health/ready"))[0] != 200:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+        assert load_serve.workers_of(process.pid) != [killed]
+        metrics = (await client.get("/metrics"))[2]
+        assert 'qdqbench_workers_lost_total{model="engine"} 1.0' in metrics
+        for body, status in load_serve.BAD:
+            assert (await client.post("/v1/predict", body))[0] == status
+        assert (await client.send(b"no http\r\n\r\n"))[0] == 400
+        await client.close()
+        ended = await load_serve.stopped(load, process, 60)
+        assert (ended["status"], ended["wrong"]) == (0, 0)
+        assert ended["answered"] > 0
+        await load.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert process.wait() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number):
+    run = with_cpu_engine(finished_run, tmp_path / "run")
+    process, port = started(
+        sys.executable, "-c", MAIN, "serve", run, "--port", 0, "--workers", 2, start_new_session=True
+    )
+
+    async def main():
+        client = Client(port)
+        for model in ("engine", "fp32"):
+            status, _, made = await client.post("/v1/predict", {"texts": ["a good film"], "model": model})
+            assert (status, made["model"], made["answers"][0]["label"]) == (200, model, "LABEL_1")
+        assert (await client.get("/health"))[2]["workers"] == {"engine": 2, "fp32": 1}
+        assert "<html" in (await client.get("/"))[2]
+        await client.close()
+
+    try:
+        asyncio.run(main())
+        os.killpg(process.pid, number)  # as a terminal does
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert load_serve.psutil.pid_exists(process.pid) is False
+
+
+def test_an_address_that_is_taken_is_told(qdqbench, finished_run, tmp_path):
+    run, (process, port) = with_cpu_engine(finished_run, tmp_path / "run"), fake_server()
+    try:
+        done = qdqbench("serve", run, "--port", port, "--no-fp32")
+        assert done.code == 1
+        assert f"cannot listen on 127.0.0.1 port {port}" in done.err
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

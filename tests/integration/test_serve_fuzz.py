@@ -1,0 +1,254 @@
+"""Whatever is sent to a server is answered with a 2xx or 4xx and JSON, in bounded memory.
+
+In this process, with the tokenizer of the tiny model and answers that are made up.
+"""
+
+import asyncio
+import json
+import random
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
+
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.serve import guard
+from qdqbench.quantize.serve.app import Service
+from qdqbench.quantize.serve.endpoints import ENDPOINTS
+from qdqbench.quantize.serve.metrics import Metrics
+from qdqbench.quantize.serve.pool import Unavailable
+from qdqbench.quantize.serve.served import Limits, Served
+from qdqbench.quantize.tasks.task import EMBED, OVER_TOKENS, RERANK, get_task, with_classes
+
+from ..support.http_client import call
+from .heads import TAGS
+from .tiny import FILLERS, WORDS, tokenizer
+
+LIMITS = Limits(texts=8, characters=2000, body_bytes=20_000, timeout_s=0.5)
+GROWTH = 100 << 20  # bytes of the process over all cases
+TASKS = {  # by endpoint: the task, and the width of an answer, of each token where it is negative
+    "predict": (get_task("sst2"), 2),
+    "predict pairs": (get_task("stsb"), 1),
+    "embed": (EMBED, 16),
+    "rank": (RERANK, 1),
+    "tokens": (with_classes(OVER_TOKENS["tokens"], TAGS), -5),
+    "qa": (OVER_TOKENS["qa"], -2),
+}
+GOOD = {
+    "predict": {"texts": ["a good film"]},
+    "predict pairs": {"pairs": [["a good film", "it is"]]},
+    "embed": {"texts": ["a good film"]},
+    "rank": {"query": "good", "passages": ["a film", "awful"]},
+    "tokens": {"sentences": [["a", "good", "film"]]},
+    "qa": {"questions": [{"question": "what", "context": "a good film"}], "may_be_unanswerable": True},
+}
+TEXTS = [
+    "",
+    " ",
+    "\0",
+    "\n\r\t",
+    "\u202e",
+    "é",
+    "漢字" * 300,
+    "😀",
+    "\ufeff",
+    "\ud7ff\ue000",
+    "a" * 2001,
+    "<script>",
+    "{{7*7}}",
+]
+TEXTS += [
+    "\U0010ffff",
+    "a\u0301" * 500,
+    "[CLS] [SEP] [PAD] [UNK]",
+    "../../etc/passwd",
+    "' OR 1=1 --",
+    "%00%0a",
+    *FILLERS,
+    *WORDS,
+]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    1e308,
+    10**30,
+    [],
+    {},
+    [[]],
+    [[[]]],
+    [None],
+    {"": {}},
+    "text",
+    ["a", 1],
+    [["a"]],
+    [["a", "b", "c"]],
+]
+RAW = [
+    b"",
+    b"{",
+    b"nul",
+    b"NaN",
+    b"Infinity",
+    b"-",
+    b"1" * 5000,
+    b"[" * 5000,
+    b'{"a":' * 3000,
+    b"\xff\xfe{",
+    b"\0",
+    b'"\\ud800"',
+]
+RAW += [
+    b'{"texts":["\\udfff"]}',
+    b'{"texts":["a"],"texts":[1]}',
+    b"{}" * 2,
+    b"\xef\xbb\xbf{}",
+    b"/**/{}",
+    b'{"texts":[' + b'"",' * 4000 + b'""]}',
+]
+
+
+class Pool:
+    """Answers of the right shape, of nothing."""
+
+    capacity, alive = 64, 1
+
+    def __init__(self, width):
+        self.width = width
+
+    def require_room(self):
+        pass
+
+    def unavailable(self, why):
+        return Unavailable(why)
+
+    async def answers(self, rows):
+        for ids, types in rows:
+            assert len(ids) == len(types) <= 64
+        return [
+            np.ones((len(ids), -self.width) if self.width < 0 else self.width, np.float32) for ids, _ in rows
+        ]
+
+
+def service(name):
+    task, width = TASKS[name]
+    endpoint = ENDPOINTS[task.kind.name, len(task.text_columns)]
+    classes = task.classes or ("bad", "good")
+    profiles = (Profile((1, 16), (8, 32), (32, 64)),)
+    served = Served("fuzz", task, endpoint, classes, tokenizer(), 64, {}, {}, profiles, "none", "none")
+    return Service(served, {"engine": Pool(width)}, Metrics(), limits=LIMITS, hosts=guard.LOOPBACK)
+
+
+def mutated(value, draw):
+    """A JSON value with one part replaced, added, repeated or removed."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        made, key = dict(value), draw.choice([*value])
+        action = draw.randrange(4)
+        if action == 0:
+            made[key] = draw.choice([*VALUES, *TEXTS])
+        elif action == 1:
+            made[draw.choice([*TEXTS, "model"])] = draw.choice([*VALUES, "engine", "fp32"])
+        elif action == 2:
+            del made[key]
+        else:
+            made[key] = mutated(made[key], draw)
+        return made
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        made = list(value)
+        action, place = draw.randrange(4), draw.randrange(len(value))
+        if action == 0:
+            made[place] = draw.choice([*VALUES, *TEXTS])
+        elif action == 1:
+            made = made * draw.choice([2, 7, 9, 40])
+        elif action == 2:
+            made[place] = mutated(made[place], draw)
+        else:
+            made = [*made, draw.choice([*VALUES, *TEXTS])]
+        return made
+    return draw.choice([*VALUES, *TEXTS])
+
+
+def case(good, path, draw):
+    """Method, path, body, headers and chunks of a request."""
+    method, headers, kind = "POST", {}, draw.random()
+    if kind < 0.55:
+        value = good
+        for _ in range(draw.randint(1, 4)):
+            value = mutated(value, draw)
+        body = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
+    elif kind < 0.7:
+        body = draw.choice(RAW)
+    elif kind < 0.8:
+        body = draw.randbytes(draw.choice([1, 10, 1000, 19_000, 21_000]))
+    else:
+        body = bytearray(json.dumps(good).encode())
+        for _ in range(draw.randint(1, 5)):
+            body[draw.randrange(len(body))] = draw.randrange(256)
+        body = bytes(body)
+    if draw.random() < 0.1:
+        method = draw.choice(["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "X" * 50])
+    if draw.random() < 0.1:
+        path = draw.choice(
+            ["/v1/", "/v1", "//", "/" + "a" * 5000, "/v1/model", "/é\0", "/../x", "", path + "/", "/docs"]
+        )
+    if draw.random() < 0.15:
+        name = draw.choice(["content-type", "content-length", "host", "accept", "transfer-encoding"])
+        headers[name] = draw.choice(
+            ["", "x", "-1", "1e9", "9" * 50, "text/html", "evil:1", "application/json; x=\xff", "a" * 3000]
+        )
+    chunks = None
+    if draw.random() < 0.1:
+        at = draw.randrange(len(body) + 1)
+        chunks = [body[:at], body[at:]]
+    return method, path, body, headers, chunks
+
+
+async def fuzz(name, cases, seed):
+    """Statuses that were seen, of so many cases."""
+    made, draw, seen = service(name), random.Random(seed), {}
+    path = made.about()["endpoint"]
+    try:
+        for _ in range(cases):
+            method, asked, body, headers, chunks = case(GOOD[name], path, draw)
+            told = (method, asked[:60], body[:300], headers)
+            answer = await call(made.app, method, asked, body, headers, chunks=chunks)
+            assert answer is not None, told
+            status, answered, text = answer
+            assert 200 <= status < 500, (told, text)
+            if method == "HEAD":
+                assert answered["content-type"], told
+            elif answered["content-type"] == "application/json":
+                value = json.loads(text)
+                if status >= 400:
+                    assert [*value] == ["error"], told
+                    assert len(value["error"]) < 400, told
+                    assert value["error"].isprintable(), told
+            else:
+                assert status < 300, told  # a page
+            seen[status] = seen.get(status, 0) + 1
+    finally:
+        made.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "cases", [50, pytest.param(2000, marks=pytest.mark.long)], ids=["few", "many"]
+)  # of each of six endpoints
+def test_whatever_is_sent_is_answered(cases):
+    import seqeval.metrics.sequence_labeling  # noqa: F401  (which a server of tokens loads at its start)
+
+    process, seen = psutil.Process(), {}
+    for name in TASKS:
+        asyncio.run(fuzz(name, 20, 99))  # loads what is loaded at first use
+    before = process.memory_info().rss
+    for seed, name in enumerate(TASKS):
+        for status, count in asyncio.run(fuzz(name, cases, seed + cases)).items():
+            seen[status] = seen.get(status, 0) + count
+    assert process.memory_info().rss - before < GROWTH
+    assert sum(seen.values()) == cases * len(TASKS)
+    assert {*seen} >= {200, 400, 404, 405, 413, 415, 422}
