@@ -12,7 +12,9 @@ from qdqbench.quantize.tasks.task import Task
 TOKENS = 128  # of a sample at most
 
 
-def sample_feeds(model: str, task: Task, source: str, count: int, seed: int) -> dict[str, Array]:
+def sample_feeds(  # noqa: PLR0913, PLR0917
+    model: str, revision: str | None, task: Task, source: str, count: int, seed: int
+) -> dict[str, Array]:
     """Token inputs int64 [count, L], padded to the longest, of a draw of the train split.
 
     Args:
@@ -24,7 +26,7 @@ def sample_feeds(model: str, task: Task, source: str, count: int, seed: int) -> 
     """
     if task.kind.texts_apart or task.kind.windows:
         raise UserError(f"samples of task {task.name} have several rows; give --inputs FILE.npz")
-    tokenizer = load_tokenizer(model, None, task.kind)
+    tokenizer = load_tokenizer(model, revision, task.kind)
     split = load_split(task, source, "train", limit=count, seed=seed, labelled=False)
     rows = [sample[:3] for sample in iter_encoded(split, task, tokenizer, TOKENS)]
     _, batch = pad(rows, int(tokenizer.pad_token_id or 0))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qdqbench.quantize.cli.options import Subject, grouped
 from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
@@ -80,9 +81,12 @@ def _print_one(number: int, found: "Found", told: dict[str, int]) -> None:
         )
 
 
-def fix(  # noqa: PLR0913, PLR0917  (a command's options)
+@grouped
+def fix(  # noqa: PLR0913
     onnx_file: Annotated[Path, typer.Argument(help="ONNX file of any origin.")],
+    *,
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")],
+    subject: Subject,
     compute: Annotated[
         str, typer.Option(help="Of what is not INT8, in a file that is all FP32: fp16, or keep.")
     ] = "fp16",
@@ -95,12 +99,9 @@ def fix(  # noqa: PLR0913, PLR0917  (a command's options)
             help="Samples (.npz, one array an input): compared on, and calibrate what has no scale."
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Of the file: its tokenizer makes samples of --data.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="With --model: task of the samples, such as sst2.")] = None,
-    data: Annotated[str, typer.Option(help="With --model: hub, hub:OWNER/NAME, or a folder.")] = "hub",
-    samples: Annotated[int, typer.Option(min=1, help="Of the train split, with --model.")] = 128,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Of the train split of --data, with --model and --task.")
+    ] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Of random inputs, or of the draw of samples.")] = 0,
     limit: Annotated[
         float, typer.Option(min=0, help="Of the relative error of outputs to the file without Q/DQ.")
@@ -108,7 +109,10 @@ def fix(  # noqa: PLR0913, PLR0917  (a command's options)
     engine: Annotated[bool, typer.Option(help="Build engines before and after.")] = True,
     json: Json = False,
 ) -> None:
-    """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables."""
+    """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
+
+    Samples are --inputs, or rows of --data as --model and --task say; without both they are random tokens.
+    """
     from typing import Any, cast
 
     from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -119,14 +123,14 @@ def fix(  # noqa: PLR0913, PLR0917  (a command's options)
         if value not in known:
             raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
     given: Any = inputs
-    if model is not None or task is not None:
+    if subject.model is not None or subject.task is not None:
         from qdqbench.quantize.fix.samples import sample_feeds
-        from qdqbench.quantize.rundir.config import find_task
 
         if inputs is not None:
             raise UserError("--inputs and --model both give samples; give one of them")
-        given = sample_feeds(str(model), find_task(model=model, task=task), data, samples, seed)
-    source = f"{samples} rows of {task} in {data}, seed {seed}"
+        found = subject.found_task()
+        given = sample_feeds(str(subject.model), subject.revision, found, subject.data, samples, seed)
+    source = f"{samples} rows of {subject.task} in {subject.data}, seed {seed}"
     options = FixOptions(
         cast("Any", compute), cast("Any", weights), given, source, seed=seed, limit=limit, engine=engine
     )
