@@ -26,6 +26,7 @@ from qdqbench.quantize.rundir.config import find_recipe, for_length, for_shapes,
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
 from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
+from qdqbench.quantize.trtexec.plan import FOLDER, has_engine
 
 StageCallback = Callable[[StageProgress], None]
 
@@ -181,7 +182,7 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
         MissingDevice: nothing here can build it.
     """
     session = _opened(folder)
-    here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
+    here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS or has_engine(session.folder / FOLDER)
     proof = _go(session, "verify" if here else "build", progress)
     assert isinstance(proof, Proof)
     return proof

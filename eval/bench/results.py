@@ -42,6 +42,7 @@ class BenchSettings(Strict):
     profile: Literal["both", "static", "recipe"]
     seed: int
     threads: int | None = None  # of a contestant on a CPU; null on a GPU
+    how: str | None = None  # in words, where something else than this program measured
     peers_masked: bool = False  # PyTorch had the attention mask at fixed shapes too; older files had it not
 
 

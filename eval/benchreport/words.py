@@ -91,6 +91,8 @@ def slow_lines(bench: Bench) -> list[str]:
 def method(bench: Bench) -> str:
     """How it was measured, in two sentences."""
     chosen = bench.settings
+    if chosen.how is not None:
+        return chosen.how
     effort = f"{chosen.repeats} launches" if chosen.repeats else f"{chosen.seconds:g} s per contestant"
     timed = "wall time of each call and CPU time of all threads, behind a rest and calls that are not timed"
     engines = f"threads: {chosen.threads} for all streams of a contestant, engines for any shape; "

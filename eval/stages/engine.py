@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qdqbench.eval.accuracy.logits import evaluate_stage
+from qdqbench.eval.stages.trtexec import brought, build_brought, evaluate_brought, verify_brought
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
@@ -40,7 +41,9 @@ from qdqbench.quantize.runtime.opened import open_runner
 
 
 def build_stage(session: Session) -> list[Path]:
-    """Build the engine and prove its INT8 layers, or record why there is none."""
+    """Build the engine, or take trtexec's, and prove its INT8 layers; or record why there is none."""
+    if folder := brought(session):
+        return build_brought(session, folder)
     return _build(session, backend_of(session.recipe), graph_path(session), session.folder)
 
 
@@ -75,7 +78,9 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
 
 
 def verify_stage(session: Session) -> list[Path]:
-    """Judge what the engine computes where a GPU runs it, or record why not."""
+    """Judge what the engine computes where a GPU runs it or trtexec ran it, or record why not."""
+    if folder := brought(session):
+        return [record(session.folder / VERIFY, verify_brought(session, folder))]
     reason, found = cannot_run(session), None
     if reason is None:
         try:
@@ -110,12 +115,13 @@ def engine_stage(session: Session) -> list[Path]:
     for _, encoded in () if tuned else session.eval_splits.values():
         notes = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.notes += [note for note in notes if note not in session.notes]
-    reason = cannot_run(session)
+    folder = brought(session)
+    reason = None if folder else cannot_run(session)
     if reason is None and not _finite(read_verified(session.folder)):
         reason = "its logits are NaN or infinite, see the verification"
     if reason is None:
         try:
-            return _run_engine(session)
+            return evaluate_brought(session, folder) if folder else _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
     return [record(session.folder / ENGINE, Skipped(skipped=str(reason)))]

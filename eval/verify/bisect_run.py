@@ -8,8 +8,8 @@ import onnx
 
 from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.bisect import BisectResult, Feeds, bisect, run_onnxruntime
+from qdqbench.eval.verify.cases import batch_of, block_cases, widest
 from qdqbench.eval.verify.cut_engine import engine_of
-from qdqbench.eval.verify.engine import batch_of, block_cases, widest
 from qdqbench.eval.verify.tensors import compare_tensors
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError

@@ -1,6 +1,6 @@
 """Run an engine on real samples in every shape that it is for, and its blocks on the reference's own inputs.
 
-`verify.py` judges what comes out. Only `verify_engine` needs a GPU.
+`checks.py` judges what comes out, `cases.py` says what goes in. Only `verify_engine` needs a GPU.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,15 @@ import numpy as np
 
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import Uncut, reference_blocks, stitch
+from qdqbench.eval.verify.cases import (
+    Case,
+    batch_of,
+    block_cases,
+    fitting_samples,
+    padding_answers,
+    shape_cases,
+    widest,
+)
 from qdqbench.eval.verify.checks import (
     BlockSums,
     QuantizationCost,
@@ -20,10 +29,16 @@ from qdqbench.eval.verify.checks import (
     verification_failures,
 )
 from qdqbench.eval.verify.cut_engine import engine_of
-from qdqbench.quantize.core.arrays import Array, Floats, Int64
-from qdqbench.quantize.core.errors import MissingDevice, UserError
-from qdqbench.quantize.core.results import BlockCheck, ShapeCheck, Verification
-from qdqbench.quantize.encoders.inputs import inputs_of, widened
+from qdqbench.quantize.core.arrays import Floats, Int64
+from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.core.results import (
+    BlockCheck,
+    EngineResult,
+    PaddingCheck,
+    ShapeCheck,
+    Verification,
+)
+from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.read import read_model
@@ -38,113 +53,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.kinds.encoded import Encoded
     from qdqbench.quantize.rundir.session import Session
 
-SAMPLES, PADDING_SAMPLES, BLOCK_SAMPLES = 256, 16, 32
-
-
-@dataclass
-class Case:
-    """One batch to run: samples, and the length that they are padded to."""
-
-    what: str
-    rows: list[int]  # samples; repeated where the data has fewer than the batch
-    length: int
-
-
-def widest(profiles: "Sequence[Profile]") -> "Profile":
-    """The profile that takes the longest samples, and of those the largest batch."""
-    return max(profiles, key=lambda profile: (profile.max[1], profile.max[0]))
-
-
-def shape_cases(lengths: Int64, profiles: "Sequence[Profile]", seed: int) -> list[Case]:
-    """Batches at each corner of the profiles, padded and of equal lengths, and the shortest and longest."""
-    random = np.random.default_rng(seed)
-    cases: dict[tuple[str, int, int], Case] = {}
-
-    def add(what: str, rows: Array, batch: int, length: int) -> None:
-        chosen = np.resize(random.permutation(rows), batch).tolist()
-        cases.setdefault((what, batch, length), Case(what, chosen, length))
-
-    for profile in profiles:
-        low, high = profile.min[1], profile.max[1]
-        fitting = np.flatnonzero(lengths <= high)
-        if not len(fitting):
-            continue
-        batches = dict.fromkeys((profile.min[0], profile.opt[0], profile.max[0]))
-        within = lengths[fitting]
-        common = np.bincount(within[within >= low], minlength=1)
-        for batch in batches:
-            for length in dict.fromkeys((low, profile.opt[1], high)):
-                if len(rows := np.flatnonzero(lengths <= length)):
-                    add("padded", rows, batch, length)
-            if common.any():
-                length = int(common.argmax())
-                add("equal lengths", np.flatnonzero(lengths == length), batch, length)
-        for what, length in (("shortest", int(within.min())), ("longest", int(within.max()))):
-            add(what, np.flatnonzero(lengths == length)[:1], profile.min[0], max(low, length))
-    return list(cases.values())
-
-
-def fitting_samples(lengths: Int64, longest: int) -> Int64:
-    """Samples that an engine takes, of at least one.
-
-    Raises:
-        UserError: all are longer.
-    """
-    found = np.flatnonzero(lengths <= longest)
-    if not len(found):
-        raise UserError(
-            f"the engine takes at most {longest} tokens, and the shortest of {len(lengths)} samples has "
-            f"{lengths.min()}, so none can show what it computes; raise the length of engine.shapes"
-        )
-    return found
-
-
-def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[Case]:
-    """Batches for the blocks: mixed lengths with the extremes, equal lengths, and the shortest sample.
-
-    Raises:
-        UserError: no sample fits the profile.
-    """
-    random, (low, high) = np.random.default_rng(seed), (profile.min[1], profile.max[1])
-    fitting = fitting_samples(lengths, high)
-    order = fitting[np.argsort(lengths[fitting], kind="stable")]
-    batch = int(np.clip(BLOCK_SAMPLES, profile.min[0], profile.max[0]))
-    others = random.permutation(fitting)[: max(0, batch - 2)]
-    mixed = np.resize(np.unique([order[0], order[-1], *others]), batch)
-    again = np.resize(random.permutation(fitting), batch)
-    counts = np.bincount(lengths[fitting])
-    equal = np.resize(np.flatnonzero(lengths == counts.argmax()), batch)
-    alone = np.resize(order[:1], profile.min[0])
-    drawn = (("padded", mixed), ("padded", again), ("equal lengths", equal), ("shortest", alone))
-    return [Case(what, rows.tolist(), max(low, int(lengths[rows].max()))) for what, rows in drawn]
-
-
-def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
-    """int64 [B, L] arrays of a case."""
-    _, batch = encoded.batch(case.rows, pad_id)
-    return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
-
-
-def padding_answers(
-    run: "Predict", encoded: "Encoded", rows: list[int], profiles: "Sequence[Profile]", pad_id: int
-) -> Floats:
-    """Answers [3, answers, width] of rows alone, alone at the longest length, and in one large batch."""
-    profile = widest(profiles)
-    (small, low), (large, high) = profile.min, profile.max
-
-    def alone(row: int, length: int) -> Floats:
-        made = run(batch_of(encoded, Case("alone", [row] * small, length), pad_id))[:1]
-        answers: Floats = encoded.kept(np.array([row]), made)
-        return answers
-
-    lengths = encoded.lengths
-    together = np.resize(np.array(rows), max(large, len(rows))).tolist()[:large]
-    batch = run(batch_of(encoded, Case("together", together, max(low, int(lengths[together].max()))), pad_id))
-    rows = rows[:large]
-    short = [alone(row, max(low, int(lengths[row]))) for row in rows]
-    long = [alone(row, high) for row in rows]
-    filled = encoded.kept(np.array(rows), batch[: len(rows)])
-    return np.stack([np.concatenate(short), np.concatenate(long), filled])
+SAMPLES, PADDING_SAMPLES = 256, 16
 
 
 @dataclass
@@ -174,47 +83,77 @@ def verify_engine(session: "Session") -> Verification:
         raise MissingDevice(f"no engine was built: {built.skipped}")
     path, graph = session.folder / "engine" / built.file, graph_path(session)
     sidecar = check_sidecar(path, graph)
-    data = _data(session, widest(sidecar.profiles).max[1])
-    cost = QuantizationCost.of(data.reference, data.fp32)
-    task, seed = session.config.task, session.config.seed
-    with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
-        shapes = _run_shapes(runner, data, sidecar, session)
-        chosen = data.rows[:PADDING_SAMPLES].tolist()
-        answers = padding_answers(runner, data.encoded, chosen, sidecar.profiles, session.pad_id)
-        padding = check_padding(answers, cost)
-        got = _run_rows(runner, data, sidecar, session)
-    places = data.encoded.answers_of(data.rows)
-    part = data.encoded.part(data.samples)
-    drawn = data.reference[places], data.fp32[places], part.gold
-    max_drop = session.recipe.gate.max_drop
+    with open_runner(path, graph, pad_id=session.pad_id, outputs=session.config.task.kind.outputs) as runner:
+        asked = ask(session, runner, sidecar.profiles)
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
     try:
-        blocks, gemms = _run_blocks(session, sidecar, data)
+        blocks, gemms = _run_blocks(session, sidecar, asked.data)
     except Uncut as error:
         uncut = str(error)
-    warnings = [
-        text
-        for capability in sidecar.compute_capability
-        for text in hazards(sidecar.backend, sidecar.version, capability)
-    ]
+    found = judged(session, asked, built, blocks, uncut)
     if gemms != built.int8_gemms:
-        warnings.append(
+        found.stitched_int8_gemms = gemms
+        found.warnings.append(
             f"the blocks were judged in an engine with {gemms} INT8 GEMMs, the deployed one has "
             f"{built.int8_gemms}: cutting it changed what the builder fuses"
         )
+    return found
+
+
+@dataclass
+class Asked:
+    """What an engine answered, beside what it is held to."""
+
+    data: _Data
+    cost: QuantizationCost
+    shapes: list[ShapeCheck]
+    padding: PaddingCheck
+    got: Floats  # answers to the drawn rows
+
+
+def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> Asked:
+    """Ask an engine of these profiles for its answers; the questions depend on the session alone.
+
+    Raises:
+        UserError: it takes no sample.
+    """
+    data = _data(session, widest(profiles).max[1])
+    cost = QuantizationCost.of(data.reference, data.fp32)
+    shapes = _run_shapes(run, data, profiles, session)
+    chosen = data.rows[:PADDING_SAMPLES].tolist()
+    answers = padding_answers(run, data.encoded, chosen, profiles, session.pad_id)
+    return Asked(data, cost, shapes, check_padding(answers, cost), _run_rows(run, data, profiles, session))
+
+
+def judged(
+    session: "Session", asked: Asked, built: EngineResult, blocks: list[BlockCheck], uncut: str | None
+) -> Verification:
+    """Whether what an engine answered is right; `uncut` is why its blocks were not run."""
+    data, task, seed = asked.data, session.config.task, session.config.seed
+    places, part = data.encoded.answers_of(data.rows), data.encoded.part(data.samples)
     found = Verification(
         reference="fake_quant" if session.recipe.quantizes else "fp32",
         seed=seed,
         blocks=blocks,
         blocks_not_checked=uncut,
-        stitched_int8_gemms=gemms,
-        shapes=shapes,
-        padding=padding,
+        stitched_int8_gemms=built.int8_gemms,
+        shapes=asked.shapes,
+        padding=asked.padding,
         answers=check_answers(
-            task, got, *drawn, samples=part.sample_of_answers, cost=cost, max_drop=max_drop, seed=seed
+            task,
+            asked.got,
+            data.reference[places],
+            data.fp32[places],
+            part.gold,
+            samples=part.sample_of_answers,
+            cost=asked.cost,
+            max_drop=session.recipe.gate.max_drop,
+            seed=seed,
         ),
-        warnings=warnings,
+        warnings=[
+            text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc)
+        ],
         failures=[],
         passed=True,
     )
@@ -234,8 +173,10 @@ def _data(session: "Session", longest: int) -> _Data:
     return _Data(encoded, reference, fp32, drawn)
 
 
-def _run_shapes(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session") -> list[ShapeCheck]:
-    cases = shape_cases(data.encoded.lengths, sidecar.profiles, session.config.seed)
+def _run_shapes(
+    run: "Predict", data: _Data, profiles: "Sequence[Profile]", session: "Session"
+) -> list[ShapeCheck]:
+    cases = shape_cases(data.encoded.lengths, profiles, session.config.seed)
     found = []
     for number, case in enumerate(cases):
         session.progress(number, 2 * len(cases))
@@ -247,9 +188,9 @@ def _run_shapes(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Sessi
     return found
 
 
-def _run_rows(run: "Predict", data: _Data, sidecar: "Sidecar", session: "Session") -> Floats:
+def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", session: "Session") -> Floats:
     """Answers to the drawn samples, in batches of the first profile's opt, in random order and so padded."""
-    profile, drawn, parts = widest(sidecar.profiles), data.rows, []
+    profile, drawn, parts = widest(profiles), data.rows, []
     for start in range(0, len(drawn), profile.opt[0]):
         rows = drawn[start : start + profile.opt[0]]
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()

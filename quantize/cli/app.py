@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from qdqbench.quantize.cli import bench, run, serve, train
+from qdqbench.quantize.cli import bench, build, run, serve, train
 from qdqbench.quantize.cli.choose import auto, search, sensitivity
 from qdqbench.quantize.cli.look import compare, diagnose, inspect
 from qdqbench.quantize.machine import interrupt, threads
@@ -20,7 +20,6 @@ app = typer.Typer(
 STAGE_COMMANDS = {
     "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
     "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
-    "build": "Build the engine, prove its INT8 layers, verify its outputs where it runs.",
     "evaluate": "Measure accuracy of every stage.",
     "report": "Write results.json, report.md and report.html.",
 }
@@ -30,6 +29,8 @@ app.command()(run.run)
 app.command()(auto.auto)
 for stage, text in STAGE_COMMANDS.items():
     app.command(stage)(run.stage_command(stage, text))
+app.command()(build.build)
+app.command("verify")(build.verify)
 app.command()(inspect.check)
 app.command()(diagnose.diagnose)
 app.command()(diagnose.fix)

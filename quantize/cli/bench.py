@@ -86,16 +86,26 @@ def bench(
     target: Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)] = None,
     *,
     wanted: Wanted,
+    trtexec: Annotated[
+        bool, typer.Option("--trtexec", help="Measure nothing: take the times that trtexec exported.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
     json: Json = False,
 ) -> None:
     """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
     from qdqbench.eval.api.bench import bench as measure
+    from qdqbench.eval.api.trtexec import trtexec_bench
     from qdqbench.eval.benchreport.report import bench_summary
     from qdqbench.eval.runs.report import too_slow
-    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.core.errors import CheckFailed, UserError
 
     written: list[Path] = []
+    if trtexec:
+        if target is None or out is not None or wanted != Wanted():
+            raise UserError("--trtexec takes what trtexec measured of a run; give the run directory alone")
+        taken = trtexec_bench(target, written=written.append, command=command_line())
+        show(taken, json, bench_summary, *(f"report: {path}" for path in written))
+        return
     with status(quiet=json) as announce:
         found = measure(
             target,

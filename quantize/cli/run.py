@@ -204,10 +204,10 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
     """A sub-command that takes a run directory up to one stage."""
 
     def command(folder: RunFolder, json: Json = False) -> None:
-        from qdqbench.eval.api.runs import build, resume
+        from qdqbench.eval.api.runs import resume
 
         with progress.stages(quiet=json) as shown:
-            found = build(folder, shown) if target == "build" else resume(folder, target, shown)
+            found = resume(folder, target, shown)
         _say(found, folder, json=json)
 
     command.__doc__ = text
@@ -221,7 +221,7 @@ def _say(found: "Results | Proof | None", folder: Path, *, json: bool) -> None:
     if isinstance(found, Results):
         require_gate(found, folder, json=json)
     elif found is not None:
-        _judge_build(found, folder, json)
+        judge_build(found, folder, json)
 
 
 def require_gate(results: "Results", folder: Path, *, json: bool) -> None:
@@ -238,7 +238,7 @@ def require_gate(results: "Results", folder: Path, *, json: bool) -> None:
         raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
 
 
-def _judge_build(proof: "Proof", folder: Path, json: bool) -> None:
+def judge_build(proof: "Proof", folder: Path, json: bool) -> None:
     """Print what was built, and exit with 2 where it is not proven right."""
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.core.results import Verification

@@ -31,6 +31,7 @@ from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
+from qdqbench.quantize.machine.gpu import Gpu
 
 
 def build(  # noqa: PLR0913  all but the two files are keywords
@@ -74,10 +75,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     """
     chosen = choose_backend(backend)
     model = read_model(onnx_path)
-    gemms, residuals = _gemms(model), int8_norms(model)
-    _check_names(onnx_path, gemms, expected_gemms)
-    on_cpu = chosen.name in CPU_BACKENDS
-    if on_cpu:
+    _check_names(onnx_path, _gemms(model), expected_gemms)
+    if chosen.name in CPU_BACKENDS:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
     else:
         built = build_engine(
@@ -88,6 +87,50 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             timing_cache=timing_cache,
             progress=progress,
         )
+    return keep(
+        built,
+        model,
+        onnx_path,
+        engine_path,
+        gpu=chosen.gpu,
+        profiles=profiles,
+        expected_gemms=expected_gemms,
+        expected_attention=expected_attention,
+        strict=strict,
+        layers_path=layers_path,
+        compute=compute,
+        note=note,
+    )
+
+
+def keep(  # noqa: PLR0913  all but the engine, its graph and the two files are keywords
+    built: BuiltEngine,
+    model: onnx.ModelProto,
+    onnx_path: Path,
+    engine_path: Path,
+    *,
+    gpu: Gpu | None,
+    profiles: Sequence[Profile],
+    expected_gemms: Collection[str],
+    expected_attention: int,
+    strict: bool = True,
+    layers_path: Path | None = None,
+    compute: Compute = "fp32",
+    note: Callable[[str], None] = lambda _: None,
+) -> EngineResult:
+    """Prove what an engine runs in INT8, and write it with its layer table and sidecar; as `build` does.
+
+    Args:
+        built: by a builder here or elsewhere.
+        model: what `onnx_path` holds, which it was built from.
+        gpu: that it was built on.
+
+    Raises:
+        UserError: names that prove nothing, or with `strict` no layer table; nothing is written.
+    """
+    gemms, residuals = _gemms(model), int8_norms(model)
+    _check_names(onnx_path, gemms, expected_gemms)
+    on_cpu = built.backend in CPU_BACKENDS
     known = (text for cc in built.compute_capability for text in hazards(built.backend, built.version, cc))
     for text in (*known, *built.notes):
         note(text)
@@ -126,7 +169,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     files.write_bytes(engine_path, built.data)
     layers = {"layers": [row.model_dump() for row in rows]}
     files.write_json(layers_path or engine_path.with_name("layers.json"), layers)
-    gpu, cpu = None if on_cpu else chosen.gpu, find_cpu() if on_cpu else None
+    gpu, cpu = None if on_cpu else gpu, find_cpu() if on_cpu else None
     sidecar = Sidecar(
         qdqbench=metadata.version("qdqbench"),
         backend=built.backend,

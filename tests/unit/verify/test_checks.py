@@ -18,6 +18,14 @@ from scipy import stats
 from qdqbench.eval.accuracy.runners import onnxruntime_runner
 from qdqbench.eval.stages import engine
 from qdqbench.eval.verify.bisect import run_onnxruntime
+from qdqbench.eval.verify.cases import (
+    Case,
+    batch_of,
+    block_cases,
+    padding_answers,
+    shape_cases,
+    widest,
+)
 from qdqbench.eval.verify.checks import (
     KS_P,
     MIN_LIMIT,
@@ -29,15 +37,7 @@ from qdqbench.eval.verify.checks import (
     one_of_each,
     verification_failures,
 )
-from qdqbench.eval.verify.engine import (
-    Case,
-    batch_of,
-    block_cases,
-    padding_answers,
-    shape_cases,
-    verify_engine,
-    widest,
-)
+from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck, Verification
 from qdqbench.quantize.encoders.load import load_model

@@ -1,0 +1,65 @@
+"""A run on a machine where only trtexec is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from qdqbench.eval.api.runs import StageCallback, resume, silent
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
+from qdqbench.eval.benchreport.report import write_bench_reports
+from qdqbench.eval.runs.report import refresh_reports
+from qdqbench.eval.trtexec.ask import plan_for, require_tensorrt
+from qdqbench.eval.trtexec.times import bench_of_times
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.trtexec.plan import SCRIPT
+
+
+def trtexec_script(folder: str | Path, progress: StageCallback = silent) -> tuple[Path, bool]:
+    """Write the script that builds, runs and times a run's engines with trtexec, and its inputs.
+
+    Args:
+        folder: run directory of backend tensorrt; stages up to the graph and its references are made.
+        progress: called as stages start and go on.
+
+    Returns:
+        The script, and whether it is new: one of the same run stays, with what trtexec made beside it.
+
+    Raises:
+        UserError: no run directory, or one of another backend.
+    """
+    path = Path(folder)
+    session = Session(read_config(path), path)
+    require_tensorrt(session)
+    for stage in ("baseline", *(["fake_quant"] if session.recipe.quantizes else []), "export"):
+        resume(path, stage, progress)
+    made, new = plan_for(session)
+    return made / SCRIPT, new
+
+
+def trtexec_bench(
+    folder: str | Path,
+    *,
+    written: Callable[[Path], None] = silent,
+    command: str = "qdqbench.trtexec_bench",
+) -> Bench:
+    """The times that trtexec exported for a run as a bench; bench.json and its reports are written.
+
+    Args:
+        folder: run directory whose `trtexec` folder came back.
+        written: called with each report.
+        command: recorded in the result.
+
+    Raises:
+        UserError: times are missing, or of other files.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"{path} is no run directory; give one whose trtexec folder came back")
+    found = bench_of_times(path, command)
+    write_bench(path / BENCH_FILE, found)
+    refreshed, why = refresh_reports(path)
+    if why:
+        found = found.model_copy(update={"warnings": [*found.warnings, why]})
+    for report in [*write_bench_reports(found, path), *refreshed]:
+        written(report)
+    return found

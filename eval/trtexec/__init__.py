@@ -1,0 +1,1 @@
+"""A run on a machine where only trtexec is: what to run there, and its times as a bench."""
