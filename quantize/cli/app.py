@@ -8,7 +8,7 @@ import typer
 
 from qdqbench.quantize.cli import bench, build, run, serve, train
 from qdqbench.quantize.cli.choose import auto, search, sensitivity
-from qdqbench.quantize.cli.look import compare, diagnose, inspect
+from qdqbench.quantize.cli.look import compare, diagnose, doctor, inspect
 from qdqbench.quantize.machine import interrupt, threads
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.command()(inspect.check)
 app.command()(diagnose.diagnose)
 app.command()(diagnose.fix)
 app.command()(run.profile)
+app.command()(doctor.doctor)
 app.command()(inspect.inspect)
 app.command()(bench.bench)
 app.command()(compare.compare)

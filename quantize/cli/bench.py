@@ -103,18 +103,17 @@ def bench(
     if trtexec:
         if target is None or out is not None or wanted != Wanted():
             raise UserError("--trtexec takes what trtexec measured of a run; give the run directory alone")
-        taken = trtexec_bench(target, written=written.append, command=command_line())
-        show(taken, json, bench_summary, *(f"report: {path}" for path in written))
-        return
-    with status(quiet=json) as announce:
-        found = measure(
-            target,
-            **asdict(wanted),
-            out=out,
-            progress=announce,
-            written=written.append,
-            command=command_line(),
-        )
+        found = trtexec_bench(target, written=written.append, command=command_line())
+    else:
+        with status(quiet=json) as announce:
+            found = measure(
+                target,
+                **asdict(wanted),
+                out=out,
+                progress=announce,
+                written=written.append,
+                command=command_line(),
+            )
     show(found, json, bench_summary, *(f"report: {path}" for path in written))
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")

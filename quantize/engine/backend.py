@@ -33,7 +33,7 @@ from qdqbench.quantize.machine.gpu import Gpu, find_gpu
 # Ada (L4, L40S, RTX 40): the common INT8 inference boards that RTX supports
 DEFAULT_COMPUTE_CAPABILITY = "8.9"
 _BUILD_LOCK = threading.Lock()  # the logger is process-global while any builder lives
-_INSTALL: dict[BackendName, str] = {
+INSTALL: dict[BackendName, str] = {
     "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU",
     "tensorrt_rtx": "pip install 'qdqbench[rtx]', which builds without a GPU too",
     "openvino": "pip install 'qdqbench[openvino]'",
@@ -77,7 +77,7 @@ def _import(name: BackendName) -> Any | None:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             return None
         why = f"{name} is installed but does not import ({type(error).__name__}: {error})"
-        raise MissingDevice(f"{why}; reinstall it: {_INSTALL[name]}") from error
+        raise MissingDevice(f"{why}; reinstall it: {INSTALL[name]}") from error
 
 
 def _version(module: Any) -> str:
@@ -88,7 +88,7 @@ def _version(module: Any) -> str:
 def available_backends() -> dict[str, str]:
     """Version of each backend that imports, by module name; a broken install draws a RuntimeWarning."""
     found: dict[str, str] = {}
-    for name in _INSTALL:
+    for name in INSTALL:
         try:
             if module := _import(name):
                 found[name] = _version(module)
@@ -120,15 +120,15 @@ def choose_backend(name: BackendChoice) -> Backend:
     """
     gpu = find_gpu()
     name = preferred_backend(name)
-    if name not in _INSTALL:
-        raise UserError(f"engine backend {name!r} is unknown; use auto, {' or '.join(_INSTALL)}")
+    if name not in INSTALL:
+        raise UserError(f"engine backend {name!r} is unknown; use auto, {' or '.join(INSTALL)}")
     module = _import(name)
     if module is None:
-        raise MissingDevice(f"{name} is not installed; {_INSTALL[name]}")
+        raise MissingDevice(f"{name} is not installed; {INSTALL[name]}")
     if name == "tensorrt" and gpu is None:
         raise MissingDevice(
             "tensorrt builds engines only on the GPU that runs them and CUDA shows none here; "
-            f"use backend tensorrt_rtx ({_INSTALL['tensorrt_rtx']})"
+            f"use backend tensorrt_rtx ({INSTALL['tensorrt_rtx']})"
         )
     return Backend(name, _version(module), module, gpu)
 

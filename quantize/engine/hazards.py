@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 class Hazard:
     """One fault, and the versions and GPUs that have it."""
 
-    backend: str
+    backend: str  # or another package, by its name
     what: str
     since: str | None = None  # first version that has it
     fixed: str | None = None  # first version that does not
@@ -51,14 +51,29 @@ HAZARDS = (
         what="compute capability 9.0 (Hopper) is not supported and this version refuses it; 1.4 to 1.6 run "
         "there unofficially",
     ),
+    Hazard(
+        backend="nvidia-modelopt",
+        since="0.47",
+        what="MSE over its histogram calibrator is useless (qdqbench has its own), its INT8 default puts "
+        "quantizers on LayerNorm, and its gradient passes where a value was clipped; seen with 0.47",
+    ),
+    Hazard(
+        backend="torch",
+        since="2.11",
+        compute_capability="9.0",
+        what="the gradient of cuDNN's attention in BF16 is NaN where a mask leaves a row nothing "
+        "(pytorch/pytorch#196678); seen with 2.11, and ModernBERT trains without it here",
+    ),
 )
+
+RTX_WITHOUT_GPU = "1.6"  # first TensorRT-RTX that builds where no GPU is
 
 
 def hazards(backend: str, version: str, compute_capability: str | None) -> list[str]:
     """Warnings for an engine, one sentence each.
 
     Args:
-        backend: tensorrt or tensorrt_rtx.
+        backend: tensorrt or tensorrt_rtx, or another package's name.
         version: such as "10.0.0.6".
         compute_capability: of the engine's GPU, such as "8.9"; None where it is not known.
     """

@@ -1,0 +1,1 @@
+"""What this machine can do: hardware, libraries, backends, known hazards, and what to install."""
