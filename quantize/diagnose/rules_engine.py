@@ -1,6 +1,7 @@
 """Rules on an engine: its layer table, its profile, its times, its version."""
 
 from collections.abc import Iterable, Iterator
+from statistics import median
 
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import LayerRow
@@ -12,7 +13,9 @@ from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import named
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
 from qdqbench.quantize.engine.layers import base_name, is_attention
+from qdqbench.quantize.trtexec.read import Times
 
+_LARGE = 0.2  # a share of a query's time that is no small thing
 _SMALL = 0.01  # a share of the time below which copies are not worth a finding
 
 
@@ -206,6 +209,14 @@ def _version(evidence: Evidence) -> Iterator[Found]:
                 what=text, why="it is a fault of this version, not of the file",
                 fixes=["build with the version that has the fix"], files=files,
             )  # fmt: skip
+    if engine and not evidence.layers and not evidence.sources.profile:
+        yield Found(
+            code="engine-not-read", kind="note",
+            what="an engine's header has its version and nothing of its layers",
+            why="only TensorRT itself reads them, on the GPU that the engine is for",
+            fixes=["give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes",
+                   f"qdqbench diagnose {evidence.sources.name('engine')} --load-engine"], files=files,
+        )  # fmt: skip
     if fused and not version:
         yield Found(
             code="version-unknown", kind="note",
@@ -220,38 +231,48 @@ def _times(evidence: Evidence) -> Iterator[Found]:
     times, log = evidence.sources.times, evidence.log
     medians = dict(log.medians) if log else {}
     if times is not None:
-        medians |= {
-            "GPU Compute Time": float(_median(times.compute)),
-            "H2D Latency": float(_median(times.h2d)),
-            "D2H Latency": float(_median(times.d2h)),
-        }
-        if hasattr(times, "enqueue"):
-            medians["Enqueue Time"] = float(_median(times.enqueue))
+        columns = {"GPU Compute Time": times.compute, "H2D Latency": times.h2d, "D2H Latency": times.d2h}
+        medians |= {name: float(median(values)) for name, values in columns.items()}
     compute = medians.get("GPU Compute Time", 0.0)
-    enqueue, copies = (
-        medians.get("Enqueue Time", 0.0),
-        medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0),
-    )
+    if not compute:
+        return
     files = [evidence.sources.name(kind) for kind in ("times", "log") if evidence.sources.name(kind)]
-    if compute and enqueue >= compute:
-        yield Found(
-            code="launch-bound", kind="slow",
-            what=f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms: the host is what is "
-            "measured",
-            why="INT8 cannot be faster while the GPU waits for its next kernel",
-            fixes=["trtexec --useCudaGraph", "use larger batches"], share=1.0, basis="time of a query",
-            files=files,
-        )  # fmt: skip
-    if compute and copies > 0.2 * (compute + copies):
-        yield Found(
-            code="transfer-bound", kind="slow",
-            what=f"copies to and from the GPU take {copies:.3f} ms beside {compute:.3f} ms of kernels",
-            why="the comparison of INT8 with FP16 should leave them out",
-            fixes=["trtexec --noDataTransfers"], share=copies / (compute + copies), basis="time of a query",
-            files=files,
-        )  # fmt: skip
+    if (enqueue := medians.get("Enqueue Time", 0.0)) >= compute:
+        told = (
+            f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms: the host is what is measured"
+        )
+        why = "INT8 cannot be faster while the GPU waits for its next kernel"
+        yield _of_query(
+            "launch-bound", told, why, ["trtexec --useCudaGraph", "use larger batches"], 1.0, files
+        )
+    copies = medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0)
+    if (share := copies / (compute + copies)) > _LARGE:
+        told = f"copies to and from the GPU take {copies:.3f} ms beside {compute:.3f} ms of kernels"
+        why = "the comparison of INT8 with FP16 should leave them out"
+        yield _of_query("transfer-bound", told, why, ["trtexec --noDataTransfers"], share, files)
+    if times is not None and (idle := _idle(times)) > _LARGE:
+        told = f"the GPU computes in {1 - idle:.0%} of the time from the first query to the last"
+        why = "in between it waits for the host or for copies, which INT8 does not make shorter"
+        fixes = ["trtexec --useCudaGraph --noDataTransfers", "use larger batches"]
+        yield _of_query("gpu-waits", told, why, fixes, idle, files)
 
 
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
+def _idle(times: Times) -> float:
+    """Part of the time in which no query computes; queries of one stream follow each other."""
+    span = float(times.start[-1] + times.compute[-1] - times.start[0])
+    return max(0.0, 1 - float(times.compute.sum()) / span) if span > 0 and len(times.start) > 1 else 0.0
+
+
+def _of_query(  # noqa: PLR0913, PLR0917
+    code: str, what: str, why: str, fixes: list[str], share: float, files: list[str]
+) -> Found:
+    return Found(
+        code=code,
+        kind="slow",
+        what=what,
+        why=why,
+        fixes=fixes,
+        share=share,
+        basis="time of a query",
+        files=files,
+    )
