@@ -181,6 +181,8 @@ def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PL
     keys = {entry.key.lower() for entry in model.metadata_props[:100]}
     producer = f"{model.producer_name} {model.producer_version}".strip()[:80]
     names = " ".join(node.name for node in model.graph.node[:20_000])
+    if "qdqbench.fix" in keys:
+        return "written by qdqbench fix"
     if any("qdqbench" in key for key in keys):
         return "written by qdqbench"
     if operators["DynamicQuantizeLinear"] or operators["MatMulInteger"]:

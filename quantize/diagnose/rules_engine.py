@@ -5,6 +5,7 @@ from statistics import median
 
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.diagnose.advice import FIX, RUN
 from qdqbench.quantize.diagnose.evidence import Evidence, Share
 from qdqbench.quantize.diagnose.found import Found, Kind
 from qdqbench.quantize.diagnose.rules_graph import with_file
@@ -81,7 +82,7 @@ def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Fo
             f"{len(facts.raw_outputs)} of {total} INT8 GEMMs store their INT32 sums as FP16 before they are "
             "scaled",
             "sums over 65504 become infinite, and the answers NaN",
-            ["qdqbench fix {file} -o {stem}.fixed.onnx", "export.weights: factored in the recipe"],
+            [FIX, "export.weights: factored in the recipe"],
             facts.raw_outputs, evidence.share_of_nodes(facts.raw_outputs),
         )  # fmt: skip
     if facts.fp32_outputs:
@@ -89,7 +90,7 @@ def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Fo
             evidence, "gemm-writes-fp32", "slow",
             f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32",
             "that is twice the bytes of FP16, in the kernels that move the most",
-            ["qdqbench fix {file} -o {stem}.fixed.onnx --weights factored",
+            [f"{FIX} --weights factored",
              "export.weights: factored in the recipe"],
             facts.fp32_outputs, evidence.share_of_nodes(facts.fp32_outputs),
         )  # fmt: skip
@@ -116,7 +117,7 @@ def _attention(evidence: Evidence, facts: Facts) -> Iterator[Found]:
         yield _found(
             evidence, "attention-apart", "slow",
             f"{apart} of {facts.attentions} attentions fall apart into single kernels", why,
-            ["qdqbench fix {file} -o {stem}.fixed.onnx"],
+            [FIX],
             share=evidence.share_of_kernels([*rows, *_products(evidence)]),
         )  # fmt: skip
     if facts.qkv_merged < facts.qkv:
@@ -138,6 +139,8 @@ def _products(evidence: Evidence) -> Iterable[LayerRow]:
 
 def _copies(evidence: Evidence, facts: Facts) -> Iterator[Found]:
     """Kernels that only move, cast, quantize or dequantize."""
+    clean = evidence.onnx is not None and not evidence.onnx.groups  # then `fix` changes nothing
+    mend = RUN if clean else FIX
     for kind, code, what in (
         ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
         ("quantize", "quantize-alone", "kernels only quantize or dequantize"),
@@ -152,8 +155,7 @@ def _copies(evidence: Evidence, facts: Facts) -> Iterator[Found]:
             evidence, code, "slow", f"{len(rows)} of {len(facts.rows)} {what}, {codes} of them INT8 codes",
             "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where "
             "the Q stands next to the GEMM and types do not change in between",
-            ["qdqbench fix {file} -o {stem}.fixed.onnx",
-             f"qdqbench inspect {evidence.sources.name('layers')}"],
+            [mend, f"qdqbench inspect {evidence.sources.name('layers')}"],
             labels, share,
         )  # fmt: skip
 
@@ -186,7 +188,7 @@ def _norms(evidence: Evidence, facts: Facts) -> Iterator[Found]:
             evidence, "layernorm-fp16", "note",
             f"{len(low)} of {sum(map(len, facts.norms.values()))} LayerNorms sum their squares in FP16",
             "sums over 65504 overflow; models with large activations then answer NaN",
-            ["qdqbench fix {file} -o {stem}.fixed.onnx",
+            [FIX,
              'the rule {match: "*", type: LayerNorm, precision: fp32} in the recipe'],
             low,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -144,6 +145,8 @@ def rewrite(
         done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
     if opset_of(work) >= 13 and work.ir_version > 10:
         work.ir_version = 10
+    known = {entry.key: entry.value for entry in work.metadata_props}
+    onnx.helper.set_model_props(work, known | {"qdqbench.fix": metadata.version("qdqbench")})
     _validate(work)
     return plain, work
 

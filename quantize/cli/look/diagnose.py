@@ -74,11 +74,10 @@ def _print_one(number: int, found: "Found", told: dict[str, int]) -> None:
     out.print(f"   why: {plain(found.why)}", highlight=False)
     if found.where:
         out.print(f"   where: {plain(found.where)}", highlight=False)
-    for fix in found.fixes:
-        first = told.setdefault(fix, number)
-        out.print(
-            f"   fix: [bold]{plain(fix)}[/]" if first == number else f"   fix: as {first}", highlight=False
-        )
+    first = {fix: told.setdefault(fix, number) for fix in found.fixes}
+    texts = [f"[bold]{plain(fix)}[/]" if seen == number else f"as {seen}" for fix, seen in first.items()]
+    for text in dict.fromkeys(texts):
+        out.print(f"   fix: {text}", highlight=False)
 
 
 @grouped
