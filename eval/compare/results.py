@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from qdqbench.quantize.core.comparison import GateState
 from qdqbench.quantize.core.frames import Tabular
-from qdqbench.quantize.core.results import GateState
 from qdqbench.quantize.core.strict import Strict
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.gate.baseline import baseline_of, reads_its_input
-from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.core.results import Gate, OpenQuestion, Results, Speed
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.rundir.session import Session

@@ -10,8 +10,8 @@ from qdqbench.eval.bench.results import (
     without_unmasked,
 )
 from qdqbench.eval.benchreport.report import stale_files
+from qdqbench.quantize.core.comparison import Speed
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import Speed
 
 
 def speed_of(folder: Path) -> list[Speed]:

@@ -4,14 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from qdqbench.eval.report.formats import count_of, label, sentence
-from qdqbench.quantize.core.results import (
-    GateState,
-    OpenQuestion,
-    ParityRow,
-    Results,
-    Speed,
-    StageResult,
-)
+from qdqbench.quantize.core.comparison import GateState, OpenQuestion, Speed
+from qdqbench.quantize.core.results import ParityRow, Results, StageResult
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.families.any_family import RUN
 

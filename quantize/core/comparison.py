@@ -1,4 +1,8 @@
-"""A stage against FP32 on the same samples, as `results.json` and other results have it."""
+"""A stage against FP32 on the same samples, and the gate that holds it, as results files have them."""
+
+from typing import Literal
+
+from pydantic import Field
 
 from qdqbench.quantize.core.strict import Strict
 
@@ -29,3 +33,43 @@ class Comparison(Strict):
     mean_abs_logit_diff: float
     sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
     agreement: Agreement | None = None  # None but for embeddings
+
+
+class Speed(Strict):
+    """INT8 over the fastest contestant without INT8 in one cell of the run's bench."""
+
+    cell: str  # b32 s128
+    over: str  # its label
+    value: float  # below 1: slower
+    low: float | None  # 95 %
+    high: float | None
+
+
+GateState = Literal["passed", "failed", "not judged", "cannot tell"]
+
+
+class OpenQuestion(Strict):
+    """What the gate asks and nothing answers."""
+
+    state: Literal["not judged", "cannot tell"]  # nothing measured it, or the samples are too few
+    what: str
+    needs: str  # the command that judges it, or how many samples it takes
+
+
+class Gate(Strict):
+    """The recipe's gate."""
+
+    passed: bool  # nothing that was judged fails; `state` says whether all of it was
+    max_drop: float
+    failures: list[str]
+    notes: list[str] = Field(default_factory=list)  # drops over max_drop that hold within noise
+    min_speedup: float | None = None
+    open: list[OpenQuestion] = Field(default_factory=list)
+
+    @property
+    def state(self) -> GateState:
+        """Passed only where all that is asked was judged, on samples that can tell."""
+        if not self.passed:
+            return "failed"
+        states = {question.state for question in self.open}
+        return "cannot tell" if "cannot tell" in states else "not judged" if states else "passed"

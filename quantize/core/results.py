@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from qdqbench.quantize.core.calibration_results import Lengths, QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.comparison import Comparison, Gate, Speed
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.strict import Strict
@@ -227,46 +227,6 @@ class Timing(Strict):
     cpu_s: float | None = None  # of all threads; None: of a run that did not measure it
     peak_rss_bytes: int  # of the whole process while the stage ran
     reused: bool  # nothing had changed, the files of an earlier run were kept
-
-
-class Speed(Strict):
-    """INT8 over the fastest contestant without INT8 in one cell of the run's bench."""
-
-    cell: str  # b32 s128
-    over: str  # its label
-    value: float  # below 1: slower
-    low: float | None  # 95 %
-    high: float | None
-
-
-GateState = Literal["passed", "failed", "not judged", "cannot tell"]
-
-
-class OpenQuestion(Strict):
-    """What the gate asks and nothing answers."""
-
-    state: Literal["not judged", "cannot tell"]  # nothing measured it, or the samples are too few
-    what: str
-    needs: str  # the command that judges it, or how many samples it takes
-
-
-class Gate(Strict):
-    """The recipe's gate."""
-
-    passed: bool  # nothing that was judged fails; `state` says whether all of it was
-    max_drop: float
-    failures: list[str]
-    notes: list[str] = Field(default_factory=list)  # drops over max_drop that hold within noise
-    min_speedup: float | None = None
-    open: list[OpenQuestion] = Field(default_factory=list)
-
-    @property
-    def state(self) -> GateState:
-        """Passed only where all that is asked was judged, on samples that can tell."""
-        if not self.passed:
-            return "failed"
-        states = {question.state for question in self.open}
-        return "cannot tell" if "cannot tell" in states else "not judged" if states else "passed"
 
 
 class Results(Tabular):

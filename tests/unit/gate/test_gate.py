@@ -14,8 +14,8 @@ from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
-from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.results import AnswersCheck, Gate, Speed, StageResult
+from qdqbench.quantize.core.comparison import Comparison, Gate, Speed
+from qdqbench.quantize.core.results import AnswersCheck, StageResult
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
 

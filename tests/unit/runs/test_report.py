@@ -22,20 +22,17 @@ from qdqbench.eval.runs import charts, report
 from qdqbench.eval.runs import report as report_module
 from qdqbench.eval.runs import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
 from qdqbench.quantize.core.results import (
     SCHEMA_VERSION,
     BlockCheck,
     EngineResult,
     FileRow,
     FindingRow,
-    Gate,
     LayerRow,
-    OpenQuestion,
     Parity,
     ParityRow,
     Results,
-    Speed,
     StageResult,
     Timing,
     Verification,
