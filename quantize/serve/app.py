@@ -31,6 +31,7 @@ PAGES = {  # by path: file, type
     "/app.js": ("app.js", "text/javascript"),
     "/docs.js": ("docs.js", "text/javascript"),
     "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _FOLDER = Path(__file__).parent / "pages"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -95,6 +96,7 @@ class Service:
             "classes": [*served.classes],
             "recipe": served.recipe,
             "engine": served.made_with,
+            "int8": served.int8,
             "models": [*self.pools],
             "max_length": served.max_length,
             "limits": asdict(self.limits),

@@ -62,6 +62,7 @@ class Served:
     profiles: tuple[Profile, ...]
     made_with: str  # backend and its version
     recipe: str
+    int8: bool = True  # the recipe quantizes
 
     @property
     def pad_id(self) -> int:
@@ -125,6 +126,7 @@ def open_served(folder: Path) -> Served:
         profiles=tuple(sidecar.profiles),
         made_with=f"{sidecar.backend} {sidecar.version}",
         recipe=session.recipe.name,
+        int8=session.recipe.quantizes,
     )
 
 

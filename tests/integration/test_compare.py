@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -80,17 +79,6 @@ def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_r
     found = json.loads(done.out)
     assert "other samples" in found["pairs"][0]["not_paired"]
     assert [run["name"] for run in found["runs"]] == ["finished", "run"]
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator:
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    options = {"executable_path": path, "args": ["--no-sandbox"]}
-    with playwright.sync_playwright() as started, started.chromium.launch(**options) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

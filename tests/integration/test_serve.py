@@ -15,9 +15,11 @@ pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[
 
 from .. import load_serve
 from ..support import fake_served
-from ..support.http_client import Client
+from ..support.http_client import Client, finished
 from .served import Asked, with_cpu_engine
 from .tiny import MAIN, environment
+
+EVIL = "<img src=x onerror=alert()><b>bad</b>"
 
 
 def started(*command, **options):
@@ -101,7 +103,7 @@ def test_under_load_no_answer_is_lost_or_of_another_text():
         await load.close()
 
     try:
-        asyncio.run(main())
+        finished(main())
     finally:
         process.kill()
         process.stdout.close()
@@ -126,7 +128,7 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
         await client.close()
 
     try:
-        asyncio.run(main())
+        finished(main())
         os.killpg(process.pid, number)  # as a terminal does
         assert process.wait(20) == 0
     finally:
@@ -145,3 +147,46 @@ def test_an_address_that_is_taken_is_told(qdqbench, finished_run, tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def with_classes():
+    """The port of a server with FP32 beside the engine, and class names that somebody means badly."""
+    process, port = fake_server(fp32=True, order={"classes": [EVIL, "good"]})
+    yield port
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_the_page_in_a_browser(with_classes, browser, width, scheme, tmp_path):
+    asked, wrong, root = [], [], f"http://127.0.0.1:{with_classes}"
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda told: wrong.append(told.text) if "Policy" in told.text else None)
+    page.goto(root)
+    page.locator("textarea").fill(f"3 {EVIL}")
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_text("Same class").wait_for()
+    for side, name in zip(page.locator("article").all(), ("engine", "FP32"), strict=True):
+        assert name in side.locator("h2").inner_text()
+        assert side.locator(".big").inner_text() == EVIL
+        assert "95.26 %" in side.inner_text()  # of logits 3 and 0
+        assert side.locator("meter").count() == 2
+    assert page.locator("img, b").count() == 0  # it is text
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(18, 22, 29)") == (scheme == "dark")
+    assert len(page.screenshot(path=tmp_path / "page.png")) > 10_000
+    page.locator("textarea").fill("x" * 20_001)
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_text("a text has 20001 characters").wait_for()
+    page.goto(f"{root}/docs")
+    page.get_by_text("POST /v1/predict").wait_for()
+    assert page.get_by_text("Retry-After").first.is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert all(url.startswith(root) for url in asked)
+    assert not wrong
+    page.close()

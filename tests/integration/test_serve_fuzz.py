@@ -3,7 +3,6 @@
 In this process, with the tokenizer of the tiny model and answers that are made up.
 """
 
-import asyncio
 import json
 import random
 
@@ -22,7 +21,7 @@ from qdqbench.quantize.serve.pool import Unavailable
 from qdqbench.quantize.serve.served import Limits, Served
 from qdqbench.quantize.tasks.task import EMBED, OVER_TOKENS, RERANK, get_task, with_classes
 
-from ..support.http_client import call
+from ..support.http_client import call, finished
 from .heads import TAGS
 from .tiny import FILLERS, WORDS, tokenizer
 
@@ -244,10 +243,10 @@ def test_whatever_is_sent_is_answered(cases):
 
     process, seen = psutil.Process(), {}
     for name in TASKS:
-        asyncio.run(fuzz(name, 20, 99))  # loads what is loaded at first use
+        finished(fuzz(name, 20, 99))  # loads what is loaded at first use
     before = process.memory_info().rss
     for seed, name in enumerate(TASKS):
-        for status, count in asyncio.run(fuzz(name, cases, seed + cases)).items():
+        for status, count in finished(fuzz(name, cases, seed + cases)).items():
             seen[status] = seen.get(status, 0) + count
     assert process.memory_info().rss - before < GROWTH
     assert sum(seen.values()) == cases * len(TASKS)

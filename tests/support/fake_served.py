@@ -43,14 +43,17 @@ class _Coded(dict):
         self.encodings = encodings
 
 
-def fake_served(per_batch=0.0, per_row=0.0, max_length=64, **order) -> Served:
-    """A run that scores a text of up to seven digits by its number; times in s."""
-    base = {"per_batch": per_batch, "per_row": per_row, **order}
+def fake_served(per_batch=0.0, per_row=0.0, max_length=64, classes=(), **order) -> Served:
+    """A run that scores a text of up to seven digits by its number; times in s.
+
+    With classes the number is the logit of the first, and the others have 0.
+    """
+    base = {"per_batch": per_batch, "per_row": per_row, "classes": len(classes), **order}
     return Served(
         name="fake",
         task=Task(name="numbers", text_columns=("text",), num_labels=1, metrics=("pearson",)),
-        endpoint=ENDPOINTS["regression", 1],
-        classes=(),
+        endpoint=ENDPOINTS["classification" if classes else "regression", 1],
+        classes=tuple(classes),
         tokenizer=Tokenizer(),
         max_length=max_length,
         engine=base,

@@ -33,7 +33,8 @@ def opened(order):
             raise RuntimeError("the device is lost")
         time.sleep(order["per_batch"] + order["per_row"] * len(ids))
         rows = [ids[place][mask[place] == 1] for place in range(len(ids))]
-        return np.array([[value(row)] for row in rows], dtype=np.float32)
+        others = [0.0] * (order.get("classes", 1) - 1)
+        return np.array([[value(row), *others] for row in rows], dtype=np.float32)
 
     return run
 

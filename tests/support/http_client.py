@@ -3,6 +3,13 @@
 import asyncio
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
+
+
+def finished(coroutine):
+    """What a coroutine returns; in a thread, as a browser's driver may have a loop running in this one."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(asyncio.run, coroutine).result()
 
 
 class Client:

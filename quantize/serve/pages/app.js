@@ -1,7 +1,7 @@
 "use strict";
 // Every text goes in as textContent: nothing that a model, a class or a visitor says becomes markup.
 const $ = (id) => document.getElementById(id);
-const NAMES = { engine: "INT8 engine", fp32: "FP32" };
+const NAMES = (int8) => ({ engine: int8 ? "INT8 engine" : "engine", fp32: "FP32" });
 
 function element(tag, text, className) {
   const made = document.createElement(tag);
@@ -135,7 +135,7 @@ async function main() {
       for (const model of about.models) {
         const { answers, ms } = await ask(about.endpoint, request, model);
         const side = element("article", undefined, "side");
-        side.append(element("h2", NAMES[model]));
+        side.append(element("h2", NAMES(about.int8)[model]));
         answers.forEach((answer, place) => SHOWN[name](answer, side, request, place));
         const cut = answers.some((answer) => answer.truncated) ? ", cut off" : "";
         side.append(element("p", `${answers[0].tokens} tokens${cut}, ${ms.toFixed(1)} ms there and back`, "quiet"));

@@ -7,6 +7,8 @@ import pytest
 from qdqbench.quantize.serve.buckets import Buckets, Full, Row
 from qdqbench.quantize.serve.frames import SIZES, packed, unpacked
 
+from ...support.http_client import finished
+
 
 def row(length: int) -> Row:
     return Row(
@@ -27,7 +29,7 @@ def test_batches_are_of_similar_length_and_no_larger_than_the_engine_takes():
         assert sorted(lengths(await buckets.take()) + lengths(await buckets.take())) == [2, 17]
         assert len(buckets) == 0
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_the_first_row_waits_for_others_only_so_long_and_a_full_batch_not_at_all():
@@ -42,7 +44,7 @@ def test_the_first_row_waits_for_others_only_so_long_and_a_full_batch_not_at_all
         assert lengths(await buckets.take()) == [7]
         assert time.monotonic() - start > 0.05
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_a_request_that_does_not_fit_leaves_nothing_and_rows_that_nobody_awaits_make_room():
@@ -57,7 +59,7 @@ def test_a_request_that_does_not_fit_leaves_nothing_and_rows_that_nobody_awaits_
         buckets.put([row(3), row(4)])
         assert lengths(await buckets.take()) == [1, 3]
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_rows_that_come_back_are_first_in_their_order():
@@ -69,7 +71,7 @@ def test_rows_that_come_back_are_first_in_their_order():
         buckets.put_back(taken)
         assert lengths(await buckets.take()) == [1, 2, 3, 4]
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_a_message_is_read_as_it_was_written():

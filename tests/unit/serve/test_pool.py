@@ -13,6 +13,7 @@ from qdqbench.quantize.serve.metrics import Metrics
 from qdqbench.quantize.serve.pool import Pool, Unavailable, order_of, shared_cores
 
 from ...support.fake_served import COMMAND, PAD, fake_served
+from ...support.http_client import finished
 
 
 def rows(*texts):
@@ -66,7 +67,7 @@ def test_answers_are_those_of_their_texts_though_workers_are_killed(capsys):
             await alive(pool, 2)
             assert {*before}.isdisjoint(pids(pool))
 
-    asyncio.run(main())
+    finished(main())
     assert capsys.readouterr().err.count("a worker of engine is replaced: it ended") == 2
 
 
@@ -79,7 +80,7 @@ def test_a_text_that_ends_workers_is_told_so_and_others_are_answered(capsys):
             with pytest.raises(Unavailable, match="3 workers ended"):
                 await pool.answers(rows("fail"))
 
-    asyncio.run(main())
+    finished(main())
     assert "the device is lost" in capsys.readouterr().err
 
 
@@ -94,7 +95,7 @@ def test_a_hung_worker_is_replaced_and_what_waits_too_long_is_told(capsys):
             assert [before] != pids(pool)
             assert [a.tolist() for a in await pool.answers(rows("9"))] == [[9]]
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_a_full_queue_says_when_to_come_again():
@@ -108,7 +109,7 @@ def test_a_full_queue_says_when_to_come_again():
             kept = {n: each for n, each in enumerate(done) if not isinstance(each, Unavailable)}
             assert all(each[0].tolist() == [n] for n, each in kept.items())
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_a_worker_that_cannot_open_its_model_says_why():
@@ -117,9 +118,9 @@ def test_a_worker_that_cannot_open_its_model_says_why():
             pass
 
     with pytest.raises(MissingDevice, match="there is no such device"):
-        asyncio.run(refusing(refuses=True))
+        finished(refusing(refuses=True))
     with pytest.raises(UserError, match="did not start: it ended"):
-        asyncio.run(refusing(command=("false",)))
+        finished(refusing(command=("false",)))
 
 
 def test_closing_leaves_nobody_waiting():
@@ -130,7 +131,7 @@ def test_closing_leaves_nobody_waiting():
         done = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 2)
         assert all(isinstance(each, Unavailable) for each in done)
 
-    asyncio.run(main())
+    finished(main())
 
 
 def test_workers_share_the_cores():
