@@ -71,7 +71,12 @@ def _invoke() -> None:
 
 
 MEASURES_TORCH = ("bench",)  # commands that leave PyTorch's threads as it starts them
-FROM_THE_START = ("methods", "bench")  # commands that do not go on with what an interrupted call left
+FROM_THE_START = (
+    "methods",
+    "bench",
+    "serve",
+    "export-triton",
+)  # commands that do not go on with what an interrupted call left
 
 
 class _Interrupted(SystemExit):

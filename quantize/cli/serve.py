@@ -72,12 +72,17 @@ def serve(
     if not no_fp32:
         require_twin(served)
 
+    settings = limited.settings(host, port, not no_fp32)
+
     def listening(url: str) -> None:
         what = f"{served.task.kind.name}, {served.recipe}, {served.made_with}"
         say(f"serving [bold]{plain(str(run))}[/] ({plain(what)}) at {url}")
         say(f"POST {url}/v1/{served.endpoint.name}, described at {url}/docs; Ctrl-C stops")
 
-    server.serve(served, limited.settings(host, port, not no_fp32), listening)
+        if not settings.loopback:
+            say("[yellow]warning[/] who reaches this address can ask: put a proxy with TLS before it")
+
+    server.serve(served, settings, listening)
 
 
 def export_triton(

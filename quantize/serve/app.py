@@ -128,7 +128,12 @@ class Service:
             if self.draining:
                 raise pool.unavailable("the server stops")
             pool.require_room()
-            return _json({"model": asked.model, "answers": await self._answers(asked, columns, pool)})
+            # the pool's own limit begins behind the tokenizer, for which others may wait, too
+            found = await asyncio.wait_for(self._answers(asked, columns, pool), self.limits.timeout_s)
+            return _json({"model": asked.model, "answers": found})
+        except asyncio.TimeoutError as error:
+            late = pool.unavailable(f"there was no answer within {self.limits.timeout_s:g} s")
+            raise Refused(503, str(late), {"retry-after": str(late.retry_after)}) from error
         except Unavailable as error:
             raise Refused(503, str(error), {"retry-after": str(error.retry_after)}) from error
 

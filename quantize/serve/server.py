@@ -43,6 +43,14 @@ class Settings:
     fp32: bool = True
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can ask."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
 
 def make_service(served: Served, settings: Settings, command: Sequence[str] = COMMAND) -> Service:
     """A service whose workers are not started yet."""
@@ -67,7 +75,7 @@ def make_service(served: Served, settings: Settings, command: Sequence[str] = CO
     pools = {"engine": pool("engine", served.engine, settings.workers)}
     if settings.fp32:
         pools["fp32"] = pool("fp32", served.twin, 1)
-    hosts = LOOPBACK if _is_loopback(settings.host) else ()
+    hosts = LOOPBACK if settings.loopback else ()
     return Service(served, pools, metrics, limits=limits, hosts=hosts)
 
 
@@ -114,8 +122,7 @@ async def _serve(
     server = _Server(config, service)
     try:
         with server.stopped_by_signals():
-            await asyncio.gather(*(pool.start() for pool in service.pools.values()))
-            if not server.should_exit:
+            if await server.begun(asyncio.gather(*(pool.start() for pool in service.pools.values()))):
                 name = f"[{settings.host}]" if ":" in settings.host else settings.host
                 bound.listen(BACKLOG)  # who comes before uvicorn takes it waits
                 listening(f"http://{name}:{bound.getsockname()[1]}")
@@ -143,19 +150,23 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class _Server(uvicorn.Server):
     """One that ends with success after a signal, where uvicorn's raises the signal again."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._begins: asyncio.Future[Any] | None = None
+
+    async def begun(self, workers: "asyncio.Future[Any]") -> bool:
+        """Wait for the workers' start, which a signal ends; whether they started."""
+        self._begins = workers
+        try:
+            await workers
+        except asyncio.CancelledError:
+            if not self.should_exit:
+                raise
+        return not self.should_exit
 
     @contextlib.contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
@@ -176,6 +187,8 @@ class _Server(uvicorn.Server):
     def _asked(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = self._service.draining = True
+        if self._begins is not None:
+            self._begins.cancel()  # once they have started nothing follows
 
 
 class _Protocol(H11Protocol):

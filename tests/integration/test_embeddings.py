@@ -6,8 +6,13 @@ import numpy as np
 import onnx
 import pytest
 
+from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.triton.export import export_triton
+
 from ..support.families import HIDDEN, write_model
 from ..support.tiny_embedder import MEAN, write_modules
+from ..support.triton_stub import BINDINGS, Repository
+from .served import Asked
 from .tiny import entries, results, sentences, write_data
 
 
@@ -81,6 +86,18 @@ class TestTexts:
     def test_check_holds_the_file_to_the_recipe(self, qdqbench, folder):
         done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "roberta-int8-attention")
         assert done.code == 0, done.err
+
+    @pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh")
+    def test_servers_embed_as_the_run_was_evaluated(self, folder, tmp_path):
+        texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
+        with np.load(folder / "logits" / "onnxruntime.npz") as saved:
+            known = saved["validation.logits"][:8]
+        made = Asked.of(folder, tmp_path / "run")(texts=texts)
+        np.testing.assert_allclose([each.embedding for each in made], known, atol=2e-2)
+        export_triton(folder, tmp_path / "out", "embed")
+        given = np.array([[text.encode()] for text in texts], dtype=np.object_)
+        answer = Repository(tmp_path / "out" / "models").run("embed", {"TEXT": given})
+        np.testing.assert_allclose(answer["sentence_embedding"], known, atol=2e-2)
 
     def test_sensitivity_measures_by_cosine(self, qdqbench, embedder, lines, tmp_path):
         recipe = tmp_path / "short.yaml"

@@ -8,7 +8,9 @@ import onnx
 import pytest
 
 from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.triton.export import export_triton
 
+from ..support.triton_stub import BINDINGS, Repository
 from . import heads
 from .test_run import edited
 from .tiny import call, one_profile, results
@@ -186,3 +188,38 @@ def test_a_server_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
         assert max(each.tokens for each in made) > 32  # several windows
     same = sum(one == other for one, other in zip(told, known[:24].tolist(), strict=True))
     assert same >= 23  # a flip of rounding may change one
+
+
+@pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh")
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
+    made = export_triton(runs[kind], tmp_path / "out", kind)
+    assert made.lengths[-1] == (32 if kind == "qa" else 128)
+    repository = Repository(tmp_path / "out" / "models")
+    split, encoded = Session(read_config(runs[kind]), runs[kind]).eval_splits["validation"]
+    with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:
+        known = saved["validation.logits"]
+    windows = np.bincount(encoded.samples)  # Triton reads the first of a context alone
+    rows = np.flatnonzero(windows == 1)[:8]
+    columns = [split.dataset[name] for name in split.dataset.column_names]
+    texts = [
+        [" ".join(x) if isinstance(x, list) else x for x in (column[row] for row in rows)]
+        for column in columns
+    ]
+    given = {
+        name: np.array([[text.encode()] for text in column], dtype=np.object_)
+        for name, column in zip(("TEXT", "TEXT_PAIR"), texts, strict=False)
+    }
+    answer = repository.run(kind, given if kind == "qa" else {"TEXT": given["TEXT"]})
+    for place, row in enumerate(rows):
+        wanted = known[encoded.answers_of(encoded.rows_of(np.array([row])))]
+        if kind == "tokens":
+            words = answer["WORDS"][place]
+            assert words[words >= 0].tolist() == [*range(len(wanted))]
+            np.testing.assert_allclose(answer["logits"][place][words >= 0], wanted, atol=2e-2)
+        else:
+            context, spans = texts[1][place], answer["SPANS"][place]
+            inside = spans[:, 0] >= 0
+            assert context == context[spans[inside][0, 0] : spans[inside][-1, 1]]
+            ends = np.stack([answer["start_logits"][place], answer["end_logits"][place]], axis=1)
+            np.testing.assert_allclose(ends[: len(wanted)], wanted, atol=2e-2)

@@ -137,6 +137,24 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
     assert load_serve.psutil.pid_exists(process.pid) is False
 
 
+def test_a_signal_ends_a_server_whose_workers_load():
+    settings = json.dumps({"port": 0, "fp32": False, "order": {"loads": 60.0}})
+    process = subprocess.Popen(
+        [sys.executable, fake_served.__file__, settings], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        end = time.monotonic() + 30
+        while not load_serve.workers_of(process.pid):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stdout.read() == ""
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
 def test_an_address_that_is_taken_is_told(qdqbench, finished_run, tmp_path):
     run, (process, port) = with_cpu_engine(finished_run, tmp_path / "run"), fake_server()
     try:

@@ -23,6 +23,8 @@ def opened(order):
     if order.get("refuses"):
         raise MissingDevice("there is no such device")
 
+    time.sleep(order.get("loads", 0.0))
+
     def run(batch):
         ids, mask = batch["input_ids"], batch["attention_mask"]
         if (ids == SPECIAL[CRASH]).any():
