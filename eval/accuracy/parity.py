@@ -29,6 +29,7 @@ from qdqbench.quantize.core.results import Parity, ParityRow
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values
+from qdqbench.quantize.graph.layout import turned
 from qdqbench.quantize.graph.runs import use_of
 from qdqbench.quantize.kinds.kind import joined
 
@@ -84,6 +85,7 @@ def compare_layers(
         One row per quantized layer; attention tensors and residuals have rows of their own.
     """
     forced, boundaries, outputs = force(onnx_model)
+    other_way = turned(onnx_model)  # [length, batch, ...] there, and [batch, length, ...] in the reference
     outputs_of_model = [output.name for output in onnx_model.graph.output]
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     counts: dict[str, list[int]] = {name: [0, 0, 0, 0] for b in boundaries for name in b.quantizers}
@@ -95,9 +97,12 @@ def compare_layers(
     for batch in batches:
         with _recorded(model, list(counts), [*outputs, *rounded]) as (inputs, made):
             expected = forward(model, batch).float().cpu().numpy()
-        feeds = {b.reference: made.get(b.fed, inputs[b.fed]) for b in boundaries}
+        feeds = {
+            b.reference: _turn(made.get(b.fed, inputs[b.fed]), b.tensor in other_way) for b in boundaries
+        }
         names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
-        got = dict(zip(names, session.run(names, inputs_of(model, batch) | feeds), strict=True))
+        ran = session.run(names, inputs_of(model, batch) | feeds)
+        got = {name: _turn(value, name in other_way) for name, value in zip(names, ran, strict=True)}
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
                 _count(counts[name], got[boundary.tensor], inputs[name], scale)
@@ -120,6 +125,11 @@ def compare_layers(
         passed=all(row.holds for row in rows),
         end_to_end=end_to_end,
     )
+
+
+def _turn(value: Array, other_way: bool) -> Array:
+    """Its first two axes in the other order, where that is so."""
+    return np.ascontiguousarray(np.swapaxes(value, 0, 1)) if other_way else value
 
 
 def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict[str, str]]:

@@ -210,19 +210,25 @@ def _own_inputs(
     """Hidden states between the blocks in the reference's own run of the whole graph."""
     marked = onnx.ModelProto()
     marked.CopyFrom(model)
-    borders = [block.output for block in stitched.blocks[:-1]]
+    outputs = [block.output for block in stitched.blocks[:-1]]
+    borders = [name.removesuffix(blocks.TURNED_BACK) for name in outputs]
     values = tensor_values(model)
     marked.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, values[name].elem_type, None) for name in borders
     )
     made = run_reference(marked, feeds)
     following = [block.name for block in stitched.blocks[1:]]
-    return {name: made[border] for name, border in zip(following, borders, strict=True)}
+    hidden = [
+        made[border] if border == output else np.swapaxes(made[border], 0, 1)
+        for border, output in zip(borders, outputs, strict=True)
+    ]
+    return dict(zip(following, hidden, strict=True))
 
 
 def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     """Name the node, its kernels and the likely cause."""
-    result, tensor, index = search.result, str(search.result.tensor), GraphIndex(search.stitched.model)
+    result, index = search.result, GraphIndex(search.stitched.model)
+    tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK)
     node = index.producers[tensor]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
@@ -230,8 +236,8 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
         index=index,
         node=node,
         family=search.stitched.family,
-        got=search.got.get(tensor),
-        expected=search.expected.get(tensor),
+        got=search.got.get(str(result.tensor)),
+        expected=search.expected.get(str(result.tensor)),
         mask=search.mask,
         nonfinite=result.error is not None and result.error.error is None,
     )

@@ -23,7 +23,8 @@ from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
-from qdqbench.quantize.graph.index import module_of, prune, tensor_values
+from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
+from qdqbench.quantize.graph.layout import turn, turned
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 EMBEDDINGS, HEAD = "embeddings", "head"
+TURNED_BACK = "/batch_first"  # name of a block's output that the graph has as [length, batch, hidden]
 FLOATS: dict[int, Any] = {
     TensorProto.FLOAT: np.dtype(np.float32),
     TensorProto.FLOAT16: np.dtype(np.float16),
@@ -87,20 +89,27 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     stitched.CopyFrom(model)
     graph = stitched.graph
     borders = _borders(graph, family)
-    values = tensor_values(stitched)
+    values, other_way = tensor_values(stitched), turned(stitched)
     blocks, types, replaced, source = [], {}, {}, None
+    ends, before, behind = {}, [], []
     for name, tensor in borders.items():
-        blocks.append(Block(name, source, tensor))
+        ends[tensor], source_before = tensor, source
         source = replaced[tensor] = f"{tensor}/reference"
         types[source] = FLOATS[values[tensor].elem_type]
+        if tensor in other_way:  # a block takes and gives [batch, length, hidden] all the same
+            ends[tensor], replaced[tensor] = f"{tensor}{TURNED_BACK}", f"{source}/turned"
+            before.append(turn(source, replaced[tensor], f"/cut/{name}/before"))
+            behind.append(turn(tensor, ends[tensor], f"/cut/{name}/behind"))
+        blocks.append(Block(name, source_before, ends[tensor]))
     blocks.append(Block(HEAD, source, _joined_output(graph)))
     for node in graph.node:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
+    replace_nodes(stitched, [*before, *graph.node, *behind])
     free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
     for tensor in borders.values():
         shape = [*free, values[tensor].shape.dim[-1].dim_value]
-        for place, title in ((graph.input, replaced[tensor]), (graph.output, tensor)):
+        for place, title in ((graph.input, f"{tensor}/reference"), (graph.output, ends[tensor])):
             place.append(helper.make_tensor_value_info(title, values[tensor].elem_type, shape))
     return Stitched(stitched, tuple(blocks), types, family)
 

@@ -46,13 +46,15 @@ def compare_tensors(tensor: str, got: Array, expected: Array, mask: Array, limit
 def kept_positions(array: Array, mask: Array) -> Array:
     """float64 values of the positions that are not padding.
 
-    Handles [B, L, ...], attention tensors [B, heads, L, ...], and anything else as a whole. Scores of masked
-    keys are left out: they are about -1e4, which would hide everything else.
+    Handles [B, L, ...], [L, B, ...], attention tensors [B, heads, L, ...], and anything else as a whole.
+    Scores of masked keys are left out: they are about -1e4, which would hide everything else.
     """
     values = array.astype(np.float64)
     batch, length = mask.shape
     if values.ndim >= 3 and values.shape[:2] == (batch, length):
         return values[mask]
+    if values.ndim >= 3 and values.shape[:2] == (length, batch):
+        return values[mask.T]
     if values.ndim == 4 and values.shape[0] == batch and values.shape[2] == length:
         rows = np.moveaxis(values, 1, 2)
         if values.shape[3] == length:

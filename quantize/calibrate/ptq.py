@@ -18,6 +18,7 @@ from qdqbench.quantize.calibrate.record import (
     require_plausible,
     require_shared,
 )
+from qdqbench.quantize.calibrate.straight import equalize, moved_biases, straight, straight_linears
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
@@ -126,8 +127,9 @@ def calibrate(
     quantizers = insert_quantizers(model, plan)
     moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
     chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
-    centers = softmax.deltas_of(model, plan, chosen.centers)
-    apply_biases(model, centers)
+    centers = {name: center for name, center in chosen.centers.items() if name not in straight(plan)}
+    added = softmax.deltas_of(model, plan, centers) | moved_biases(model, plan)
+    apply_biases(model, added)
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install(quantizers, plan)
@@ -143,18 +145,19 @@ def calibrate(
     require_plausible(states)
     require_shared(states, plan)
     biases: dict[str, list[float]] = {}
+    corrected = [name for name in plan.int8 if name not in straight_linears(plan)]
     if settings.bias_correction:
         from qdqbench.quantize.fakequant.native import native
 
         with native(model) if model.device.type == "cuda" else contextlib.nullcontext():
-            biases = correct_biases(model, plan.int8, batches)
-        notes += bias_notes(model, plan.int8)
+            biases = correct_biases(model, corrected, batches)
+        notes += bias_notes(model, corrected)
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
         splits=splits,
         smoothing=moved,
-        centers=centers,
+        centers=added,
         biases=biases,
         softmax=chosen.loss,
         seed=settings.seed,
@@ -170,7 +173,7 @@ def _prepare(
     """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
     seconds = plan.family.splittable(plan.int8) if extra else []
     ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds)
-    moved = smoothing.smooth(model, plan, ranges)
+    moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, straight(plan)))
     return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
 
 

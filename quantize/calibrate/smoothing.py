@@ -18,7 +18,7 @@ two: the model's outputs stay the same bit for bit until something is quantized.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +44,11 @@ if TYPE_CHECKING:
 LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
 
 
-def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
+def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collection[str] = ()) -> Smoothing:
     """Choose the factors from what `measure_ranges` saw, and apply them to a model with quantizers, in place.
+
+    Args:
+        left: attentions whose q and k stay as they are.
 
     Raises:
         UserError: "gain" for linears whose input is not the output of a LayerNorm.
@@ -61,7 +64,7 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges") -> Smoothing:
             "alpha such as 0.5 or none for them"
         )
     rows = _move_into_rows(model, plan, wanted, ranges)
-    for name in heads:
+    for name in (name for name in heads if name not in left):
         query, key = _scored(plan, name)
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         ours, theirs = (_head_ranges(ranges, made, size, plan.family) for made in (query, key))

@@ -20,10 +20,11 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import BackendName
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import prune
+from qdqbench.quantize.graph.layout import tokens_first
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
 from qdqbench.quantize.graph.runs import name_runs
-from qdqbench.quantize.graph.weights import factor_scales, fold_weights
+from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -152,10 +153,13 @@ def finish_graph(
         raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
     if folded:
         share_scaled_inputs(model)
+        drop_zero_biases(model)
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
-        note = unjoined_note(plan.family, folded, join_heads(model))
+        joined = join_heads(model)
+        turned = tokens_first(model) if plan.attention else 0
+        note = unjoined_note(plan.family, folded, max(joined, turned))
         if note and notes is not None:
             notes.append(note)
         shorten_gelu(model)

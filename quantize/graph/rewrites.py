@@ -33,6 +33,11 @@ class _Branch:
     width: int  # H * D
     nodes: list[onnx.NodeProto]  # Reshape and Transposes, replaced
 
+    @property
+    def straight(self) -> bool:
+        """Whether nothing stands behind the GEMM, which then writes INT8 itself: no copy is to be shared."""
+        return self.product == self.matmul.output[0]
+
 
 def share_scaled_inputs(model: onnx.ModelProto) -> int:
     """Let linears that read one tensor times equal factors (SmoothQuant) share the Mul, in place.
@@ -62,7 +67,8 @@ def join_heads(model: onnx.ModelProto) -> int:
     """Move q, k and v to their heads in one step, in place: Concat, one Transpose, Split.
 
     An engine copies q, k and v into the layout of its attention kernel in a kernel each; joined they take
-    one. Only linears with INT8 weights that read the same tensor are joined.
+    one. Only linears with INT8 weights that read the same tensor are joined, and none of an attention with a
+    linear that has neither scales nor a bias behind its GEMM.
 
     Returns:
         Attentions that were rewritten.
@@ -74,7 +80,9 @@ def join_heads(model: onnx.ModelProto) -> int:
             groups[f"{input_key(index, node)} {branch.size} {branch.width}"].append(branch)
     before: dict[int, list[onnx.NodeProto]] = {}
     dropped: set[int] = set()
-    joined = [members for members in groups.values() if len(members) == 3]
+    joined = [
+        members for members in groups.values() if len(members) == 3 and not any(m.straight for m in members)
+    ]
     order = {id(node): number for number, node in enumerate(model.graph.node)}
     for members in joined:
         made = max(order[id(index.producers[member.product])] for member in members)

@@ -165,6 +165,8 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
         shared = _middle(np.concatenate([np.atleast_1d(scale) for _, _, scale in members]))
         taken: set[np.float32] = set()
         for node, dq, scale in members:
+            if not merge and not scale.ndim and not _has_bias(index, node):
+                continue  # nothing needs to stand behind this GEMM
             scalar = shared if merge else _middle(np.atleast_1d(scale))
             while not merge and scalar in taken:
                 scalar *= np.float32(2)
@@ -178,6 +180,41 @@ def _middle(scales: Float32) -> np.float32:
     """Power of two nearest to the geometric mean of the extreme scales."""
     extremes = np.log2(scales.astype(np.float64).min()) + np.log2(scales.astype(np.float64).max())
     return np.float32(np.exp2(np.rint(extremes / 2)))
+
+
+def drop_zero_biases(model: onnx.ModelProto) -> int:
+    """Remove the Adds of linears' biases that are zero, in place.
+
+    Returns:
+        Adds that were removed.
+    """
+    index = GraphIndex(model)
+    replaced: dict[str, str] = {}
+    for node in model.graph.node:
+        product = _biased(index, node)
+        bias = index.constant(node.input[1 - list(node.input).index(product)]) if product else None
+        if product and bias is not None and bias.ndim == 1 and not bias.any():
+            replaced[node.output[0]] = product
+    kept = [node for node in model.graph.node if node.output[0] not in replaced]
+    for node in kept:
+        for position, name in enumerate(node.input):
+            node.input[position] = replaced.get(name, name)
+    replace_nodes(model, kept)
+    return len(replaced)
+
+
+def _biased(index: GraphIndex, add: onnx.NodeProto) -> str:
+    """The product of INT8 weights that an Add gives a bias; empty for any other node."""
+    for name in add.input if add.op_type == "Add" else ():
+        matmul = index.producers.get(name)
+        dq = weight_dq(index, matmul) if matmul is not None and matmul.op_type == "MatMul" else None
+        if dq is not None and dq.op_type == "DequantizeLinear" and index.constant(dq.input[0]) is not None:
+            return str(name)
+    return ""
+
+
+def _has_bias(index: GraphIndex, matmul: onnx.NodeProto) -> bool:
+    return any(node.op_type == "Add" for node in index.consumers.get(matmul.output[0], []))
 
 
 def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:

@@ -1,0 +1,131 @@
+"""Tokens first: the same numbers in another order, and q, k and v that no kernel copies."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from qdqbench.eval.accuracy.parity import compare_layers
+from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine.kernels import kernel_kind
+from qdqbench.quantize.engine.layers import parse_log
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
+from qdqbench.quantize.graph.layout import tokens_first, turned
+from qdqbench.quantize.graph.weights import fold_weights
+
+from ...support.tiny_bert import (
+    LAYERS,
+    Quantized,
+    calibrate,
+    copied,
+    padded_batch,
+    recipe_with,
+    run_onnx,
+    traced,
+)
+
+BATCHES = [padded_batch(), padded_batch((7, 7, 7)), padded_batch((5, 1, 2, 3))]
+STRAIGHT = [
+    {"match": f"*.self.{part}", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
+    for part in ("key", "value")
+]
+EVERY = {"match": "encoder.layer.*", "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_bert: Path) -> Quantized:
+    """k and v with one weight scale each, in an INT8 attention."""
+    return calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=[EVERY, *STRAIGHT]))
+
+
+def kinds(model: onnx.ModelProto, folder: Path) -> list[str]:
+    """Kernels of the first layer in an engine that is built ahead of time."""
+    pytest.importorskip("tensorrt_rtx")
+    onnx.save(model, folder / "model.onnx")
+    profile = Profile((1, 64), (8, 64), (8, 64))
+    built = trt.build_engine(
+        folder / "model.onnx", trt.choose_backend("tensorrt_rtx"), [profile], compute_capability="8.9"
+    )
+    rows = [row for row in parse_log(built.layer_lines) if any("layer.0/" in name for name in row.onnx)]
+    return [kernel_kind(row) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
+def test_the_same_logits_bit_for_bit(tiny_bert: Path, name: str) -> None:
+    graph = copied(traced(tiny_bert, name))
+    fold_weights(graph)
+    other = copied(graph)
+    assert tokens_first(other) == LAYERS
+    onnx.checker.check_model(other, full_check=True)
+    for batch in BATCHES:
+        np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
+
+
+def test_what_is_turned_is_known(tiny_bert: Path) -> None:
+    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    assert turned(graph) == set()
+    assert tokens_first(graph) == LAYERS
+    ends = {n.output[0] for n in graph.graph.node if n.op_type == "LayerNormalization" and "layer" in n.name}
+    assert ends <= turned(graph)
+    inputs = {value.name for value in graph.graph.input}
+    assert turned(graph).isdisjoint(inputs | {_norms(graph)[0]})  # the embeddings are as they were
+
+
+def _norms(graph: onnx.ModelProto) -> list[str]:
+    return [n.output[0] for n in graph.graph.node if n.op_type == "LayerNormalization"]
+
+
+def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
+    """A sum over tokens behind the first layer: the graph stays right, turned up to there or not at all."""
+    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    end = next(name for name in _norms(graph) if "layer.0/output/LayerNorm" in name)
+    graph.graph.initializer.append(helper.make_tensor("axis", onnx.TensorProto.INT64, [], [1]))
+    readers = [n for n in graph.graph.node if end in n.input]
+    at = list(graph.graph.node).index(readers[0])
+    for node in readers:
+        node.input[list(node.input).index(end)] = "summed"
+    nodes = [*graph.graph.node]
+    nodes.insert(at, helper.make_node("CumSum", [end, "axis"], ["summed"], name="/sum/CumSum"))
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes)
+    other = copied(graph)
+    tokens_first(other)
+    for batch in BATCHES:
+        np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
+
+
+def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
+    graph = copied(traced(tiny_bert, "bert-int8-linears"))
+    for node in graph.graph.node:
+        if node.op_type == "LayerNormalization":
+            node.op_type = "Unknown"
+    before = graph.SerializeToString(deterministic=True)
+    assert tokens_first(graph) == 0
+    assert graph.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_parity_compares_in_the_order_of_the_model(straight: Quantized, compute: Any) -> None:
+    graph = finish_graph(
+        trace(straight.model, 20), straight.plan, ExportSettings(20, compute, "factored", False)
+    )
+    assert turned(graph)
+    found = compare_layers(graph, straight.model, [padded_batch()])
+    assert found.passed, [row.name for row in found.rows if not row.holds]
+
+
+def test_nothing_stands_between_the_gemms_of_k_and_v_and_the_attention(
+    straight: Quantized, tiny_bert: Path, tmp_path: Path
+) -> None:
+    settings = ExportSettings(20, "fp16", "factored", False)
+    graph = finish_graph(trace(straight.model, 20), straight.plan, settings)
+    names = {node.name for node in graph.graph.node}
+    assert not any("key/Add" in name or "value/Add" in name or "key/MatMul_factor" in name for name in names)
+    assert any("query/Add" in name for name in names)
+    ours = kinds(graph, tmp_path)
+    assert ours.count("layout") + ours.count("quantize") == 1, ours  # q alone
+    assert ours.count("attention") == 1
