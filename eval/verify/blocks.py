@@ -90,8 +90,11 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     graph = stitched.graph
     borders = _borders(graph, family)
     values, other_way = tensor_values(stitched), turned(stitched)
-    blocks, types, replaced, source = [], {}, {}, None
-    ends, before, behind = {}, [], []
+    blocks: list[Block] = []
+    types: dict[str, np.dtype[Any]] = {}
+    replaced: dict[str, str] = {}
+    ends, before, behind = dict[str, str](), list[onnx.NodeProto](), list[onnx.NodeProto]()
+    source: str | None = None
     for name, tensor in borders.items():
         ends[tensor], source_before = tensor, source
         source = replaced[tensor] = f"{tensor}/reference"

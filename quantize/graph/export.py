@@ -22,7 +22,13 @@ from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.index import prune
 from qdqbench.quantize.graph.layout import tokens_first
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
-from qdqbench.quantize.graph.rewrites import join_heads, share_scaled_inputs, shorten_gelu, unjoined_note
+from qdqbench.quantize.graph.rewrites import (
+    has_straight_heads,
+    join_heads,
+    share_scaled_inputs,
+    shorten_gelu,
+    unjoined_note,
+)
 from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.kinds.kind import LOGITS
@@ -158,7 +164,8 @@ def finish_graph(
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
         joined = join_heads(model)
-        turned = tokens_first(model) if plan.attention else 0
+        # a copy of q, k and v that is needed anyway costs the same in either order
+        turned = tokens_first(model) if plan.attention and has_straight_heads(model) else 0
         note = unjoined_note(plan.family, folded, max(joined, turned))
         if note and notes is not None:
             notes.append(note)

@@ -36,7 +36,7 @@ class _Branch:
     @property
     def straight(self) -> bool:
         """Whether nothing stands behind the GEMM, which then writes INT8 itself: no copy is to be shared."""
-        return self.product == self.matmul.output[0]
+        return self.product == str(self.matmul.output[0])
 
 
 def share_scaled_inputs(model: onnx.ModelProto) -> int:
@@ -98,6 +98,13 @@ def join_heads(model: onnx.ModelProto) -> int:
             nodes.append(node)
     replace_nodes(model, nodes)
     return len(joined)
+
+
+def has_straight_heads(model: onnx.ModelProto) -> bool:
+    """Whether an INT8 linear of an attention has nothing between its GEMM and its heads."""
+    index = GraphIndex(model)
+    branches = (_branch(index, node) for node in model.graph.node)
+    return any(branch.straight for branch in branches if branch is not None)
 
 
 def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | None:

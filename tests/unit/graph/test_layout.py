@@ -9,10 +9,13 @@ import pytest
 from onnx import helper
 
 from qdqbench.eval.accuracy.parity import compare_layers
+from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
+from qdqbench.eval.verify.blocks import reference_blocks, stitch
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.layout import tokens_first, turned
 from qdqbench.quantize.graph.weights import fold_weights
@@ -116,6 +119,30 @@ def test_parity_compares_in_the_order_of_the_model(straight: Quantized, compute:
     assert turned(graph)
     found = compare_layers(graph, straight.model, [padded_batch()])
     assert found.passed, [row.name for row in found.rows if not row.holds]
+
+
+def test_blocks_are_cut_in_the_order_of_the_model(straight: Quantized) -> None:
+    settings = ExportSettings(20, "fp16", "factored", False)
+    stitched = stitch(finish_graph(trace(straight.model, 20), straight.plan, settings), BERT)
+    onnx.checker.check_model(stitched.model, full_check=True)
+    batch = padded_batch((16, 3, 9))
+    tensors = reference_blocks(straight.model, None, batch, half=True)
+    feeds = stitched.feeds({name: t.input for name, t in tensors.items() if t.input is not None})
+    got = run_onnxruntime(stitched.model, {**batch, **feeds})
+    for block in stitched.blocks:
+        wanted = tensors[block.name].output
+        assert got[block.output].shape == wanted.shape
+        assert np.linalg.norm(got[block.output] - wanted) < 0.03 * np.linalg.norm(wanted), block.name
+
+
+def test_bisect_finds_no_fault_in_a_right_graph(straight: Quantized, tmp_path: Path) -> None:
+    """Its own hidden states, cut where the graph has them the other way."""
+    settings = ExportSettings(20, "fp16", "factored", False)
+    onnx.save(finish_graph(trace(straight.model, 20), straight.plan, settings), tmp_path / "model.onnx")
+    batch = padded_batch((16, 3, 9))
+    found = bisect(tmp_path / "model.onnx", batch, run_onnxruntime, run_onnxruntime, family=BERT)
+    assert found.block is None
+    assert len(found.blocks) == LAYERS + 2
 
 
 def test_nothing_stands_between_the_gemms_of_k_and_v_and_the_attention(
