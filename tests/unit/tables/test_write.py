@@ -311,6 +311,7 @@ DOCS = {
     "docs/families.md": "docs/measured-families",
     "docs/heads.md": "docs/measured-heads",
     "docs/issue-4058.md": "docs/measured-embeddings",
+    "docs/real_lengths.md": "docs/measured-lengths",
     "recipes/README.md": "docs/measured",
 }
 
