@@ -1,7 +1,7 @@
 """Everything behind the measured tables that needs a GPU, again, in chunks of less than nine minutes each.
 
     python tests/measure_tables.py --list
-    python tests/measure_tables.py base --out docs/measured
+    python tests/measure_tables.py bench --out docs/measured
     python tests/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
     qdqbench tables docs/measured --into recipes/README.md
 
@@ -35,8 +35,9 @@ TRAINED = {  # options of the fine-tuning that a study begins with
     "rte": ["--epochs", "12", "--learning-rate", "1e-4"],
     "mnli": ["--epochs", "3"],
 }
-BENCH = ["--streams", "1", "--seconds", "0.4", "--compile-seconds", "60", "--no-fp32"]
+BENCH = ["--streams", "1", "--seconds", "0.4", "--compile-seconds", "100", "--no-fp32"]
 LATE, GRACE_S = -1, 20.0
+PREPARE = 0.5  # of the limit, at most, before anything is timed
 UNSPLIT = "bert-int8-attention-unsplit"
 
 
@@ -61,17 +62,20 @@ def bench(name: str, model: str, recipe: str, *options: str) -> Step:
 
 def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
-    attention, also = "bert-int8-attention", ["--also", str(unsplit)]
+    attention = "bert-int8-attention"
+    others = [unsplit, *(f"bert-{name}" for name in RECIPES[2:]), "bert-int8-residual-qat"]
+    also = [part for other in others for part in ("--also", str(other))]
+    lean = ["--without", "autotune-fp16", "--without", "int8-exact"]
     found = {
-        "base": [bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128))],
-        "large": [bench("large-attention", "bert-large", attention, *grid(8, 128), *also)],
-        "base-384": [bench("base-384", "bert-base", attention, *grid(32, length=384), "--profile", "static")],
-        "base-recipes": [
+        "bench": [
+            bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128)),
+            bench("large-attention", "bert-large", attention, *grid(8, 128), *lean),
+            bench("base-384", "bert-base", attention, *grid(32, length=384), "--profile", "static"),
+        ],
+        "bench-recipes": [
             bench("base-recipes", "bert-base", attention, *grid(8, 32, 128), "--profile", "recipe", *also)
         ],
     }
-    for recipe in ("int8-residual-qat", "int8-linears", "int8-linears-per-tensor", "int8-ffn"):
-        found["base-recipes"][0].command.extend(["--also", f"bert-{recipe}"])
     for task in TASKS:
         shared = ["--model", str(models / f"minilm-l6-{task}"), "--task", task, "--data", data]
         found[f"runs-{task}"] = [
@@ -94,24 +98,39 @@ def write_unsplit(path: Path) -> Path:
     return path
 
 
+def prepare(steps: list[Step], work: Path, until: float) -> None:
+    """Export, build and compile for all benches side by side: each is timed alone afterwards."""
+    begun = [
+        subprocess.Popen([*PROGRAM, *step.command, "--prepare", "--out", str(work / step.name)])
+        for step in steps
+        if step.file == "bench.json"
+    ]
+    for process in begun:
+        _wait(process, until)
+
+
+def _wait(process: "subprocess.Popen[bytes]", until: float) -> int:
+    """Exit status; `LATE` of what does not end in time, which is ended with what it has started."""
+    try:
+        return process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return LATE
+
+
 def measure(steps: list[Step], work: Path, out: Path, until: float) -> Iterator[str]:
     """Run steps; a line about each."""
     for step in steps:
-        left, made = until - time.monotonic(), work / step.name
-        if left <= 0:
+        made = work / step.name
+        if time.monotonic() >= until:
             yield f"{step.name}: left out, no time is left"
             continue
         started = time.monotonic()
-        process = subprocess.Popen([*PROGRAM, *step.command, "--out", str(made)])
-        try:
-            status = process.wait(left)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it ends what it has started
-            status = LATE
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        status = _wait(subprocess.Popen([*PROGRAM, *step.command, "--out", str(made)]), until)
         spent, result = f"{time.monotonic() - started:.0f} s", made / step.file
         # 2: finished, and something does not hold, which is a result too; a bench is kept shape by shape
         if status in (0, 2, LATE) and result.is_file():
@@ -152,7 +171,11 @@ def main(arguments: list[str] | None = None) -> int:
         for step in known[name]:
             if step not in steps:
                 print(f"{step.name}: skipped, {given.out / step.name / step.file} is there", flush=True)
-        for line in measure(steps, given.work, given.out, time.monotonic() + given.limit):
+        begun = time.monotonic()
+        if sum(step.file == "bench.json" for step in steps) > 1:
+            prepare(steps, given.work, begun + PREPARE * given.limit)
+            print(f"{name}: prepared in {time.monotonic() - begun:.0f} s", flush=True)
+        for line in measure(steps, given.work, given.out, begun + given.limit):
             print(line, flush=True)
             left_out += "left out" in line
     return int(bool(left_out))

@@ -16,6 +16,7 @@ from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.cpubench.cell import cpu_makers
 from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
 from qdqbench.eval.gpubench.cell import gpu_makers
+from qdqbench.eval.gpubench.contestants import TABLE
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
@@ -57,6 +58,8 @@ def bench(  # noqa: PLR0913
     profile: Literal["both", "static", "recipe"] = "both",
     cpu: bool = False,
     keep_engines: bool = False,
+    prepare: bool = False,
+    without: Sequence[str] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     progress: Callable[[str], None] = silent,
@@ -90,7 +93,9 @@ def bench(  # noqa: PLR0913
         compile_seconds: for each shape and mode of torch.compile on a GPU; what takes longer is left out.
         profile: engines for the recipe's shapes, for exactly each shape ("static"), or both; on a GPU.
         cpu: on the CPU, even where a GPU is; without a GPU that is so if the recipe's backend allows it.
-        keep_engines: leave the engines in the work folder.
+        keep_engines: leave the engines in the work folder; the next bench takes them.
+        prepare: measure nothing, only leave there what a bench needs.
+        without: names of contestants that are left out; on a GPU.
         seed: of weights, inputs and bootstrap.
         out: folder; None: that of the run, or one in runs/.
         progress: called with what is being done.
@@ -119,8 +124,7 @@ def bench(  # noqa: PLR0913
     if cpu := cpu or runs_on_cpu(wanted):
         own_backend(wanted)
     backend = ("", "") if cpu else require_gpu(wanted)
-    if also and (model is None or cpu):
-        raise UserError("--also belongs to --model on a GPU: other recipes of the model that is measured")
+    _check_gpu_options(also or (), without or (), prepare=prepare, model=model, cpu=cpu)
     running, counts = _threads(threads, streams, cpu)
     progress("exporting")
     lengths = tuple(dict.fromkeys(length or (128,)))
@@ -141,7 +145,9 @@ def bench(  # noqa: PLR0913
         profile=profile,
         seed=seed,
         cpu=cpu,
-        keep_engines=keep_engines,
+        keep_engines=keep_engines or prepare,
+        without=tuple(without or ()),
+        measured=not prepare,
         threads=running,
     )
     with ExitStack() as stack:
@@ -178,6 +184,8 @@ def bench(  # noqa: PLR0913
             save=lambda result: write_bench(folder / BENCH_FILE, result),
             announce=progress,
         )
+    if prepare:
+        return found
     refreshed, why = refresh_reports(folder)
     if why:
         found = found.model_copy(update={"warnings": [*found.warnings, why]})
@@ -195,6 +203,18 @@ def _check_arguments(target: Path | None, model: str | None, recipe: str | None,
         raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
     if profile not in ("both", "static", "recipe"):
         raise UserError(f"--profile {profile!r} is unknown; use both, static or recipe")
+
+
+def _check_gpu_options(
+    also: Sequence[str], without: Sequence[str], *, prepare: bool, model: str | None, cpu: bool
+) -> None:
+    if also and (model is None or cpu):
+        raise UserError("--also belongs to --model on a GPU: other recipes of the model that is measured")
+    if cpu and (prepare or without):
+        raise UserError("--prepare and --without belong to a bench on a GPU")
+    if unknown := sorted({*without} - {kind.name for kind in TABLE}):
+        names = ", ".join(kind.name for kind in TABLE)
+        raise UserError(f"--without {', '.join(unknown)}: no contestant is called that; there are {names}")
 
 
 def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> tuple[int, tuple[int, ...]]:

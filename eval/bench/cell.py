@@ -43,6 +43,8 @@ class BenchOptions:
     cpu: bool
     keep_engines: bool = False
     threads: int = 1  # of a contestant on a CPU
+    without: tuple[str, ...] = ()  # names of contestants on a GPU
+    measured: bool = True  # else only what comes before
     compile_seconds: float = 90.0  # for each shape and mode of torch.compile on a GPU
 
 

@@ -115,15 +115,16 @@ def run_bench(  # noqa: PLR0913
     with monitor or nullcontext(), target.stack:
         makers.ahead(target, options, announce)
         result.ahead_s = round(time.monotonic() - clock, 1)
-        for shape in shapes(options):
+        for shape in shapes(options) if options.measured else ():
             _measure_cell(result, target, options, shape, makers, monitor, announce)
             if result.cpu:
                 result.cpu.load_after = load_average()
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
-    result.complete, result.created = True, now()
-    save(result)
+    result.complete, result.created = options.measured, now()
+    if options.measured:
+        save(result)
     return result
 
 

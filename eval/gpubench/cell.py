@@ -1,5 +1,8 @@
 """Contestants of one cell on a GPU: engines and peers, bound to its shape and ready to be measured."""
 
+import json
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -8,49 +11,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.cell import (
-    BenchOptions,
-    CellShape,
-    Entry,
-    Makers,
-    gather,
-    input_sets,
-    profiles_of,
-    shapes,
-)
-from qdqbench.eval.bench.engines import ReadyGraph, build_graph
+from qdqbench.eval.bench.cell import BenchOptions, CellShape, Entry, Makers, gather, input_sets, shapes
 from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, SplitLane, to_device
 from qdqbench.eval.bench.loop import Contestant, Lane
 from qdqbench.eval.bench.results import BenchContestant, BenchRow
 from qdqbench.eval.bench.target import Target
-from qdqbench.eval.gpubench.compiling import Late, compiling
-from qdqbench.eval.gpubench.contestants import TABLE, Kind, contestants, table_of
+from qdqbench.eval.gpubench.ahead import Background, background
+from qdqbench.eval.gpubench.contestants import Kind, contestants, table_of
+from qdqbench.eval.gpubench.engines import EngineSpec, Pair, forget, make, marker, specs_of
 from qdqbench.eval.gpubench.kernels import kernels_of
-from qdqbench.quantize.core.errors import CheckFailed, QdqError
-from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.sidecar import sidecar_path
-from qdqbench.quantize.rundir import artifacts
+from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.core.results import EngineResult
+BUILD_S = 600.0  # of an engine with its kernels
+SHAPES_AT_ONCE = 4  # of real lengths, that one process compiles
+WAIT_S = 0.5
 
 
 @dataclass
 class Shared:
     """What all cells of a bench share."""
 
-    engines: dict[str, Engine] = field(default_factory=dict)  # for the recipe's shapes, by precision
+    background: Background
     models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision
-    waits: list[Callable[[], Late]] = field(default_factory=list)  # for what compiles in the background
-    late: Late = field(default_factory=dict)  # what was not compiled
+    compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
 
-    def wait(self) -> None:
-        """Until nothing compiles."""
-        while self.waits:
-            self.late |= self.waits.pop()()
+    def late(self, mode: str, pairs: Sequence[Pair]) -> str:
+        """Why a mode was not compiled for all of these; empty where it was, or was not tried."""
+        tasks = (self.compiles.get((mode, pair), "") for pair in pairs)
+        failed = self.background.failed
+        return next((f"torch.compile: {failed[task]}" for task in tasks if task in failed), "")
 
 
 @dataclass(frozen=True)
@@ -87,30 +80,31 @@ def gpu_makers(backend: tuple[str, str], stack: ExitStack) -> Makers:
         backend: builder of engines and its version.
         stack: ends what compiles in the background.
     """
-    shared = Shared()
+    shared = Shared(stack.enter_context(background(os.cpu_count() or 1)))
 
     def start(run: Path, options: BenchOptions) -> None:
-        cells = [tuple(shape.bound) for shape in shapes(options)]
-        shared.waits.append(
-            stack.enter_context(compiling(run, _modes(options), cells, options.compile_seconds))
-        )
+        wanted = [kind.mode for kind in table_of(None, options).values() if kind.mode]
+        # the longest first
+        for mode in sorted(set(wanted), key=len, reverse=True):
+            for shape in shapes(options):
+                _compile(shared, run, mode, shape, options.compile_seconds)
 
     def ahead(target: Target, options: BenchOptions, announce: Callable[[str], None]) -> None:
         target.stack.callback(shared.models.clear)
-        target.stack.callback(shared.engines.clear)
         if options.real:
             start(target.session.folder, replace(options, lengths=()))
-        if backend[0] == "tensorrt":  # its builder times kernels, which nothing may disturb
-            announce("compiling PyTorch's models")
-            shared.wait()
-        for shape in shapes(options):
-            for kind in table_of(target, options).values():
-                if kind.profile:
-                    announce(f"building {kind.label}, {shape.stem}")
-                    with suppress(QdqError, RuntimeError):  # the cell tries again, and says why
-                        _build(target, options, shape, kind)
-        announce("compiling PyTorch's models")
-        shared.wait()
+        specs = _all_engines(target, options)
+        if not options.keep_engines:
+            target.stack.callback(_forget_markers, target.session.folder / "bench")
+            for spec in specs:
+                forget(spec, target.stack)
+        if backend[0] != "tensorrt":  # whose builder times kernels, which nothing may disturb
+            for spec in (each for each in specs if not (each.proof.is_file() and each.cache.is_file())):
+                spec.engine.parent.mkdir(parents=True, exist_ok=True)
+                shared.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
+        while left := shared.background.left:
+            announce(f"{left} builds and compilations are under way or wait")
+            time.sleep(WAIT_S)
 
     def prepare(
         target: Target,
@@ -125,9 +119,32 @@ def gpu_makers(backend: tuple[str, str], stack: ExitStack) -> Makers:
     return Makers(partial(contestants, backend=" ".join(backend)), prepare, start, ahead)
 
 
-def _modes(options: BenchOptions) -> list[str]:
-    """Modes of torch.compile that take part."""
-    return list(dict.fromkeys(kind.mode for kind in TABLE if kind.mode)) if options.peers else []
+def _compile(shared: Shared, run: Path, mode: str, shape: CellShape, seconds: float) -> None:
+    """Start to compile a cell's shapes, some in a process where it has many."""
+    size, folder = SHAPES_AT_ONCE if shape.real else 1, run / "bench"
+    left = [pair for pair in shape.bound if not marker(folder, mode, pair).is_file()]
+    for first in range(0, len(left), size):
+        pairs = left[first : first + size]
+        task = f"{mode} {pairs}"
+        shared.compiles |= {(mode, pair): task for pair in pairs}
+        shared.background.add(task, ["compile", str(run), mode, json.dumps(pairs)], seconds * len(pairs))
+
+
+def _forget_markers(folder: Path) -> None:
+    for path in folder.glob("*.compiled"):
+        path.unlink(missing_ok=True)
+
+
+def _all_engines(target: Target, options: BenchOptions) -> list[EngineSpec]:
+    """Every engine of a bench once, with all shapes that it will run; those of many profiles first."""
+    found: dict[Path, EngineSpec] = {}
+    for kind in table_of(target, options).values():
+        for shape in shapes(options) if kind.profile else ():
+            with suppress(CheckFailed):  # no profile of the recipe takes it: the cell says so
+                for spec in specs_of(target, kind, shape).values():
+                    known = found.setdefault(spec.engine, spec)
+                    known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
+    return list(found.values())
 
 
 def _prepare(work: Work, listed: Sequence[BenchContestant]) -> list[Entry]:
@@ -162,7 +179,7 @@ def _peer(work: Work, kind: Kind) -> Callable[[int, int, Any], peers.TorchRun]:
     Raises:
         CheckFailed: it was not compiled in time.
     """
-    if reason := work.shared.late.get((kind.mode, tuple(work.shape.bound))):
+    if reason := work.shared.late(kind.mode, work.shape.bound):
         raise CheckFailed(reason)
     if kind.mode:
         each = ", for each shape" if work.shape.real else ""
@@ -196,61 +213,28 @@ def _model(work: Work, precision: peers.PeerPrecision) -> "PreTrainedModel":
 
 
 def _engine(work: Work, kind: Kind, timer: CudaTimer) -> Entry:
-    path, built = _build(work.target, work.options, work.shape, kind)
-    loaded = _load(work, kind, path)
+    specs = specs_of(work.target, kind, work.shape)
+    single = {spec.engine: spec for spec in specs.values()}
+    made = {path: make(spec) for path, spec in single.items()}
+    loaded = {
+        path: work.stack.enter_context(Engine(path, spec.onnx, runtime_cache=spec.cache))
+        for path, spec in single.items()
+    }
 
     def bind(batch: int, length: int, stream: Any) -> Any:
-        bound = loaded.bind(batch, length, stream=stream, graph=True)
-        work.stack.callback(bound.close)
-        return bound
+        engine = loaded[specs[batch, length].engine]
+        return engine.bind(batch, length, stream=stream, graph=True)
 
-    made, detail = work.lanes(bind)
-    int8 = kind.precision == "int8"
+    lanes, detail = work.lanes(bind)
+    int8, proofs, (first, *more) = kind.precision == "int8", list(made.values()), loaded.values()
     row = BenchRow(
         contestant=kind.name,
         status="done",
         detail=f"{detail}, {kind.profile} profile",
-        int8_gemms=built.int8_gemms if int8 else None,
-        expected_int8_gemms=built.expected_int8_gemms if int8 else None,
-        not_int8=built.not_int8,
-        engine_bytes=loaded.memory.engine_bytes,
-        activation_bytes=loaded.memory.activation_bytes,
+        int8_gemms=min(proof.int8_gemms for proof in proofs) if int8 else None,
+        expected_int8_gemms=proofs[0].expected_int8_gemms if int8 else None,
+        not_int8=sorted({node for proof in proofs for node in proof.not_int8}),
+        engine_bytes=None if more else first.memory.engine_bytes,
+        activation_bytes=None if more else first.memory.activation_bytes,
     )
-    return Entry(row, Contestant(kind.name, kind.precision, made, timer), built.layers)
-
-
-def _load(work: Work, kind: Kind, path: Path) -> Engine:
-    """An engine for the recipe's shapes stays loaded for all cells, with the kernels that it compiled."""
-    onnx = _owner(work.target, kind).twins[kind.precision]
-    if kind.profile == "static":
-        return work.stack.enter_context(Engine(path, onnx))
-    if kind.name not in work.shared.engines:
-        work.shared.engines[kind.name] = work.target.stack.enter_context(Engine(path, onnx))
-    return work.shared.engines[kind.name]
-
-
-def _build(
-    target: Target, options: BenchOptions, shape: CellShape, kind: Kind
-) -> "tuple[Path, EngineResult]":
-    """Build a twin's engine; for the recipe's shapes once for all cells. Its layer table stays behind.
-
-    The engine is deleted at the end of the bench, unless engines are kept.
-    """
-    owner, int8 = _owner(target, kind), kind.precision == "int8"
-    session, stem = owner.session, "recipe" if kind.profile == "recipe" else shape.stem
-    path = session.folder / "bench" / f"{kind.precision}.{stem}.engine"
-    if str(path) in target.built:
-        return path, target.built[str(path)]
-    if not options.keep_engines:
-        target.stack.callback(sidecar_path(path).unlink, missing_ok=True)
-        target.stack.callback(path.unlink, missing_ok=True)
-    gemms, attention = (artifacts.expected_gemms(session), len(session.plan.attention)) if int8 else ([], 0)
-    graph = ReadyGraph(owner.twins[kind.precision], gemms, attention)
-    result = build_graph(build, session, graph, path, profiles_of(owner, kind.profile, shape))
-    target.built[str(path)] = result
-    return path, result
-
-
-def _owner(target: Target, kind: Kind) -> Target:
-    """The target whose recipe an engine is of."""
-    return target.also.get(kind.recipe, target)
+    return Entry(row, Contestant(kind.name, kind.precision, lanes, timer), proofs[0].layers)

@@ -39,12 +39,13 @@ TABLE = (
 )
 
 
-def table_of(target: Target, options: BenchOptions) -> dict[str, Kind]:
-    """The kinds that were asked for, by name."""
+def table_of(target: Target | None, options: BenchOptions) -> dict[str, Kind]:
+    """The kinds that were asked for, by name; without a target the peers alone."""
+    twins = target.twins if target else ()
     wanted = [
         kind
         for kind in TABLE
-        if not kind.profile or (kind.precision in target.twins and (kind.precision != "fp32" or options.fp32))
+        if not kind.profile or (kind.precision in twins and (kind.precision != "fp32" or options.fp32))
     ]
     if options.profile != "both":
         wanted = [kind for kind in wanted if kind.profile != "static"]
@@ -54,9 +55,14 @@ def table_of(target: Target, options: BenchOptions) -> dict[str, Kind]:
             for kind in wanted
         ]
     wanted += [
-        Kind(f"int8-{name}", f"INT8 engine, {name}", "int8", "recipe", recipe=name) for name in target.also
+        Kind(f"int8-{name}", f"INT8 engine, {name}", "int8", "recipe", recipe=name)
+        for name in (target.also if target else ())
     ]
-    return {kind.name: kind for kind in wanted if options.peers or kind.profile}
+    return {
+        kind.name: kind
+        for kind in wanted
+        if (options.peers or kind.profile) and kind.name not in options.without
+    }
 
 
 def contestants(target: Target, options: BenchOptions, backend: str) -> list[BenchContestant]:

@@ -76,8 +76,15 @@ class Wanted:
     ] = "both"
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even where a GPU is.")] = False
     keep_engines: Annotated[
-        bool, typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect.")
+        bool,
+        typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect or again."),
     ] = False
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Only export, build and compile, for a bench that follows.")
+    ] = False
+    without: Annotated[
+        list[str] | None, typer.Option(help="Contestant to leave out, by its name in bench.json; repeatable.")
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and bootstrap.")] = 0
 
 
@@ -114,6 +121,9 @@ def bench(
                 written=written.append,
                 command=command_line(),
             )
+    if wanted.prepare:
+        say("engines and compiled models are kept: run the same command without --prepare")
+        return
     show(found, json, bench_summary, *(f"report: {path}" for path in written))
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")

@@ -1,5 +1,6 @@
 """Engines and peers of a cell on a GPU that is not there: what is built, loaded, kept and freed."""
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import pytest
 from qdqbench.eval.bench.cell import CellShape
 from qdqbench.eval.gpubench import cell as gpu_cell
 from qdqbench.eval.gpubench.cell import gpu_makers
+from qdqbench.eval.gpubench.engines import EngineSpec, marker
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
 
 from ...support.tiny_bert import LINEARS
@@ -24,10 +27,7 @@ class FakeBound:
     captured = True
 
     def __init__(self, batch, length, stream):
-        self.shape, self.stream, self.closed = (batch, length), stream or object(), False
-
-    def close(self):
-        self.closed = True
+        self.shape, self.stream = (batch, length), stream or object()
 
 
 class FakeEngine:
@@ -35,7 +35,7 @@ class FakeEngine:
 
     opened: ClassVar[list["FakeEngine"]] = []
 
-    def __init__(self, path, onnx_path):
+    def __init__(self, path, onnx_path, *, runtime_cache):
         assert path.is_file()
         self.path, self.bounds, self.closed = path, [], False
         self.memory = SimpleNamespace(engine_bytes=11, activation_bytes=22)
@@ -62,33 +62,45 @@ class Peer:
         self.detail = f"{how}, {'CUDA graph' if graph else 'no CUDA graph'}"
 
 
+class FakeBackground:
+    """Does nothing of what it is given."""
+
+    def __init__(self):
+        self.tasks, self.failed, self.left, self.ended = {}, {}, 0, False
+
+    def add(self, task, arguments, seconds):
+        self.tasks.setdefault(task, (arguments, seconds))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.ended = True
+
+
 @pytest.fixture
 def device(monkeypatch):
     """Everything of a GPU that a cell asks for; what was built, loaded and compiled."""
-    from qdqbench.quantize.engine import sidecar
     from qdqbench.quantize.rundir import artifacts
 
-    asked = SimpleNamespace(builds=[], models=[], compiled=[], started=[], late={})
+    asked = SimpleNamespace(specs=[], models=[], compiled=[], background=FakeBackground())
 
-    def built(onnx_path, engine_path, **options):
-        asked.builds.append((onnx_path.name, options))
-        if onnx_path.name == "model.fp32.onnx":
+    def make(spec):
+        asked.specs.append(spec)
+        if spec.onnx.name == "model.fp32.onnx":
             raise UserError("tensorrt_rtx refuses model.fp32.onnx")
-        engine_path.parent.mkdir(exist_ok=True)
-        engine_path.write_bytes(b"engine")
-        sidecar.sidecar_path(engine_path).write_text("{}")
+        spec.engine.parent.mkdir(exist_ok=True)
+        for path in (spec.engine, spec.proof, spec.cache):
+            path.write_bytes(b"engine")
         return SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=[LINEARS[0]], layers=[])
 
     def compiled(model, mode, *, dynamic):
         asked.compiled.append((model, mode, dynamic))
         return mode
 
-    def compiling(folder, modes, cells, seconds):
-        asked.started.append((modes, cells, seconds))
-        return FakeCompiling(asked)
-
     FakeEngine.opened = []
-    monkeypatch.setattr(gpu_cell, "build", built)
+    monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
+    monkeypatch.setattr(gpu_cell, "make", make)
     monkeypatch.setattr(gpu_cell, "Engine", FakeEngine)
     monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
     monkeypatch.setattr(gpu_cell, "CudaTimer", lambda: "timer")
@@ -97,7 +109,7 @@ def device(monkeypatch):
     monkeypatch.setattr(
         gpu_cell, "SplitLane", lambda bounds, batches: SimpleNamespace(bounds=bounds, batches=batches)
     )
-    monkeypatch.setattr(gpu_cell, "compiling", compiling)
+    monkeypatch.setattr(gpu_cell, "background", lambda workers: asked.background)
     monkeypatch.setattr(
         gpu_cell.peers, "sdpa_model", lambda model, precision, _: asked.models.append(precision) or precision
     )
@@ -105,17 +117,6 @@ def device(monkeypatch):
     monkeypatch.setattr(gpu_cell.peers, "compiled_forward", compiled)
     monkeypatch.setattr(gpu_cell.peers, "TorchRun", Peer)
     return asked
-
-
-class FakeCompiling:
-    def __init__(self, asked):
-        self.asked = asked
-
-    def __enter__(self):
-        return lambda: self.asked.late
-
-    def __exit__(self, *_):
-        self.asked.started.append("ended")
 
 
 @pytest.fixture
@@ -151,7 +152,8 @@ def test_who_takes_part(tmp_path, stack):
 
 def test_engines_of_a_cell(device, tmp_path, stack):
     target, shape, makers = a_target(tmp_path), CellShape(8, 128, None), gpu_makers(BACKEND, stack)
-    options = replace(OPTIONS, profile="both")
+    options = replace(OPTIONS, profile="both", batches=(8,))
+    makers.ahead(target, options, lambda text: None)
     with ExitStack() as cell:
         listed = makers.contestants(target, options)
         entries = {e.row.contestant: e for e in makers.prepare(target, options, shape, listed, cell)}
@@ -170,40 +172,48 @@ def test_engines_of_a_cell(device, tmp_path, stack):
         assert entries["fp16"].row.expected_int8_gemms is None
         assert entries["fp32"].row.reason == "tensorrt_rtx refuses model.fp32.onnx"
         assert int8.kernels is None  # engines have layer tables
-    assert [engine.closed for engine in FakeEngine.opened] == [False, True, False, True]
-    assert all(bound.closed for engine in FakeEngine.opened for bound in engine.bounds)
-    options_of = {options["layers_path"].name: (name, options) for name, options in device.builds}
-    assert len(options_of) == len(device.builds)
-    exact = options_of["int8.b8.s128.layers.json"]
-    assert exact[0] == "model.int8.onnx"
-    assert exact[1]["profiles"] == [Profile(min=(8, 128), opt=(8, 128), max=(8, 128))]
-    assert options_of["int8.recipe.layers.json"][1]["expected_gemms"] == ["/a/MatMul"]
-    assert options_of["fp16.recipe.layers.json"][1]["expected_gemms"] == []
-    target.stack.close()
     assert all(engine.closed for engine in FakeEngine.opened)
+    by_kind = {(spec.onnx.name, spec.profile.min == spec.profile.max): spec for spec in device.specs}
+    assert len(by_kind) == len(device.specs) == 5
+    shipped, exact = by_kind["model.int8.onnx", False], by_kind["model.int8.onnx", True]
+    assert exact.profile == Profile(min=(8, 128), opt=(8, 128), max=(8, 128))
+    assert shipped.profile == Profile(min=(5, 128), opt=(32, 128), max=(64, 128))  # the recipe's for batch 8
+    assert (shipped.gemms, by_kind["model.fp16.onnx", False].gemms) == (["/a/MatMul"], [])
+    target.stack.close()
     assert list((tmp_path / "bench").iterdir()) == []  # engines are gone after the bench
 
 
-def test_what_all_cells_share_is_made_once_and_before_them(device, tmp_path, stack):
+def test_what_can_be_done_before_is_done_side_by_side_and_once(device, tmp_path, stack):
     target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
-    options = replace(OPTIONS, profile="both", fp32=False, batches=(1, 8))
+    options = replace(OPTIONS, profile="both", fp32=False, batches=(1, 8, 32), keep_engines=True)
     makers.start(tmp_path, options)
-    modes = ["default", "max-autotune-no-cudagraphs"]
-    assert device.started == [(modes, [((1, 128),), ((8, 128),)], options.compile_seconds)]
+    tasks = device.background.tasks
+    assert [arguments[2] for arguments, _ in tasks.values()] == ["max-autotune-no-cudagraphs"] * 3 + [
+        "default"
+    ] * 3
+    assert {arguments[3] for arguments, _ in tasks.values()} == {"[[1, 128]]", "[[8, 128]]", "[[32, 128]]"}
+    assert {seconds for _, seconds in tasks.values()} == {options.compile_seconds}
     makers.ahead(target, options, lambda text: None)
-    assert len(device.builds) == 2 + 2 * 2  # for the recipe's shapes, and for each of two shapes
+    specs = [EngineSpec.model_validate_json(args[1]) for args, _ in tasks.values() if args[0] == "engine"]
+    assert len(specs) == 2 * (2 + 3)  # batches 8 and 32 take the same profile of the recipe
+    assert sorted(len(spec.shapes) for spec in specs) == [1] * 8 + [2] * 2
     for batch in options.batches:
         with ExitStack() as cell:
             listed = makers.contestants(target, options)
             entries = makers.prepare(target, options, CellShape(batch, 128, None), listed, cell)
             assert all(entry.row.status == "done" for entry in entries)
-    assert len(device.builds) == 6
     assert sorted(device.models) == ["fp16", "fp32"]
-    assert device.compiled == [("fp16", mode, False) for mode in modes] * 2
-    assert len(FakeEngine.opened) == 2 + 2 * 2
+    modes = ["default", "max-autotune-no-cudagraphs"]
+    assert device.compiled == [("fp16", mode, False) for mode in modes] * 3
     target.stack.close()
+    assert len(list((tmp_path / "bench").glob("*.engine"))) == 10  # kept
+    marker(tmp_path / "bench", "default", (1, 128)).touch()
+    tasks.clear()
+    makers.start(tmp_path, options)
+    makers.ahead(target, options, lambda text: None)
+    assert len(tasks) == 5  # nothing that is there
     stack.close()
-    assert device.started[-1] == "ended"
+    assert device.background.ended
 
 
 def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path, stack):
@@ -217,9 +227,8 @@ def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path, stack):
     with ExitStack() as cell:
         entries = makers.prepare(target, options, CellShape(8, 128, None), listed, cell)
     assert entries[-1].row.status == "done"
-    assert [
-        engine.path.parent.parent for engine in FakeEngine.opened if "int8.recipe" in engine.path.name
-    ] == [
+    assert [spec.onnx.parent for spec in device.specs if "int8" in spec.onnx.name] == [
+        tmp_path,
         tmp_path,
         tmp_path / "mine",
     ]
@@ -252,18 +261,18 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_peer_that_does_not_run_is
         raise AttributeError("no C compiler")
 
     monkeypatch.setattr(gpu_cell.peers, "compiled_forward", no_compiler)
-    device.late = {("max-autotune-no-cudagraphs", ((1, 16),)): "torch.compile took over 90 s"}
     target, makers = a_target(tmp_path), gpu_makers(BACKEND, stack)
     options = replace(OPTIONS, batches=(1,), lengths=(16,))
     makers.start(tmp_path, options)
     makers.ahead(target, options, lambda text: None)
+    device.background.failed["max-autotune-no-cudagraphs [(1, 16)]"] = "it took over 90 s"
     with ExitStack() as cell:
         listed = makers.contestants(target, options)
         rows = [e.row for e in makers.prepare(target, options, CellShape(1, 16, None), listed, cell)]
     found = {row.contestant: (row.status, row.reason) for row in rows}
     assert found["fp32"] == ("error", "tensorrt_rtx refuses model.fp32.onnx")
     assert found["compile-fp16"] == ("skipped", "no C compiler")
-    assert found["autotune-fp16"] == ("skipped", "torch.compile took over 90 s")
+    assert found["autotune-fp16"] == ("skipped", "torch.compile: it took over 90 s")
     assert found["int8"][0] == found["torch-fp16"][0] == "done"
 
 
@@ -272,7 +281,8 @@ def test_all_shapes_of_a_split_share_a_stream_and_each_is_compiled(device, tmp_p
     split = split_of((32, 64), (32, 40), (8, 40))
     options = replace(OPTIONS, real=(split,))
     makers.ahead(target, options, lambda text: None)
-    assert device.started[0][1] == [((32, 64), (32, 40), (8, 40))]
+    compiled = [args for args, _ in device.background.tasks.values() if args[0] == "compile"]
+    assert [json.loads(args[3]) for args in compiled] == [[[32, 64], [32, 40], [8, 40]]] * 2
     with ExitStack() as cell:
         listed = makers.contestants(target, options)
         entries = makers.prepare(target, options, CellShape(32, None, split), listed, cell)

@@ -1,0 +1,51 @@
+"""An engine that is there is taken where it still fits, and built where it does not."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from qdqbench.eval.gpubench import engines
+from qdqbench.eval.gpubench.engines import EngineSpec, make
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import EngineResult
+from qdqbench.quantize.engine.profiles import Profile
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Builds, and whether an engine fits this machine."""
+    given = SimpleNamespace(builds=[], fits=False)
+
+    def build(onnx, engine, **options):
+        given.builds.append(options)
+        engine.write_bytes(b"engine")
+        return EngineResult(
+            backend="tensorrt_rtx", version="1.4", compute_capability=["9.0"], ahead_of_time=False,
+            file=engine.name, bytes=6, int8_gemms=1, expected_int8_gemms=1, not_int8=[], attention_fused=0,
+            attention_int8=0, expected_attention_int8=0, layers=[],
+        )  # fmt: skip
+
+    def check(engine, onnx):
+        if not given.fits:
+            raise UserError("it was built from another model.onnx")
+
+    monkeypatch.setattr(engines, "build", build)
+    monkeypatch.setattr(engines, "check_sidecar", check)
+    return given
+
+
+def test_an_engine_is_reused_only_where_it_fits(machine, tmp_path):
+    spec = EngineSpec(
+        onnx=tmp_path / "model.onnx", engine=tmp_path / "a.engine", backend="auto",
+        profile=Profile((1, 8), (2, 8), (4, 8)), gemms=["/a"], attention=0, compute="fp32", shapes=[(2, 8)],
+    )  # fmt: skip
+    first = make(spec)
+    assert machine.builds[0]["profiles"] == [spec.profile]
+    assert make(spec) == first
+    assert len(machine.builds) == 2  # it did not fit
+    machine.fits = True
+    assert make(spec) == first
+    assert len(machine.builds) == 2
+    spec.proof.unlink()
+    make(spec)
+    assert len(machine.builds) == 3
