@@ -118,16 +118,14 @@ class Service:
     async def _answer(self, request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the body must be JSON; send it with content-type: application/json")
-        asked = self._parsed(await request.body())
-        pool = self.pools.get(asked.model)
-        if pool is None:
-            raise Refused(422, "this server was started without the FP32 twin; leave model out")
-        columns = self.served.endpoint.columns(asked, self.served.task.text_columns)
-        self._check(columns)
+        body = await request.body()
         try:
-            if self.draining:
-                raise pool.unavailable("the server stops")
-            pool.require_room()
+            if b"fp32" not in body:  # under overload most are refused: that must cost little
+                self._require_room("engine")
+            asked = self._parsed(body)
+            pool = self._require_room(asked.model)
+            columns = self.served.endpoint.columns(asked, self.served.task.text_columns)
+            self._check(columns)
             # the pool's own limit begins behind the tokenizer, for which others may wait, too
             found = await asyncio.wait_for(self._answers(asked, columns, pool), self.limits.timeout_s)
             return _json({"model": asked.model, "answers": found})
@@ -151,6 +149,15 @@ class Service:
             raise Refused(500, "the engine gives NaN or infinite answers; see its run's verification")
         found = served.endpoint.answers(asked, [*zip(rows, made, strict=True)], served.classes)
         return [each.model_dump() for each in found]
+
+    def _require_room(self, model: str) -> Pool:
+        if model not in self.pools:
+            raise Refused(422, "this server was started without the FP32 twin; leave model out")
+        pool = self.pools[model]
+        if self.draining:
+            raise pool.unavailable("the server stops")
+        pool.require_room()
+        return pool
 
     def _parsed(self, body: bytes) -> Request:
         """The request in a body, with time and memory in proportion to its size however wrong it is."""

@@ -18,11 +18,12 @@ from qdqbench.quantize.rundir.artifacts import GPU_INT8, backend_of, engine_prof
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.facts import Facts, read_facts
+from qdqbench.quantize.trtexec.command import build_options
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-TRITON = "25.10"  # the release that files name; TRITON=YY.MM takes another
+TRITON = "26.05"  # the release that files name; TRITON=YY.MM takes another
 DELAY_US, TIMEOUT_US, QUEUE = 2_000, 10_000_000, 512  # of the encoder's queue
 TARGET_US = 20_000  # time in the queue that replicas are added at
 ONNX = ("onnxruntime", "openvino")  # backends of Triton that take the run's graph as it is
@@ -196,14 +197,8 @@ def _write_ensemble(models: Path, ensemble: str, facts: Facts, context: dict[str
 
 def _write_plan_script(folder: Path, facts: Facts, context: dict[str, Any], graph: Path) -> None:
     """What builds the plan elsewhere, and the configurations that then replace those of a CPU."""
-    name, shapes = context["name"], list[str]()
-    for number, profile in enumerate(facts.profiles):
-        shapes.append(f"--profile={number}")
-        for end in ("min", "opt", "max"):
-            rows, length = getattr(profile, end)
-            inputs = ",".join(f"{each.name}:{rows}x{length}" for each in facts.tokens)
-            shapes.append(f"--{end}Shapes={inputs}")
-    options = ["--onnx=model.onnx", "--stronglyTyped", *shapes, "--saveEngine=model.plan", "--skipInference"]
+    name, inputs = context["name"], {each.name: (-1, -1) for each in facts.tokens}
+    options = build_options("model.onnx", "model", inputs, facts.profiles, "timing.cache")
     folder.mkdir()
     shutil.copyfile(graph, folder / "model.onnx")
     script = folder / "build_plan.sh"
