@@ -26,7 +26,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 
 PROGRAM = (sys.executable, "-c", "from qdqbench.quantize.cli.app import program; program()")
 TASKS = ("sst2", "mrpc", "stsb")
-RECIPES = ("fp16", "int8-attention", "int8-linears", "int8-linears-per-tensor", "int8-ffn")
+RECIPES = ("fp16", "int8-attention", "int8-residual", "int8-linears", "int8-linears-per-tensor", "int8-ffn")
 STUDIED = ("int8-linears-per-tensor-qat", "int8-attention-qat", "int8-residual-qat")
 TRAINED = {  # options of the fine-tuning that a study begins with
     "sst2": ["--epochs", "2", "--batch-size", "64", "--max-steps", "1500"],
@@ -65,11 +65,12 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     attention = "bert-int8-attention"
     others = [unsplit, *(f"bert-{name}" for name in RECIPES[2:]), "bert-int8-residual-qat"]
     also = [part for other in others for part in ("--also", str(other))]
+    fastest = ["--also", "bert-int8-residual"]
     lean = ["--without", "autotune-fp16", "--without", "int8-exact"]
     found = {
         "bench": [
-            bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128)),
-            bench("large-attention", "bert-large", attention, *grid(8, 128), *lean),
+            bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128), *fastest),
+            bench("large-attention", "bert-large", attention, *grid(8, 128), *fastest, *lean),
             bench("base-384", "bert-base", attention, *grid(32, length=384), "--profile", "static"),
         ],
         "bench-recipes": [
