@@ -60,7 +60,7 @@ class Subject:
     data: Annotated[
         str,
         typer.Option(
-            help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, or a folder; for embed a file too."
+            help="hub, hub:OWNER/NAME[:CONFIG], either with @REVISION, a folder, or a file with all samples."
         ),
     ] = "hub"
     text_column: Annotated[

@@ -8,9 +8,11 @@ from qdqbench.quantize.encoders.load import class_names, load_config
 from qdqbench.quantize.encoders.pooling import MODES, Pooling
 from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
 from qdqbench.quantize.recipe.shapes import AUTO
 from qdqbench.quantize.rundir.session import RunConfig
+from qdqbench.quantize.tasks.labels import with_values_of
 from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes
 
 
@@ -145,6 +147,8 @@ def run_config(  # noqa: PLR0913
         raise UserError(f"--revision {revision} belongs to --model with a hub id; give that too")
     if model is not None and chosen.kind.names_classes:
         chosen = with_classes(chosen, class_names(model, revision, chosen.kind))
+    if model is not None and chosen.kind is CLASSIFICATION:
+        chosen = with_values_of(chosen, data, class_names(model, revision, chosen.kind))
     asked = asked_pooling(pooling, normalize)
     if model is not None and (asked or says_pooling(model, revision)):
         chosen = of_embeddings(chosen, metric or ())

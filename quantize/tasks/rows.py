@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.kinds.classification import NUMBERS
 from qdqbench.quantize.kinds.encoded import Encoded, Layout, Units
 from qdqbench.quantize.kinds.tokens import class_names
+from qdqbench.quantize.tasks.labels import numbered
 from qdqbench.quantize.tasks.sources import Split, read_split
 from qdqbench.quantize.tasks.task import Task, nearest, with_classes
 
@@ -53,11 +55,14 @@ def load_split(  # noqa: PLR0913
     labelled = labelled and task.kind.labelled
     loaded = read_split(task, source, split)
     columns = _check_columns(loaded, task, labelled)
-    dataset = loaded.dataset.select_columns(columns)
+    dataset, told = loaded.dataset.select_columns(columns), list[str]()
+    if labelled and task.values:
+        dataset, note = numbered(replace(loaded, dataset=dataset), task)
+        told.append(note)
     _check_texts(dataset, task, loaded.source)
     if labelled:
         _check_labels(dataset, task, loaded.source)
-    notes = [*loaded.notes, *_blank(dataset, task, split)]
+    notes = [*loaded.notes, *told, *_blank(dataset, task, split)]
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)

@@ -1,7 +1,6 @@
 """Where a split comes from: the hub, or files in a folder."""
 
 import atexit
-import glob
 import hashlib
 import os
 import re
@@ -10,12 +9,15 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.hub import HubError, commit_of
 from qdqbench.quantize.machine.quiet import quiet
+from qdqbench.quantize.tasks.tables import FORMATS, innermost, part_of_one_file, read_table
 from qdqbench.quantize.tasks.task import GLUE, Task
 from qdqbench.quantize.tasks.texts import as_dataset, distinct, half, read_lines
 
@@ -26,7 +28,6 @@ GLUE_REPOSITORY = "nyu-mll/glue"
 HUB = {name: (GLUE_REPOSITORY, name) for name in GLUE} | {
     name: (f"rajpurkar/{name}", "") for name in ("squad", "squad_v2")
 }
-FORMATS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read_split(task: Task, source: str, split: str) -> Split:
     else:
         found = _load_files(task, *_find_files(task, Path(source), split))
     if task.kind.labelled:
-        return found
+        return _part(found, task, split) if not from_hub(source) and Path(source).is_file() else found
     column, dataset = task.text_columns[0], found.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
         return found  # the caller says what is wrong
@@ -62,19 +63,22 @@ def read_split(task: Task, source: str, split: str) -> Split:
     return replace(found, dataset=as_dataset(texts, column), rows=len(texts), notes=(*found.notes, *notes))
 
 
+def _part(found: Split, task: Task, split: str) -> Split:
+    """The split's part of a single file that holds all samples."""
+    columns = found.dataset.column_names
+    grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
+    samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
+    rows = part_of_one_file(samples, judged=split != task.train_split)
+    note = f"{found.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
+    return replace(found, dataset=found.dataset.select(rows), rows=len(rows), notes=(*found.notes, note))
+
+
 @lru_cache
 def _cache_folder() -> str:
     """Arrow copies of the user's files live as long as the process, so nothing is left behind."""
     folder = tempfile.mkdtemp(prefix="qdqbench-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
 
 
 def has_only_texts(task: Task, source: str, split: str) -> bool:
@@ -142,8 +146,8 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
             dataset = datasets.load_dataset(repository, config or None, split=split, revision=commit)
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(
-            f"cannot load split {split!r} of {name} from the hub ({_reason(error)}); check the name and the "
-            "connection, or give --data FOLDER with the files"
+            f"cannot load split {split!r} of {name} from the hub ({innermost(error)}); check the name and "
+            "the connection, or give --data FOLDER with the files"
         ) from error
     fingerprint = f"{dataset._fingerprint} {commit}"
     return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset), ())
@@ -154,39 +158,11 @@ def _load_files(task: Task, paths: list[Path], notes: list[str]) -> Split:
     if kind == "text":
         dataset = as_dataset(read_lines(paths), task.text_columns[0])
     else:
-        dataset = _read_table(task, paths, names, kind)
+        dataset, said = read_table(task, paths, kind, _cache_folder())
+        notes = [*notes, *said]
     digests = [files.sha256(path) for path in paths]
     whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return Split(dataset, names, whole, len(dataset), tuple(notes))
-
-
-def _read_table(task: Task, paths: list[Path], names: str, kind: str) -> "datasets.Dataset":
-    import datasets
-
-    # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
-    options: dict[str, Any] = {}
-    if kind == "csv":
-        options["converters"] = dict.fromkeys(task.text_columns, str)
-        options["keep_default_na"] = False
-        options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
-    try:
-        with quiet("datasets"):
-            dataset = datasets.load_dataset(
-                kind,
-                data_files={"data": [glob.escape(str(path.resolve())) for path in paths]},
-                split="data",
-                cache_dir=_cache_folder(),
-                **options,
-            )
-    except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
-        raise UserError(
-            f"cannot read {names} as {kind} ({_reason(error)}); it is damaged or has no rows, so replace it"
-        ) from error
-    if "__index_level_0__" in dataset.column_names:
-        raise UserError(
-            f"{names} has rows with more fields than its header; quote the texts that hold commas"
-        )
-    return dataset
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
@@ -194,13 +170,16 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
 
     `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
     """
-    if folder.is_file() and not task.kind.labelled:
+    if folder.is_file():
+        if task.kind.labelled and len(task.eval_splits) > 1:
+            raise UserError(f"task {task.name!r} has two evaluation splits; give a folder, not a file")
         if folder.suffix not in FORMATS:
-            raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give texts in one of them")
+            raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give the rows in one of them")
         return [folder], []
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"data folder {folder} {what}; give --data a folder with {split}.parquet, or hub")
+        raise UserError(
+            f"data folder {folder} does not exist; give --data a folder with {split}.parquet, or hub"
+        )
     places = [place for place in (folder / task.name, folder) if place.is_dir()]
     stems = [split] + [f"{split}_subset"] * (split == task.train_split)
     for place in places:

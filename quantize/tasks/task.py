@@ -28,6 +28,7 @@ class Task(Frozen):
     eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
     type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
     classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
+    values: tuple[str, ...] = ()  # labels of the data by class number; empty where they are the numbers
 
     @property
     def kind(self) -> TaskKind:

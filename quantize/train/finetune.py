@@ -23,6 +23,7 @@ from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.labels import with_values_of
 from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of
 from qdqbench.quantize.tasks.sources import from_hub
 from qdqbench.quantize.tasks.task import Task, by_split, with_classes
@@ -144,6 +145,9 @@ def _load(request: Request) -> _Data:
             if kept
             else with_classes_of(request.task, request.data)
         )
+    request.task = with_values_of(request.task, request.data)
+    if request.task.values:
+        request.task = with_classes(request.task, request.task.values)
     task, length = request.task, request.max_length
     tokenizer = tokenizer_of(request.base, request.revision, task.kind)
     seed = 0 if request.limit else None

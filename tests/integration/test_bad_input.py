@@ -224,7 +224,7 @@ OPTIONS = {
     "data-is-a-file": (
         lambda g, t: ["run", *g.options[:4], "--data", g.model / "config.json"],
         1,
-        [r"is a file, not a folder"],
+        [r"has no column sentence"],
     ),
     "unknown-task": (
         lambda g, t: ["run", *g.options[:2], "--task", "sst", *g.options[4:]],

@@ -1,0 +1,103 @@
+"""Data as people have it: labels, separators, encodings, one file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.tasks.labels import with_values_of
+from qdqbench.quantize.tasks.rows import load_split
+from qdqbench.quantize.tasks.task import Task, get_task
+
+OWN = get_task("own", text_columns=["text"], num_labels=2)
+ROWS = [('good, "really"; fine', "pos"), ("bad", "neg"), ("so\tso", "neg"), ("NA", "pos")]
+
+
+def write(
+    folder: Path, name: str, rows: list[tuple[str, object]], mark: str = ",", encoding: str = "utf-8"
+) -> Path:
+    lines = [("text", "label"), *rows]
+    quoted = [mark.join('"' + str(cell).replace('"', '""') + '"' for cell in line) for line in lines]
+    path = folder / name
+    path.write_bytes("\n".join([*quoted, ""]).encode(encoding))
+    return path
+
+
+def read(task: Task, source: Path, split: str = "validation") -> tuple[list[str], list[int], tuple[str, ...]]:
+    found = load_split(task, str(source), split)
+    return list(found.dataset["text"]), list(found.dataset["label"]), found.notes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split in ("train", "validation"):
+        write(tmp_path, f"{split}.csv", ROWS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [(("Neg", "POS"), [1, 0, 0, 1]), (("pos", "neg"), [0, 1, 1, 0]), (("LABEL_0", "LABEL_1"), [1, 0, 0, 1])],
+)
+def test_texts_are_matched_with_the_models_classes_or_sorted(folder, classes, labels):
+    task = with_values_of(OWN, str(folder), classes)
+    texts, found, notes = read(task, folder)
+    assert (texts, found) == ([text for text, _ in ROWS], labels)
+    assert any("numbered" in note and "pos = " in note for note in notes)
+
+
+def test_texts_that_are_more_than_the_classes_are_named(folder):
+    write(folder, "validation.csv", [*ROWS, ("odd", "neutral")])
+    with pytest.raises(UserError, match=r"3 different texts \(neg, neutral, pos\), but --num-labels is 2"):
+        with_values_of(OWN, str(folder), ["neg", "pos"])
+    task = with_values_of(OWN.model_copy(update={"num_labels": 3}), str(folder), [])
+    write(folder, "validation.csv", [("odd", "other")])
+    with pytest.raises(UserError, match="hold other, which is none of neg, neutral, pos"):
+        read(task, folder)
+
+
+def test_numbers_from_one_are_told_by_all_splits_together(tmp_path):
+    five = OWN.model_copy(update={"num_labels": 5})
+    write(tmp_path, "train.csv", [(f"text {n}", n) for n in range(1, 6)])
+    write(tmp_path, "validation.csv", [("few", 1), ("stars", 4)])
+    task = with_values_of(five, str(tmp_path))
+    assert read(task, tmp_path)[1] == [0, 3]
+    write(tmp_path, "train.csv", [(f"text {n}", n) for n in range(5)])
+    assert with_values_of(five, str(tmp_path)).values == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "encoding", "said"),
+    [
+        ("validation.tsv", "\t", "utf-8", None),
+        ("validation.csv", ";", "utf-8", "semicolons"),
+        ("validation.csv", "\t", "utf-8-sig", "tabs"),
+        ("validation.csv", ",", "cp1252", "cp1252"),
+        ("validation.csv", ";", "utf-16", "utf-16"),
+    ],
+)
+def test_separators_and_encodings_are_found_and_said(tmp_path, name, mark, encoding, said):
+    rows = [('café; crème, "brûlée"', 1), ("naïve", 0)]
+    write(tmp_path, name, rows, mark, encoding)
+    texts, labels, notes = read(OWN, tmp_path)
+    assert (texts, labels) == ([text for text, _ in rows], [1, 0])
+    assert any(said in note for note in notes) if said else not notes
+
+
+def test_one_file_is_split_the_same_way_each_time(tmp_path):
+    path = write(tmp_path, "all.csv", [(f"text {n}", n % 2) for n in range(50)])
+    judged, trained = read(OWN, path)[0], read(OWN, path, "train")[0]
+    assert len(judged) == 10
+    assert sorted(judged + trained) == sorted(f"text {n}" for n in range(50))
+    assert judged == read(OWN, path)[0]
+    assert "one file" in read(OWN, path)[2][0]
+
+
+def test_what_has_another_form_is_not_called_damaged_alone(tmp_path):
+    (tmp_path / "validation.csv").write_text(json.dumps({"text": ["a"], "label": [1]}))
+    with pytest.raises(UserError, match="another form than its name says"):
+        read(OWN, tmp_path)
+    (tmp_path / "validation.csv").write_text("")
+    with pytest.raises(UserError, match="another form than its name says"):
+        read(OWN, tmp_path)
