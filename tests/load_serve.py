@@ -27,6 +27,8 @@ from pathlib import Path
 
 import psutil
 
+from qdqbench.quantize.machine.cpu import find_cpu
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from support.http_client import Client
 
@@ -228,6 +230,7 @@ def start(arguments):
     else:
         command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]
         command += ["--queue", "64", "--workers", str(arguments.workers)]
+        command += ["--max-wait-ms", str(arguments.max_wait_ms)]
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
     while line := process.stdout.readline():
         if "http://127.0.0.1:" in line:
@@ -251,6 +254,7 @@ def main():
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--texts", type=Path, help="one a line; at most 200 are used")
     parser.add_argument("--batch", type=int, default=32, help="clients that make 100%% load")
+    parser.add_argument("--max-wait-ms", type=float, default=2.0, help="of the server of a run")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     texts = numbers(200)
@@ -263,11 +267,11 @@ def main():
     finally:
         process.kill()
     found["machine"] = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": str(find_cpu()),
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
         "workers": arguments.workers,
+        "max_wait_ms": arguments.max_wait_ms,
         "run": "fake" if arguments.fake else Path(arguments.run).name,
     }
     found["does_not_hold"] = verdict(found)

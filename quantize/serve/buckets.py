@@ -1,7 +1,6 @@
 """Rows that wait for an engine: a bounded queue, from which batches of similar length are taken."""
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -72,6 +71,7 @@ class Buckets:
 
     async def take(self) -> list[Row]:
         """The next batch; for one caller at a time."""
+        loop = asyncio.get_running_loop()
         while True:
             self._forget(heads_only=True)
             self._changed.clear()
@@ -82,8 +82,13 @@ class Buckets:
                 if left <= 0 or len(self._rows[place]) >= self.sizes[place][1]:
                     return self._batch(place)
                 wait = min(wait, left)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if wait == math.inf else wait)
+            # no `wait_for`: before Python 3.12 it may swallow a cancellation
+            alarm = loop.call_later(wait, self._changed.set) if wait < math.inf else None
+            try:
+                await self._changed.wait()
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
 
     def drain(self, why: Callable[[], Exception]) -> None:
         """Let all rows go with an error."""

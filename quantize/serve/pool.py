@@ -168,9 +168,11 @@ class Pool:
 
     async def close(self) -> None:
         """End all workers; what still waits gets no answer."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        open_tasks = {*self._tasks}
+        while open_tasks:  # again, where `wait_for` swallowed it
+            for task in open_tasks:
+                task.cancel()
+            _, open_tasks = await asyncio.wait(open_tasks, timeout=0.2)
         await asyncio.gather(*(worker.end() for worker in self._workers))
         self._buckets.drain(lambda: Unavailable("the server stops; come again later"))
 
