@@ -67,7 +67,7 @@ def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
         UserError: not such a file, or without an input of the model.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             sizes = [info.file_size for info in archive.zip.infolist()]
             if sum(sizes) > 8 * MAX_VALUES:
                 raise UserError(f"{path} holds {sum(sizes)} bytes; give fewer samples")
