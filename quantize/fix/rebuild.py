@@ -6,8 +6,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from qdqbench.quantize.check.codes import finding_label
 from qdqbench.quantize.check.view import MOVES, is_dequantize, is_quantize
 from qdqbench.quantize.core.arrays import Array, Float32
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.fix.scales import Product
 from qdqbench.quantize.graph.index import GraphIndex, attribute, prune, replace_nodes
 from qdqbench.quantize.graph.weights import quantize_weights
@@ -18,6 +20,9 @@ def strip(model: onnx.ModelProto) -> int:
 
     Returns:
         Q and DQ nodes that were taken off.
+
+    Raises:
+        UserError: scales that do not fit their codes.
     """
     index = GraphIndex(model)
     renamed: dict[str, str] = {}
@@ -70,7 +75,21 @@ def _kept_output(nodes: Collection[onnx.NodeProto], name: str, source: str) -> o
 
 
 def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
-    """What a DQ makes of constant codes, in the type of its scale."""
+    """What a DQ makes of constant codes, in the type of its scale.
+
+    Raises:
+        UserError: its scales do not fit the codes.
+    """
+    try:
+        return _dequantized(index, dq, codes)
+    except ValueError as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"scales of {finding_label(dq)} do not fit its codes ({why}); export the model again"
+        ) from error
+
+
+def _dequantized(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
     value = numpy_helper.to_array(codes)
     scale = index.constant(dq.input[1])
     if scale is None:
@@ -229,6 +248,8 @@ def constant_behind(index: GraphIndex, name: str) -> Array | None:
     if value is None:
         return None
     for permutation in reversed(steps):
+        if permutation is not None and sorted(permutation) != [*range(value.ndim)]:
+            return None
         value = np.transpose(value, permutation)
     return value
 

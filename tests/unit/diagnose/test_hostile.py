@@ -14,14 +14,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.diagnose.diagnose import diagnose
+from qdqbench.quantize.fix.fix import FixOptions, rewrite
 from qdqbench.quantize.fix.runs import read_feeds
 
 from ...support.build_logs import POLYGRAPHY, missing_scale, trtexec
+from ...support.disfigured import disfigure
 from ...support.foreign_layer import float_layer
 from ...support.layer_tables import bert, inspector_json
-from ...support.tiny_layer import healthy
+from ...support.tiny_layer import FORMS, healthy
 
 CASES, SECONDS, MEGABYTES = 10_000, 5.0, 1_500
 NAMES = [
@@ -57,6 +60,12 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         else:
             made[place:place] = struct.pack("<I", rng.randrange(1 << 32))
     return bytes(made)
+
+
+def disfigured(data: bytes, rng: random.Random) -> onnx.ModelProto:
+    model = onnx.load_from_string(data)
+    disfigure(model, rng)
+    return model
 
 
 def profile() -> bytes:
@@ -119,7 +128,12 @@ def storm(tmp_path, kind: str, cases: int) -> int:
     for number in range(cases):
         rng = random.Random(f"{kind} {number}")
         base = bases[number % len(bases)]
-        path.write_bytes(rng.randbytes(rng.randrange(1, 400)) if number % 50 == 49 else damaged(base, rng))
+        if number % 50 == 49:
+            path.write_bytes(rng.randbytes(rng.randrange(1, 400)))
+        elif kind == "onnx" and number % 4 < 2:
+            path.write_bytes(disfigured(base, rng).SerializeToString())
+        else:
+            path.write_bytes(damaged(base, rng))
         try:
             read += hold(path)
         except Exception as error:  # pragma: no cover
@@ -138,6 +152,28 @@ def test_some_damaged_files(tmp_path, kind):
 @pytest.mark.parametrize("kind", BASES)
 def test_many_damaged_files(tmp_path, kind):
     assert storm(tmp_path, kind, CASES) > 0  # some faults are harmless, or hidden in a name
+
+
+def rewrite_many(cases: range) -> int:
+    """How many disfigured models `fix` rewrites; the others must end in an error of ours."""
+    bases, done = [healthy(form).SerializeToString() for form in FORMS], 0
+    for number in cases:
+        model = disfigured(bases[number % len(bases)], random.Random(f"fix {number}"))
+        with contextlib.suppress(UserError):
+            stopped = {row.code for row in check_model(model).findings} & {"invalid-onnx", "opset-too-low"}
+            if not stopped:
+                rewrite(model, FixOptions(), {}, [], [])
+                done += 1
+    return done
+
+
+def test_some_disfigured_models_are_rewritten_or_refused():
+    assert rewrite_many(range(60)) > 5
+
+
+@pytest.mark.long
+def test_many_disfigured_models_are_rewritten_or_refused():
+    assert rewrite_many(range(CASES)) > CASES // 20
 
 
 @pytest.mark.long
