@@ -82,7 +82,7 @@ def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> A
     """
     try:
         return _dequantized(index, dq, codes)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(
             f"scales of {finding_label(dq)} do not fit its codes ({why}); export the model again"
