@@ -45,7 +45,7 @@ def predict(  # noqa: PLR0913
     """
     parts: list[tuple[Int64, Float32]] = []
     for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id, edges=edges):
-        parts.append((rows, encoded.kept(rows, run(batch))))
+        parts.append((rows, encoded.kept(rows, run(batch)[: len(rows)])))
         progress(len(rows))
     answers = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
     for rows, values in parts:

@@ -20,7 +20,7 @@ from qdqbench.quantize.encoders.load import load_tokenizer
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.rundir.lengths import length_edges
 from qdqbench.quantize.runtime.buckets import choose_edges
-from qdqbench.quantize.tasks.batches import sorted_rows
+from qdqbench.quantize.tasks.batches import sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.task import get_task
 
@@ -108,13 +108,11 @@ def _batches(
     encoded: Encoded, size: int, edges: Sequence[int] | None, longest: int, pad_id: int
 ) -> list[Batch]:
     """Batches of a split, padded to their length, the longest first; those of a bucket have one shape."""
-    listed = sorted_rows(encoded.lengths, size, edges)
+    made = [batch for _, batch in sorted_batches(encoded, size, pad_id=pad_id, edges=edges)]
     if edges is None:
-        return [rounded_up(encoded.batch(rows.tolist(), pad_id)[1], longest, pad_id) for _, rows in listed]
-    most = {edge: max((len(rows) for length, rows in listed if length == edge), default=0) for edge in edges}
-    made = []
-    for length, rows in listed:
-        alike = np.pad(rows, (0, most[length] - len(rows)), mode="edge")
-        _, batch = encoded.batch(alike.tolist(), pad_id)
-        made.append(widened(batch, length - batch["input_ids"].shape[1], pad_id))
-    return made
+        return [rounded_up(batch, longest, pad_id) for batch in made]
+    lengths = (length for length, _ in sorted_rows(encoded.lengths, size, edges))
+    return [
+        widened(batch, length - batch["input_ids"].shape[1], pad_id)
+        for length, batch in zip(lengths, made, strict=True)
+    ]

@@ -21,13 +21,21 @@ def sorted_batches(
     Sorting by length keeps padding small; the longest first makes the largest allocation the first one.
 
     Args:
-        edges: of length buckets; no batch has rows of two.
+        edges: of length buckets; no batch has rows of two, and all of a bucket are of one size, some with a
+            copy of their last row, since an engine may compile kernels for each new shape.
 
     Yields:
-        Rows of the split, int64 [B], and `input_ids`, `attention_mask`, `token_type_ids`, int64 [B, L].
+        Rows of the split, int64 [B], and `input_ids`, `attention_mask`, `token_type_ids`, int64 [B, L], with
+        edges perhaps [B + 1, L].
     """
-    for _, rows in sorted_rows(encoded.lengths, batch_size, edges):
-        yield encoded.batch(rows.tolist(), pad_id)
+    listed = sorted_rows(encoded.lengths, batch_size, edges)
+    sizes: dict[int, int] = {}
+    for length, rows in listed if edges else ():
+        sizes[length] = max(sizes.get(length, 0), len(rows))
+    for length, rows in listed:
+        copies = max(0, sizes.get(length, 0) - len(rows))
+        _, batch = encoded.batch(np.pad(rows, (0, copies), mode="edge").tolist(), pad_id)
+        yield rows, batch
 
 
 def sorted_rows(

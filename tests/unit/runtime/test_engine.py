@@ -390,8 +390,11 @@ def test_answers_in_length_buckets_are_those_of_any_batches_in_the_same_order(gp
             return runner({"ids": batch["input_ids"], "mask": batch["attention_mask"]})
 
         settings = {"pad_id": 0, "batch_size": 8, "stage": "engine"}
-        plain, bucketed = predict(run, encoded, **settings), predict(run, encoded, **settings, edges=edges)
+        plain = predict(run, encoded, **settings)
+        gpu.compiled.clear()
+        bucketed = predict(run, encoded, **settings, edges=edges)
     assert plain[:, 0].tolist() == bucketed[:, 0].tolist() == [each.sum() for each in ids]
+    assert sorted(length for _, length in gpu.compiled) == edges  # one shape each
     assert bucketed[:, 1].tolist() == [min(edge for edge in edges if edge >= len(each)) for each in ids]
 
 
