@@ -29,7 +29,7 @@ from qdqbench.quantize.rundir.artifacts import FP16, FP32, backend_of, expected_
 from qdqbench.quantize.rundir.pipeline import STAGES_FILE, open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session
 
-RUN, RECIPE = "run", "recipe.yaml"  # in the folder of a step
+RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
 Say = Callable[[str], None]
 
 

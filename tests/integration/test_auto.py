@@ -171,3 +171,13 @@ def test_a_ladder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
     assert done.code == 1
     assert "holds a ladder of another model or task" in done.err
     assert (out / "auto.json").read_bytes() == before
+
+
+@pytest.mark.long
+def test_the_embedded_default_without_any_option(tmp_path, qdqbench, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = qdqbench("auto")
+    found = read_auto(tmp_path / "runs" / "auto-embedded")
+    assert done.code == (0 if found.choice.passed else 2), done.err
+    assert found.steps[0].name == "bert-int8-attention"
+    assert found.choice.command == "qdqbench run runs/auto-embedded/best.yaml"
