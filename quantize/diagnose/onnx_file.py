@@ -53,7 +53,7 @@ class OnnxFile:
     groups: list[Group]  # one a code, in the order of `check`
     operators: Counter[str]
     types: Counter[str] = field(default_factory=Counter)  # what the floating-point GEMMs compute in
-    inputs: list[str] = field(default_factory=list)
+    runtimes_own: list[str] = field(default_factory=list)  # nodes of operators that ONNX Runtime made up
 
     @property
     def qdq(self) -> bool:
@@ -104,7 +104,21 @@ def read_onnx(path: Path) -> OnnxFile:
         groups=list(_groups(report, graph, products)),
         operators=operators,
         types=types,
-        inputs=[value.name for value in model.graph.input],
+        runtimes_own=[
+            finding_label(node)
+            for node in model.graph.node
+            if node.domain == "com.microsoft" and not _has_own_finding(node)
+        ],
+    )
+
+
+def _has_own_finding(node: onnx.NodeProto) -> bool:
+    """Q and DQ of that domain are as good as ONNX's, and operators on codes are `unsupported-op`."""
+    return (
+        is_quantize(node)
+        or is_dequantize(node)
+        or node.op_type in _INTEGER
+        or node.op_type.startswith("QLinear")
     )
 
 

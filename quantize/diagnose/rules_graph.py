@@ -17,6 +17,7 @@ def graph_rules(evidence: Evidence) -> Iterator[Found]:
         return
     for group in onnx.groups:
         yield _of_check(evidence, onnx, group)
+    yield from _runtimes_own(onnx)
     yield from _not_quantized(evidence, onnx)
     yield from _float32(evidence, onnx)
     yield from _long_attention(evidence, onnx)
@@ -56,6 +57,22 @@ def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Found:
         basis=share[1] if share else "",
         files=[onnx.path.name, *([evidence.sources.name("layers")] if lost else [])],
     )
+
+
+def _runtimes_own(onnx: OnnxFile) -> Iterator[Found]:
+    """Fused operators of a graph that ONNX Runtime or Optimum has optimized."""
+    if onnx.runtimes_own:
+        yield Found(
+            code="onnxruntime-operators",
+            kind="refused",
+            what=f"{len(onnx.runtimes_own)} operators are ONNX Runtime's own (com.microsoft), such as fused "
+            "attention or LayerNorm",
+            why="ONNX Runtime's or Optimum's optimizer wrote them, and TensorRT has no plugin for them",
+            fixes=["export again without optimizing for ONNX Runtime, and quantize that file"],
+            nodes=onnx.runtimes_own,
+            where=named(onnx.runtimes_own),
+            files=[onnx.path.name],
+        )
 
 
 def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:

@@ -139,6 +139,16 @@ def test_an_fp32_file_is_told_how_to_be_quantized(tmp_path):
     assert report.files[0].what.startswith("not quantized")
 
 
+def test_operators_of_onnxruntimes_optimizer(tmp_path):
+    model = float_layer()
+    norm = next(node for node in model.graph.node if node.op_type == "LayerNormalization")
+    norm.op_type, norm.domain = "SkipLayerNormalization", "com.microsoft"
+    norm.input.insert(1, norm.input[0])
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    found = one(diagnose([saved(tmp_path, model)]), "onnxruntime-operators")
+    assert (found.kind, found.nodes) == ("refused", [norm.name])
+
+
 def test_implicit_calibration_is_told_with_every_file_that_shows_it(tmp_path):
     path = saved(tmp_path, float_layer())
     log = written(tmp_path, "build.log", trtexec(*missing_scale("/layer/Add", "/layer/norm1")))
