@@ -18,7 +18,7 @@ class Limited:
     """What a server allows."""
 
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that run the engine.")] = 1
-    max_batch: Annotated[int, typer.Option(min=1, help="Rows of a batch; fewer where the engine's.")] = 32
+    max_batch: Annotated[int, typer.Option(min=1, help="Rows of a batch at most.")] = 32
     max_wait_ms: Annotated[
         float, typer.Option(min=0, max=1000, help="That a row waits for others while an engine is free.")
     ] = 2.0
@@ -48,9 +48,9 @@ class Limited:
 @grouped
 def serve(
     run: RunFolder,
-    limited: Limited,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    limited: Limited = Limited(),
     no_fp32: Annotated[
         bool, typer.Option("--no-fp32", help="Without the FP32 twin to compare with.")
     ] = False,

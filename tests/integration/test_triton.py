@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.cpu.runtimes import compiled
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.export import export_triton
@@ -51,6 +52,15 @@ def test_the_chain_answers_as_the_run_did(repository, finished_run):
             made = repository.run(model, {"TEXT": column(texts[rows])})
             np.testing.assert_allclose(made["logits"], known[rows], atol=2e-2)
             assert (made["logits"].argmax(axis=1) == known[rows].argmax(axis=1)).all()
+
+
+def test_openvino_takes_a_graph_for_tensorrt_too(exported, repository):
+    pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
+    graph = (exported / "models" / "sst2_openvino" / "1" / "model.onnx").read_bytes()
+    tokens = repository.run("sst2_tokenizer", {"TEXT": column(["a good film", "awful"])})
+    made = compiled("openvino", graph, blob=False, compute="fp32").run(tokens)
+    known = repository.run("sst2_onnxruntime", tokens)
+    np.testing.assert_allclose(made["logits"], known["logits"], atol=5e-2)
 
 
 def test_its_tokens_are_those_of_the_run(repository, finished_run):
