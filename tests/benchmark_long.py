@@ -48,7 +48,7 @@ def write_stretched(source: Path, task: str, columns: list[str], length: int, ho
 def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> dict[str, Any]:
     """Accuracy and loss of one form on one length; the calibration rows may be of other lengths."""
     from qdqbench.eval.accuracy.compare import compare
-    from qdqbench.eval.accuracy.runners import on_gpu, placed, predict, torch_runner
+    from qdqbench.eval.accuracy.runners import evaluating, placed, predict, torch_runner
     from qdqbench.quantize.calibrate import ptq
     from qdqbench.quantize.recipe.schema import Recipe, load_recipe
     from qdqbench.quantize.rundir.config import run_config
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, data: Path, length: int, form: str) -> 
     (_, encoded) = next(iter(session.eval_splits.values()))
 
     def logits_of(model: Any) -> Any:
-        with on_gpu(model):
+        with evaluating(model):
             run = torch_runner(model)
             return predict(run, encoded, pad_id=session.pad_id, batch_size=16, stage="study")
 

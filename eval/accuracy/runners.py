@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.fakequant.quantizers import forward
+from qdqbench.quantize.fakequant.quantizers import forward, rounded_weights
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
 from qdqbench.quantize.machine.cpu import quota
@@ -66,19 +66,19 @@ def torch_runner(model: "PreTrainedModel") -> Predict:
 
 
 @contextmanager
-def on_gpu(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
-    """The model is on the GPU meanwhile, where torch has one, and fake-quantized by torch's own kernels.
+def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
+    """The model is on the GPU meanwhile, where torch has one; it is made and exported on the CPU.
 
-    It is made and exported on the CPU.
+    One with quantizers rounds its weights once, and its activations in the fewest steps.
     """
-    from qdqbench.quantize.fakequant.native import native
-
-    if gpu() is None:
-        yield model
-        return
     placed(model)
     try:
-        with native(model):
+        if any(name.endswith("weight_quantizer") for name, _ in model.named_modules()):
+            from qdqbench.quantize.fakequant.native import evaluated
+
+            with evaluated(model), rounded_weights(model):
+                yield model
+        else:
             yield model
     finally:
         cast("Any", model).to("cpu")

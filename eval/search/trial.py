@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.draw import draw_samples
-from qdqbench.eval.accuracy.runners import on_gpu, placed, predict, torch_runner
+from qdqbench.eval.accuracy.runners import evaluating, placed, predict, torch_runner
 from qdqbench.eval.search.results import Accuracy
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
@@ -104,7 +104,7 @@ class Workspace:
             CheckFailed: NaN or infinity.
         """
         size = self.session.config.batch_size
-        with on_gpu(model):
+        with evaluating(model):
             return predict(
                 torch_runner(model), encoded, pad_id=self.session.pad_id, batch_size=size, stage="fake_quant"
             )

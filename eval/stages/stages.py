@@ -9,7 +9,7 @@ import onnx
 
 from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.eval.accuracy.runners import on_gpu, onnxruntime_runner, placed, torch_runner
+from qdqbench.eval.accuracy.runners import evaluating, onnxruntime_runner, placed, torch_runner
 from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_stage, verify_stage
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import write_record
@@ -133,7 +133,7 @@ def onnxruntime(session: Session) -> list[Path]:
 
 
 def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
-    with on_gpu(model):
+    with evaluating(model):
         return evaluate_stage(session, stage, torch_runner(model))
 
 

@@ -10,15 +10,16 @@ the output of its layer nearer to FP32 is taken back.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.runs import first_inputs, hidden_of
-from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
+from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off, rounded_weights
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
 
@@ -63,9 +64,9 @@ def correct_biases(
                 _means(model, [name for group in groups for name in group]) as targets,
             ):
                 exact = run(exact)
-            with _rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
-                added |= _correct_layer(model, groups, targets, partial(run, states), exact)
-                states = run(states)
+            with rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
+                corrected, states = _correct_layer(model, groups, targets, partial(run, states), exact)
+            added |= corrected
     return added
 
 
@@ -75,28 +76,29 @@ def _correct_layer(
     targets: "dict[str, torch.Tensor]",
     run: "Callable[[], list[torch.Tensor]]",
     exact: "list[torch.Tensor]",
-) -> dict[str, list[float]]:
-    """Correct the groups of one layer, each for what it gets after the one before was corrected."""
+) -> "tuple[dict[str, list[float]], list[torch.Tensor]]":
+    """Correct the groups of one layer, each for what it gets after the one before was corrected.
+
+    Returns:
+        What was added to each bias, and the output of the layer with it for every batch.
+    """
     added: dict[str, list[float]] = {}
-    with _means(model, groups[0] if groups else []) as means:
-        error = _error(run(), exact)
+    with _means(model, chain.from_iterable(groups)) as means:
+        states = run()
+    error = _error(states, exact)
     for number, group in enumerate(groups):
         step = {name: (targets[name] - means[name]).float().cpu().tolist() for name in group}
         linears: dict[str, Any] = {name: model.get_submodule(name) for name in group}
         before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
         apply_biases(model, step)
-        following = groups[number + 1] if number + 1 < len(groups) else []
-        with _means(model, following) as next_means:
-            now = _error(run(), exact)
-        if now < error:
-            added, error = added | step, now
+        with _means(model, chain.from_iterable(groups[number + 1 :])) as new_means:
+            new_states = run()
+        if (now := _error(new_states, exact)) < error:
+            added, error, means, states = added | step, now, new_means, new_states
         else:
             for name, bias in before.items():
                 linears[name].bias.copy_(bias)
-            with _means(model, following) as next_means:
-                run()
-        means = next_means
-    return added
+    return added, states
 
 
 def _error(made: "list[torch.Tensor]", exact: "list[torch.Tensor]") -> float:
@@ -145,9 +147,12 @@ def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _calls(
-    model: "PreTrainedModel", runs: Mapping[str, int], batches: Iterable[Batch]
+    model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
 ) -> "tuple[list[torch.Tensor], dict[str, list[Given]]]":
-    """What the first layer reads for every batch, and what each layer gets besides: masks, positions."""
+    """What the first layer reads for every batch, and what each layer gets besides: masks, positions.
+
+    No layer runs meanwhile.
+    """
     given: dict[str, list[Given]] = {name: [] for name in runs}
 
     def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -158,6 +163,7 @@ def _calls(
         for name in runs:
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
+        hooks.enter_context(resumed(model, runs.total(), None))
         for batch in batches:
             forward(model, batch)
     # a shared layer gets the same in each of its runs
@@ -172,23 +178,6 @@ def _run(layer: Any, times: int, given: list[Given], states: "list[torch.Tensor]
             for state, (args, kwargs) in zip(states, given, strict=True)
         ]
     return states
-
-
-@contextmanager
-def _rounded_weights(model: "PreTrainedModel", linears: Iterable[str]) -> Iterator[None]:
-    """Round each weight once and not at every batch."""
-    found: list[Any] = [model.get_submodule(name) for name in linears]
-    found = [linear for linear in found if linear.weight_quantizer.is_enabled]
-    plain = [linear.weight.data for linear in found]
-    for linear in found:
-        linear.weight.data = linear.weight_quantizer(linear.weight.detach()).clone()
-        linear.weight_quantizer.disable()
-    try:
-        yield
-    finally:
-        for linear, weight in zip(found, plain, strict=True):
-            linear.weight.data = weight
-            linear.weight_quantizer.enable()
 
 
 @contextmanager

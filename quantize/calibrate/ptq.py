@@ -147,9 +147,9 @@ def calibrate(
     biases: dict[str, list[float]] = {}
     corrected = [name for name in plan.int8 if name not in straight_linears(plan)]
     if settings.bias_correction:
-        from qdqbench.quantize.fakequant.native import native
+        from qdqbench.quantize.fakequant.native import evaluated
 
-        with native(model) if model.device.type == "cuda" else contextlib.nullcontext():
+        with evaluated(model):
             biases = correct_biases(model, corrected, batches)
         notes += bias_notes(model, corrected)
     return CalibrationRecord(

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def resumed(
-    model: "PreTrainedModel", start: int, hidden: "torch.Tensor", stop: int | None = None
+    model: "PreTrainedModel", start: int, hidden: "torch.Tensor | None", stop: int | None = None
 ) -> Iterator[list[Any]]:
     """Let a model go on from a hidden state in the block; what it gets as tokens is not looked at.
 
     Args:
         model: changed only while the block runs.
         start: run of a layer that `hidden` is the input of, from 1 on; as many as there are: the head.
-        hidden: [B, L, hidden]; fewer tokens where all that follows reads the first ones only.
+        hidden: [B, L, hidden]; fewer tokens where all that follows reads the first ones only. None: of the
+            embeddings, which the runs before `start` then pass on.
         stop: the run before which the layers end; the logits then mean nothing. None: all runs.
 
     Yields:
@@ -40,8 +41,9 @@ def resumed(
     def run(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = next(numbers) % len(names)
         if not start <= number < stop:
-            return (hidden, None) if family.layers_return_tuples else hidden
-        given = (hidden, *args[1:]) if number == start else args
+            passed = args[0] if hidden is None else hidden
+            return (passed, None) if family.layers_return_tuples else passed
+        given = args if hidden is None or number != start else (hidden, *args[1:])
         output = own(*given, **kwargs)
         if number == stop - 1:
             made.append(hidden_of(output))

@@ -70,6 +70,13 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     )
 
 
+def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """ModelOpt's arithmetic on FP32 to the bit, without gradients; in place it is faster on a CPU."""
+    scale = prepared(quantizer)
+    values = inputs.contiguous() * scale.steps
+    return values.round_().clamp_(scale.low, INT8_MAX).div_(scale.divisors)
+
+
 @dataclass
 class _Scale:
     """Scales of a quantizer as the kernels want them, and the amax that they were made from."""
@@ -77,6 +84,8 @@ class _Scale:
     amax: torch.Tensor
     version: int
     low: int
+    steps: torch.Tensor  # codes of 1, shaped as the amax; 0 where the amax is 0 to FP16, as ModelOpt has it
+    divisors: torch.Tensor  # the same, and 1 there
     axis: int = 0
     per_tensor: float = 0.0  # a number, so that a kernel reads nothing from memory
     per_channel: torch.Tensor | None = None
@@ -101,7 +110,10 @@ def _prepare(quantizer: Any) -> _Scale:
         quantizer._buffers["_amax"] = quantizer._amax.clone()
     amax = quantizer._amax
     scales = amax.float() / INT8_MAX
-    found = _Scale(amax, amax._version, lowest_code(quantizer))
+    steps = torch.tensor(float(INT8_MAX), device=amax.device) / amax.float()
+    nothing = amax <= 2**-24
+    steps, divisors = steps.masked_fill(nothing, 0.0), steps.masked_fill(nothing, 1.0)
+    found = _Scale(amax, amax._version, lowest_code(quantizer), steps, divisors)
     if quantizer.axis is None:
         found.per_tensor = float(scales)
     else:
@@ -119,6 +131,7 @@ class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
     """TensorQuantizer with a short way through `forward`."""
 
     shared: Any = None  # what quantizes once for several quantizers: `native_modules.Shared`
+    exact: bool = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Fake-quantized `inputs`; ModelOpt's own way while it calibrates."""
@@ -133,7 +146,9 @@ class ShortQuantizer(TensorQuantizer):  # type: ignore[misc]
         factors = self._buffers.get("_pre_quant_scale")
         if factors is not None and self._enable_pre_quant_scale:
             inputs = inputs * factors
-        return inputs if self._disabled else fake_quantize(inputs, self)
+        if self._disabled:
+            return inputs
+        return quantize_exactly(inputs, self) if self.exact else fake_quantize(inputs, self)
 
     def _amax_setter_helper(self, value: torch.Tensor) -> None:
         super()._amax_setter_helper(value)

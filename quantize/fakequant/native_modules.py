@@ -58,11 +58,12 @@ class SharedQuantizer:
 
     def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
         """What `quantizer` makes of `inputs`; for another reader of the tensor, the same tensor again."""
-        if torch.compiler.is_compiling() or inputs.is_inference():
+        if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
         learnt = quantizer.__dict__.get("learnt")
         scale = prepared(quantizer).version if learnt is None else learnt.seen
-        state = (inputs._version, torch.is_grad_enabled(), scale)
+        version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
+        state = (version, torch.is_grad_enabled(), scale)
         if inputs is not self.inputs or state != self.state or id(quantizer) in self.served:
             self.inputs, self.state, self.served = inputs, state, set()
             self.output = quantizer.quantized(inputs)
@@ -102,6 +103,7 @@ def lengthen(module: nn.Module) -> None:
     if isinstance(module, TensorQuantizer):
         forget_scale(module)
         module.__dict__.pop("shared", None)
+        module.__dict__.pop("exact", None)
 
 
 def readers_of_one_tensor(model: "PreTrainedModel") -> Iterator[list[Any]]:

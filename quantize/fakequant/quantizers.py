@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,3 +123,24 @@ def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
     finally:
         for quantizer in enabled:
             quantizer.enable()
+
+
+@contextmanager
+def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
+    """Round the weights of quantized linears (all, if None) once, and not at every batch."""
+    import torch
+
+    names = [n.rpartition(".")[0] for n in enabled_quantizers(model) if quantizer_kind(n) == "weight"]
+    wanted = set(names if linears is None else linears)
+    found: list[Any] = [model.get_submodule(name) for name in names if name in wanted]
+    plain = [linear.weight.data for linear in found]
+    with torch.inference_mode():
+        for linear in found:
+            linear.weight.data = linear.weight_quantizer(linear.weight.detach()).clone()
+            linear.weight_quantizer.disable()
+    try:
+        yield
+    finally:
+        for linear, weight in zip(found, plain, strict=True):
+            linear.weight.data = weight
+            linear.weight_quantizer.enable()

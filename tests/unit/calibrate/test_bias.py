@@ -108,8 +108,9 @@ def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
     quantizers = {
         name: (type(q), q.amax.clone()) for name, q in quantizers_module.enabled_quantizers(model).items()
     }
-    with native.native(model):
-        ours = correct_biases(model, plan.int8, calibration_batches())
+    native.use_native(model)
+    ours = correct_biases(model, plan.int8, calibration_batches())
+    native.use_modelopt(model)
     assert list(ours) == list(expected)
     assert len(ours) >= 8
     for name, values in ours.items():

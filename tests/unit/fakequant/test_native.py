@@ -22,7 +22,15 @@ from qdqbench.quantize.fakequant import learnt_scales, native, quantizers
 from qdqbench.quantize.fakequant import modelopt as private
 from qdqbench.quantize.recipe.plan import Plan
 
-from ...support.tiny_bert import ATTENTIONS, LINEARS, Quantized, calibrate, padded_batch, recipe_with
+from ...support.tiny_bert import (
+    ATTENTIONS,
+    LINEARS,
+    Quantized,
+    calibrate,
+    calibration_batches,
+    padded_batch,
+    recipe_with,
+)
 
 RECIPES: dict[str, dict[str, Any]] = {
     "linears": {},
@@ -220,12 +228,34 @@ def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
     model, expected = fake_quant.model, logits(fake_quant.model)
     kinds = {name: type(module) for name, module in model.named_modules()}
     monkeypatch.setattr(runners, "gpu", lambda: torch.device("cpu"))  # stands for one
-    with runners.on_gpu(model) as placed:
+    with runners.evaluating(model) as placed:
         ours = torch.from_numpy(runners.torch_runner(placed)(padded_batch()))
         assert {q.backend for q in quantizers.enabled_quantizers(placed).values()} == {native.BACKEND}
     assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
     assert torch.equal(logits(model), expected)
     assert {name: type(module) for name, module in model.named_modules()} == kinds
+
+
+def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: Quantized) -> None:
+    model = fake_quant.model
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    batches = [*calibration_batches(), padded_batch()]
+    run = runners.torch_runner(model)
+    expected = [run(batch) for batch in batches]
+    with runners.evaluating(model):
+        for batch, wanted in zip(batches, expected, strict=True):
+            np.testing.assert_array_equal(run(batch), wanted)
+    np.testing.assert_array_equal(run(batches[0]), expected[0])
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
+    quantizer = quantizer_of([[2e-8], [1.0]], axis=0)
+    values = torch.tensor([[1e-8, 2e-8], [0.3, -2.0]])
+    with torch.inference_mode():
+        expected = quantizer(values)
+        assert torch.equal(private.quantize_exactly(values, quantizer), expected)
+    assert not expected[0].any()
 
 
 def test_every_weight_gets_a_gradient(fake_quant: Quantized) -> None:
