@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.eval.accuracy.runners import on_gpu, predict, torch_runner
+from qdqbench.eval.accuracy.runners import evaluating, predict, torch_runner
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.rundir.session import Session
 
@@ -60,7 +60,7 @@ def probed(session: Session) -> Pace:
     part = encoded.part(np.linspace(0, len(encoded.gold) - 1, count).astype(np.int64))
     model, size = session.fp32_model, session.config.batch_size
     first = part.part(np.arange(1))
-    with on_gpu(model):
+    with evaluating(model):
         for each in (first, part):  # the first one warms up
             start = time.perf_counter()
             predict(torch_runner(model), each, pad_id=session.pad_id, batch_size=size, stage="fp32")
