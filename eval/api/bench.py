@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from qdqbench.eval.api.runs import silent
-from qdqbench.eval.bench.cell import BenchOptions
+from qdqbench.eval.bench.cell import BenchOptions, Makers
 from qdqbench.eval.bench.real import real_splits
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.target import Target, check_lengths, model_target, run_target
+from qdqbench.eval.bench.target import Target, check_lengths, model_target, recipe_for, run_target
 from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.cpubench.cell import cpu_makers
 from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
@@ -19,13 +19,10 @@ from qdqbench.eval.gpubench.cell import gpu_makers
 from qdqbench.eval.gpubench.contestants import TABLE
 from qdqbench.eval.runs.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.pooling import Pooling
-from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.cpu import find_cpu
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.rundir.config import asked_pooling, find_recipe
+from qdqbench.quantize.rundir.config import asked_pooling
 from qdqbench.quantize.rundir.session import read_config
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
@@ -114,7 +111,7 @@ def bench(  # noqa: PLR0913
     for option, value in (("--seconds", seconds), ("--compile-seconds", compile_seconds)):
         if not value > 0:
             raise UserError(f"{option} is {value}; give a positive number")
-    asked_recipe = read_config(path).recipe if path else _recipe(str(model), recipe)
+    asked_recipe = read_config(path).recipe if path else recipe_for(str(model), recipe)
     if asked_recipe.auto_shapes and path is None and profile != "static":
         raise UserError(
             f"the shapes of recipe {asked_recipe.name} are those of a run's data (shapes: auto); give its "
@@ -152,18 +149,8 @@ def bench(  # noqa: PLR0913
     )
     with ExitStack() as stack:
         makers = cpu_makers() if cpu else gpu_makers(backend, stack)
-        begun = options
-
-        def ready(run: Path) -> None:
-            makers.start(run, begun)
-
-        chosen, folder = _open(path, model, recipe, Path(out) if out else None, options, asked, ready)
-        for other in also or ():
-            made, _ = _open(None, model, other, folder / "also" / Path(other).stem, options, asked)
-            name = made.session.recipe.name
-            if name in {chosen.session.recipe.name, *chosen.also}:
-                raise UserError(f"two recipes to measure are called {name!r}; give one another name")
-            chosen.also[name] = made
+        place = _folder(path, model, recipe, out)
+        chosen = _open_all(path, model, (recipe, *(also or ())), place, options, asked, makers)
         if real_lengths is not None:
             splits = real_splits(
                 chosen,
@@ -181,15 +168,15 @@ def bench(  # noqa: PLR0913
             makers,
             command=command,
             backend=backend,
-            save=lambda result: write_bench(folder / BENCH_FILE, result),
+            save=lambda result: write_bench(place / BENCH_FILE, result),
             announce=progress,
         )
     if prepare:
         return found
-    refreshed, why = refresh_reports(folder)
+    refreshed, why = refresh_reports(place)
     if why:
         found = found.model_copy(update={"warnings": [*found.warnings, why]})
-    for report in [*write_bench_reports(found, folder), *refreshed]:
+    for report in [*write_bench_reports(found, place), *refreshed]:
         written(report)
     return found
 
@@ -232,28 +219,44 @@ def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> t
     return running, tuple(count for count in counts if count <= running)
 
 
-def _recipe(model: str, recipe: str | None) -> Recipe:
-    """The recipe for a model folder or a published size, without training."""
-    name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)
-    found = load_recipe(name, lambda: family_of(shape["model_type"])) if shape else find_recipe(name, model)
-    return found.ptq
+def _folder(target: Path | None, model: str | None, recipe: str | None, out: str | Path | None) -> Path:
+    """Where a bench and its files go."""
+    if out or target:
+        return Path(out or target or "")
+    name = recipe_for(str(model), recipe).name
+    return Path("runs") / f"bench-{Path(str(model)).name}-{name}"
 
 
-def _open(  # noqa: PLR0913, PLR0917
+def _open_all(  # noqa: PLR0913, PLR0917
     target: Path | None,
     model: str | None,
-    recipe: str | None,
-    out: Path | None,
+    recipes: Sequence[str | None],
+    folder: Path,
     options: BenchOptions,
     pooling: Pooling | None,
-    ready: Callable[[Path], None] = silent,
-) -> tuple[Target, Path]:
+    makers: Makers,
+) -> Target:
+    """The target by the first recipe, with those by the others, which are exported beside it."""
     if target is not None:
         found = run_target(target)
-        ready(target)
-        return found, out or target
+        makers.start(target, options)
+        return found
     assert model is not None
-    loaded = _recipe(model, recipe)
-    folder = out or Path("runs") / f"bench-{Path(model).name}-{loaded.name}"
-    longest = max(options.lengths)
-    return model_target(model, loaded, folder / "work", options.seed, longest, pooling, ready), folder
+    first, *others = recipes
+    places = {str(other): folder / "also" / Path(str(other)).stem / "work" for other in others}
+    waits = [
+        makers.export(model, other, place, options) for other, place in places.items() if pooling is None
+    ]
+    chosen, seed, longest = recipe_for(model, first), options.seed, max(options.lengths)
+    found = model_target(
+        model, chosen, folder / "work", seed, longest, pooling, lambda run: makers.start(run, options)
+    )
+    for wait in waits:
+        wait()
+    for other, place in places.items():
+        made = model_target(model, recipe_for(model, other), place, seed, longest, pooling)
+        name = made.session.recipe.name
+        if name in {found.session.recipe.name, *found.also}:
+            raise UserError(f"two recipes to measure are called {name!r}; give one another name")
+        found.also[name] = made
+    return found

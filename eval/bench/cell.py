@@ -96,6 +96,10 @@ class Makers:
     prepare: Callable[[Target, BenchOptions, CellShape, Sequence[BenchContestant], ExitStack], list[Entry]]
     # beside the export, from a run directory whose model can be loaded
     start: Callable[[Path, BenchOptions], None] = lambda run, options: None
+    # beside that: exports a model by another recipe into a folder, and gives a function that waits for it
+    export: Callable[[str, str, Path, BenchOptions], Callable[[], None]] = (
+        lambda model, recipe, folder, options: lambda: None
+    )
     # for all shapes, once it is exported
     ahead: Callable[[Target, BenchOptions, Callable[[str], None]], None] = lambda target, options, say: None
 

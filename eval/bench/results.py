@@ -229,12 +229,16 @@ def _without(cell: BenchCell, names: set[str], rest: Sequence[BenchContestant]) 
 def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str]]) -> list[BenchSpeedup]:
     """INT8 engines over each other contestant, and the others over the FP16 twin.
 
+    By another recipe (`int8-RECIPE`, on a GPU) an engine is over each contestant without INT8, too.
+
     Args:
         reasons: why INT8 is slower than its FP16 twin; called only when it is.
     """
     done = {row.contestant: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
-    pairs += [(name, "fp16") for name in done if name not in (*OURS, "fp16")] + [OURS[::-1]]
+    more = [name for name in done if "fp16" in done and name.startswith("int8-") and name not in OURS]
+    pairs += [(own, name) for own in more for name in done if not name.startswith("int8")]
+    pairs += [(name, "fp16") for name in done if name not in (*OURS, *more, "fp16")] + [OURS[::-1]]
     found = []
     for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
         ratio = speedup(done[over].round_ms, done[name].round_ms, seed)
@@ -264,11 +268,16 @@ def headline_of(contestants: Sequence[BenchContestant], cell: BenchCell) -> Benc
 
     On a CPU, where nothing runs in FP16, over the fastest in BF16 or FP32.
     """
-    precision = {about.name: about.precision for about in contestants}
-    floats = {"fp16", "bf16"} if "fp16" in precision.values() else {"bf16", "fp32"}
     medians = {row.contestant: row.median_ms for row in cell.rows if row.median_ms is not None}
     ours = min((name for name in OURS if name in medians), key=medians.__getitem__, default="")
-    found = [s for s in cell.speedups if s.contestant == ours and precision.get(s.over) in floats]
+    return over_fastest(contestants, cell, ours)
+
+
+def over_fastest(contestants: Sequence[BenchContestant], cell: BenchCell, name: str) -> BenchSpeedup | None:
+    """One INT8 contestant over the fastest in FP16, on a CPU in BF16 or FP32; None where not measured."""
+    precision = {about.name: about.precision for about in contestants}
+    floats = {"fp16", "bf16"} if "fp16" in precision.values() else {"bf16", "fp32"}
+    found = [s for s in cell.speedups if s.contestant == name and precision.get(s.over) in floats]
     return min(found, key=lambda ratio: ratio.value, default=None)
 
 

@@ -1,5 +1,6 @@
 """What a bench measures: a finished run, a model folder, or a built-in shape with random weights."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,19 +16,21 @@ from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_named, family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.rundir import artifacts
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
+from qdqbench.quantize.rundir.config import find_recipe
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qdqbench.quantize.core.results import EngineResult
 
 RANDOM_IDS = "random token ids: accuracy means nothing"
 TWINS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
@@ -40,7 +43,6 @@ class Target:
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
     also: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
-    built: "dict[str, EngineResult]" = field(default_factory=dict)  # by the engine's path
     stack: ExitStack = field(default_factory=ExitStack)  # removes them, at the end of a bench
 
     @property
@@ -48,6 +50,11 @@ class Target:
         """ONNX files by precision, INT8 first."""
         paths = {name: self.session.folder / file for name, file in TWINS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
+
+    @functools.cached_property
+    def gemms(self) -> list[str]:
+        """ONNX nodes that must run in INT8."""
+        return artifacts.expected_gemms(self.session)
 
     @property
     def family(self) -> Family:
@@ -58,6 +65,13 @@ class Target:
     def vocabulary(self) -> int:
         """Number of token ids."""
         return self.about.shape["vocabulary"]
+
+
+def recipe_for(model: str, recipe: str | None) -> Recipe:
+    """The recipe for a model folder or a published size, without training."""
+    name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)
+    found = load_recipe(name, lambda: family_of(shape["model_type"])) if shape else find_recipe(name, model)
+    return found.ptq
 
 
 def run_target(folder: Path) -> Target:

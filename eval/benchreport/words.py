@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from qdqbench.eval.bench.results import (
+    OURS,
     PEERS,
     Bench,
     BenchCell,
     BenchSpeedup,
     cell_label,
     headline_of,
+    over_fastest,
     peer_doubt,
     row_of,
     speedup_of,
@@ -168,15 +170,21 @@ def headline_marks(bench: Bench, cell: BenchCell) -> list[Mark]:
 
 
 def ratio_rows(bench: Bench) -> list[tuple[str, list[Mark]]]:
-    """Other ratios that tables show, by shape: of twins, of torch.compile, of other quantizers."""
+    """Other ratios that tables show, by shape: of twins, of other recipes, over other quantizers."""
     names = {about.name: about.label for about in bench.contestants}
-    others = [("int8", name) for name in names if name.startswith("int8-") and bench.device == "gpu"]
     measured = {(s.contestant, s.over) for cell in bench.cells for s in cell.speedups}
-    return [
+    others = [name for name in names if name.startswith("int8-") and name not in OURS]
+    rows = [
+        (f"{names[a]} over {names[b]}", [ratio_mark(speedup_of(cell, a, b)) for cell in bench.cells])
+        for a, b in COMPARED
+        if (a, b) in measured
+    ]
+    title = headline_title(bench).removeprefix("INT8 ")
+    return rows + [
         (
-            f"{names[ours]} over {names[over]}",
-            [ratio_mark(speedup_of(cell, ours, over)) for cell in bench.cells],
+            f"{names[name]} {title}",
+            [ratio_mark(over_fastest(bench.contestants, cell, name)) for cell in bench.cells],
         )
-        for ours, over in (*COMPARED, *others)
-        if (ours, over) in measured
+        for name in others
+        if bench.device == "gpu"
     ]

@@ -34,6 +34,10 @@ class Background:
         if task not in self._waiting:
             self._waiting[task] = self._pool.submit(self._run, task, arguments, seconds)
 
+    def ended(self, task: str) -> None:
+        """Until one task has ended."""
+        self._waiting[task].result()  # type: ignore[attr-defined]
+
     def wait(self) -> None:
         """Until all tasks have ended."""
         for each in list(self._waiting.values()):

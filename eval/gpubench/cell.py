@@ -89,6 +89,11 @@ def gpu_makers(backend: tuple[str, str], stack: ExitStack) -> Makers:
             for shape in shapes(options):
                 _compile(shared, run, mode, shape, options.compile_seconds)
 
+    def export(model: str, recipe: str, folder: Path, options: BenchOptions) -> Callable[[], None]:
+        given = [str(folder), model, recipe, str(options.seed), str(max(options.lengths))]
+        shared.background.add(f"export {folder}", ["export", *given], BUILD_S)
+        return partial(shared.background.ended, f"export {folder}")
+
     def ahead(target: Target, options: BenchOptions, announce: Callable[[str], None]) -> None:
         target.stack.callback(shared.models.clear)
         if options.real:
@@ -116,7 +121,7 @@ def gpu_makers(backend: tuple[str, str], stack: ExitStack) -> Makers:
         inputs = [to_device(batch) for batch in input_sets(target, options, shape)]
         return _prepare(Work(target, options, shape, shared, stack, inputs), listed)
 
-    return Makers(partial(contestants, backend=" ".join(backend)), prepare, start, ahead)
+    return Makers(partial(contestants, backend=" ".join(backend)), prepare, start, export, ahead)
 
 
 def _compile(shared: Shared, run: Path, mode: str, shape: CellShape, seconds: float) -> None:
@@ -170,7 +175,9 @@ def _prepare(work: Work, listed: Sequence[BenchContestant]) -> list[Entry]:
         ready = Contestant(kind.name, kind.precision, made, timer)
         return Entry(row, ready, kernels=partial(kernels_of, made[0]))
 
-    return gather(make, listed, peers=[name for name, kind in kinds.items() if not kind.profile])
+    return gather(
+        make, listed, peers=[kind.name for kind in kinds.values() if not kind.profile or kind.recipe]
+    )
 
 
 def _peer(work: Work, kind: Kind) -> Callable[[int, int, Any], peers.TorchRun]:

@@ -2,6 +2,7 @@
 
     python -m qdqbench.eval.gpubench.children compile RUN MODE SHAPES
     python -m qdqbench.eval.gpubench.children engine SPEC
+    python -m qdqbench.eval.gpubench.children export FOLDER MODEL RECIPE SEED LONGEST
 
 Prints a line of JSON, {"error": ""}.
 """
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.target import model_target, recipe_for
 from qdqbench.eval.gpubench.engines import EngineSpec, make, marker
 from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.rundir.session import Session, read_config
@@ -37,6 +39,11 @@ def compile_shapes(run: Path, mode: str, pairs: Sequence[tuple[int, int]]) -> No
             made.touch()
 
 
+def export_recipe(folder: Path, model: str, recipe: str, seed: int, longest: int) -> None:
+    """Export a model by a recipe, as the bench does that takes it up afterwards."""
+    model_target(model, recipe_for(model, recipe), folder, seed, longest)
+
+
 def make_engine(spec: EngineSpec) -> None:
     """Build an engine, and run every shape once, so that its runtime cache holds their kernels."""
     make(spec)
@@ -51,6 +58,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if what == "compile":
             compile_shapes(Path(arguments[1]), arguments[2], json.loads(arguments[3]))
+        elif what == "export":
+            model, recipe, seed, longest = arguments[2:]
+            export_recipe(Path(arguments[1]), model, recipe, int(seed), int(longest))
         else:
             make_engine(EngineSpec.model_validate_json(arguments[1]))
     except Exception as caught:  # compilers fail in a hundred ways; the bench says which

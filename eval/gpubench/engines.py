@@ -61,7 +61,7 @@ def specs_of(target: Target, kind: Kind, shape: CellShape) -> dict[Pair, EngineS
     owner, int8 = owner_of(target, kind), kind.precision == "int8"
     session, found = owner.session, dict[Pair, EngineSpec]()
     profiles = profiles_of(owner, kind.profile, shape)
-    gemms, attention = (artifacts.expected_gemms(session), len(session.plan.attention)) if int8 else ([], 0)
+    gemms, attention = (owner.gemms, len(session.plan.attention)) if int8 else ([], 0)
     for pair in shape.bound:
         profile = profiles[choose_profile(profiles, *pair)]
         sizes = "-".join("x".join(map(str, size)) for size in (profile.min, profile.opt, profile.max))

@@ -87,6 +87,18 @@ def test_the_fastest_int8_engine_is_the_one_that_is_compared():
     assert slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
 
 
+def test_another_recipe_is_over_the_fastest_fp16_too():
+    bench = sample_bench()
+    mine = BenchContestant(name="int8-mine", label="INT8 engine, mine", precision="int8", backend="")
+    bench.contestants.insert(1, mine)
+    cell = bench.cells[0]
+    cell.rows.insert(1, sample_row("int8-mine", 0.6, 1))
+    cell.speedups = speedups(cell.rows, 0, list)
+    assert headline_of(bench.contestants, cell).contestant == "int8"  # what the bench is about
+    assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
+    assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
+
+
 def test_other_ratios_stand_under_it():
     marks = column(sample_bench(), "b1 s128")
     assert marks["INT8 engine"] == Mark("0.8")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qdqbench.eval.bench.random_model import random_ids_task
+from qdqbench.eval.bench.target import model_target, recipe_for
 from qdqbench.eval.gpubench import ahead, children
 from qdqbench.eval.gpubench.ahead import background
 from qdqbench.eval.gpubench.children import main
@@ -100,6 +101,15 @@ def test_a_child_compiles_every_shape_and_marks_what_is_done(run, monkeypatch, c
     assert {row[:2] + row[3:] for row in asked} == {("default", False, torch.float16, True)}
     assert marker(run / "bench", "default", (2, 16)).is_file()
     assert not marker(run / "bench", "default", (3, 8)).is_file()
+
+
+def test_a_child_exports_what_the_bench_takes_up(tiny_bert, tmp_path, capsys):
+    folder = tmp_path / "work"
+    main(["export", str(folder), str(tiny_bert), "bert-fp16", "0", "16"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"error": ""}
+    made = (folder / "model.fp16.onnx").stat().st_mtime_ns
+    target = model_target(str(tiny_bert), recipe_for(str(tiny_bert), "bert-fp16"), folder, 0, 16)
+    assert target.twins["fp16"].stat().st_mtime_ns == made
 
 
 def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, capsys):
