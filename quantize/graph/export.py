@@ -159,7 +159,7 @@ def finish_graph(
         raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
     if folded:
         share_scaled_inputs(model)
-        drop_zero_biases(model)
+        drop_zero_biases(model, _straight(plan))
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
@@ -174,6 +174,17 @@ def finish_graph(
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)
     return model
+
+
+def _straight(plan: Plan) -> list[str]:
+    """Linears that may come without a bias: those of k and v with one weight scale, before INT8 attention."""
+    if not plan.attention:
+        return []
+    return [
+        name
+        for name, scales in plan.int8.items()
+        if scales == "tensor" and plan.family.role(name) in ("key", "value")
+    ]
 
 
 def write_graph(

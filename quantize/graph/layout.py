@@ -33,27 +33,28 @@ def tokens_first(model: onnx.ModelProto) -> int:
         recognised, or something between two of them is not computed for every token alone.
     """
     index = GraphIndex(model)
-    norms = (node.output[0] for node in model.graph.node if node.op_type == "LayerNormalization")
-    start, region = next(
-        ((name, found) for name in norms if (found := _walk(index, name, _OUT)).out), ("", None)
-    )
-    if region is None or len(region.into) not in (len(region.out), 3 * len(region.out)):
+    norms = [node for node in model.graph.node if node.op_type == "LayerNormalization"]
+    regions = ((norm, _walk(index, norm.output[0], _OUT)) for norm in norms)
+    norm, region = next((found for found in regions if found[1].out), (None, _Region(set())))
+    if norm is None or len(region.into) not in (len(region.out), 3 * len(region.out)):
         return 0
     _turn_heads(model, index, region)
-    first, inside = f"{start}/tokens_first", {id(node) for node in region.inside}
-    made = {start: [turn(start, first, _START)]}
+    inside = {id(node) for node in region.inside}
+    behind: dict[int, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         if _first_token(index, node) and node.input[0] in region.tensors:
             _set(node, "axis", 0)
             inside.add(id(node))
         for position, name in enumerate(node.input):
-            if name == start and id(node) in inside:
-                node.input[position] = first
-            elif name in region.tensors and name != start and id(node) not in inside:
+            if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
-                made.setdefault(name, [turn(name, back, f"{_BACK}_{len(made)}")])
-    behind = {id(index.producers[name]): nodes for name, nodes in made.items()}
-    replace_nodes(model, [new for node in model.graph.node for new in (node, *behind.get(id(node), []))])
+                behind.setdefault(id(index.producers[name]), [turn(name, back, f"{_BACK}_{len(behind)}")])
+    # ahead of the LayerNorm, where the kernel of the embeddings does it by the way
+    first = turn(norm.input[0], f"{norm.input[0]}/tokens_first", _START)
+    norm.input[0] = first.output[0]
+    nodes = [new for node in model.graph.node for new in (node, *behind.get(id(node), []))]
+    nodes.insert(nodes.index(norm), first)
+    replace_nodes(model, nodes)
     prune(model)
     return len(region.out)
 

@@ -5,6 +5,7 @@ operands along K. Stored [K, N] they still run in INT8, and slower than FP16 (do
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import numpy as np
 import onnx
@@ -182,8 +183,13 @@ def _middle(scales: Float32) -> np.float32:
     return np.float32(np.exp2(np.rint(extremes / 2)))
 
 
-def drop_zero_biases(model: onnx.ModelProto) -> int:
-    """Remove the Adds of linears' biases that are zero, in place.
+def drop_zero_biases(model: onnx.ModelProto, linears: Collection[str]) -> int:
+    """Remove the Adds of biases that are zero, in place.
+
+    Args:
+        model: graph after `fold_weights`.
+        linears: modules whose biases calibration has moved elsewhere. Others stay as they are: a model with
+            random weights, whose biases are all zero, is measured with the kernels of a trained one.
 
     Returns:
         Adds that were removed.
@@ -191,7 +197,7 @@ def drop_zero_biases(model: onnx.ModelProto) -> int:
     index = GraphIndex(model)
     replaced: dict[str, str] = {}
     for node in model.graph.node:
-        product = _biased(index, node)
+        product = _biased(index, node) if module_of(node.name) in linears else ""
         bias = index.constant(node.input[1 - list(node.input).index(product)]) if product else None
         if product and bias is not None and bias.ndim == 1 and not bias.any():
             replaced[node.output[0]] = product

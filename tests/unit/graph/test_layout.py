@@ -1,11 +1,13 @@
 """Tokens first: the same numbers in another order, and q, k and v that no kernel copies."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import helper
 
 from qdqbench.eval.accuracy.parity import compare_layers
@@ -74,8 +76,8 @@ def test_what_is_turned_is_known(tiny_bert: Path) -> None:
     assert tokens_first(graph) == LAYERS
     ends = {n.output[0] for n in graph.graph.node if n.op_type == "LayerNormalization" and "layer" in n.name}
     assert ends <= turned(graph)
-    inputs = {value.name for value in graph.graph.input}
-    assert turned(graph).isdisjoint(inputs | {_norms(graph)[0]})  # the embeddings are as they were
+    assert _norms(graph)[0] in turned(graph)  # of the embeddings
+    assert turned(graph).isdisjoint(value.name for value in graph.graph.input)
 
 
 def _norms(graph: onnx.ModelProto) -> list[str]:
@@ -143,6 +145,24 @@ def test_bisect_finds_no_fault_in_a_right_graph(straight: Quantized, tmp_path: P
     found = bisect(tmp_path / "model.onnx", batch, run_onnxruntime, run_onnxruntime, family=BERT)
     assert found.block is None
     assert len(found.blocks) == LAYERS + 2
+
+
+def test_biases_that_are_zero_in_the_model_itself_stay(straight: Quantized) -> None:
+    model = copy.deepcopy(straight.model)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("dense.bias") or name.endswith("query.bias"):
+                value.zero_()
+    settings = ExportSettings(20, "fp32", "factored", False)
+    adds = [
+        {
+            n.name
+            for n in finish_graph(trace(each, 20), straight.plan, settings).graph.node
+            if n.op_type == "Add"
+        }
+        for each in (model, straight.model)
+    ]
+    assert adds[0] == adds[1]
 
 
 def test_nothing_stands_between_the_gemms_of_k_and_v_and_the_attention(
