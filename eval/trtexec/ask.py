@@ -14,10 +14,10 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8, backend_of, engine_profiles, graph_path
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.trtexec.plan import FOLDER, Case, Feeds, Inputs, Plan, write_plan
+from qdqbench.quantize.trtexec.plan import FOLDER, Case, Feeds, Graph, Inputs, Plan, write_plan
 from qdqbench.quantize.trtexec.replay import Recorder, case_of
 
-GRAPHS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
+GRAPHS: dict[Graph, str] = {"int8": INT8, "fp16": FP16, "fp32": FP32}
 
 
 def require_tensorrt(session: Session) -> None:

@@ -44,7 +44,9 @@ def bench_of_times(run: Path, command: str) -> Bench:
         raise UserError(f"{folder} has no {name_list(lost)}; go on with its {SCRIPT}")
     builder = read_builder(folder / f"{plan.graph}.log")
     made = f"tensorrt {builder.version}"
-    tables = {graph: read_table(folder / f"{graph}.layers.json") for graph in plan.onnx}
+    tables: dict[str, list[LayerRow]] = {
+        graph: read_table(folder / f"{graph}.layers.json") for graph in plan.onnx
+    }
     built = read_built(run)
     cells = [
         _cell(name, case, {graph: read_times(stems[name, graph]) for graph in plan.onnx}, tables, built)
@@ -60,7 +62,7 @@ def bench_of_times(run: Path, command: str) -> Bench:
         recipe=target.session.recipe.model_dump(mode="json"),
         settings=_settings(plan, target.session.config.seed, target.about.calibration),
         contestants=[
-            BenchContestant(name=graph, label=f"{graph.upper()} engine", precision=graph, backend=made)  # type: ignore[arg-type]
+            BenchContestant(name=graph, label=f"{graph.upper()} engine", precision=graph, backend=made)
             for graph in plan.onnx
         ],
         cells=cells,

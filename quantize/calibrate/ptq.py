@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate import smoothing, softmax, splitting
+from qdqbench.quantize.calibrate import given, smoothing, softmax, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_biases
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
@@ -103,7 +103,7 @@ def calibrate(
         progress: called with the number of samples of each batch.
 
     Raises:
-        UserError: no batches.
+        UserError: no batches, or given amax of quantizers that are not there.
         CheckFailed: weights or an amax that are not finite, positive and plausible, or that an INT8 residual
             and the linears that read the same tensor do not share; names every layer.
     """
@@ -125,6 +125,7 @@ def calibrate(
             )
 
     quantizers = insert_quantizers(model, plan)
+    fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
     moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
     chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
     centers = {name: center for name, center in chosen.centers.items() if name not in straight(plan)}
@@ -141,6 +142,8 @@ def calibrate(
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     round_weight_scales(quantizers)
+    replaced = given.impose(quantizers, fixed)
+    notes += given.notes(fixed, replaced)
     states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     require_shared(states, plan)
@@ -160,6 +163,7 @@ def calibrate(
         centers=added,
         biases=biases,
         softmax=chosen.loss,
+        replaced=replaced,
         seed=settings.seed,
         data={"samples": len(lengths), **_lengths(lengths)},
         notes=notes,

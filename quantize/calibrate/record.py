@@ -64,6 +64,7 @@ class CalibrationRecord(Tabular):
     centers: dict[str, list[float]] = {}
     biases: dict[str, list[float]] = {}  # linear -> what bias correction added, float32 values
     softmax: list[SoftmaxRow] = []  # of INT8 attentions
+    replaced: dict[str, float] = {}  # quantizer whose amax the recipe gives -> what calibration found
     seed: int
     data: dict[str, Any]  # source, split, fingerprint, samples, tokens, lengths
     notes: list[str]
@@ -71,7 +72,9 @@ class CalibrationRecord(Tabular):
 
     def rows(self) -> list[QuantizerRow]:
         """The quantizers as rows of results.json."""
-        return [quantizer_row(name, state) for name, state in self.quantizers.items()]
+        return [
+            quantizer_row(name, state, self.replaced.get(name)) for name, state in self.quantizers.items()
+        ]
 
 
 def read_record(path: Path) -> CalibrationRecord:
@@ -116,8 +119,8 @@ def _implausible(state: QuantizerState) -> str | None:
     return None
 
 
-def quantizer_row(name: str, state: QuantizerState) -> QuantizerRow:
-    """A quantizer as a row of results.json."""
+def quantizer_row(name: str, state: QuantizerState, found: float | None = None) -> QuantizerRow:
+    """A quantizer as a row of results.json; `found` by calibration, where the recipe gives another amax."""
     values = np.atleast_1d(np.asarray(state.amax, dtype=np.float64))
     return QuantizerRow(
         name=name,
@@ -127,6 +130,7 @@ def quantizer_row(name: str, state: QuantizerState) -> QuantizerRow:
         amax=float(values.max()),
         amax_min=float(values.min()),
         amax_over_rms=float(values.max() / state.rms) if state.rms else None,
+        amax_found=found,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from qdqbench.quantize.cli import bench, build, run, serve, train
-from qdqbench.quantize.cli.choose import auto, search, sensitivity
+from qdqbench.quantize.cli.choose import auto, from_cache, search, sensitivity
 from qdqbench.quantize.cli.look import compare, diagnose, doctor, inspect
 from qdqbench.quantize.machine import interrupt, threads
 
@@ -24,6 +24,7 @@ STAGE_COMMANDS = {
     "report": "Write results.json, report.md and report.html.",
 }
 
+run.recipes_app.command("from-cache")(from_cache.from_cache)
 app.add_typer(run.recipes_app, name="recipes")
 app.command()(run.run)
 app.command()(auto.auto)

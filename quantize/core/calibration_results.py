@@ -15,6 +15,7 @@ class QuantizerRow(Strict):
     amax: float  # the largest, when per-channel
     amax_min: float
     amax_over_rms: float | None  # outlier measure of an activation: amax / root mean square
+    amax_found: float | None = None  # by calibration, where the recipe gives another
 
 
 class SoftmaxRow(Strict):

@@ -91,7 +91,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; run the stage that writes it first") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, not text, or a number of any length
         raise UserError(f"{path} is not valid JSON ({error}); delete it and run the stage again") from error
 
 

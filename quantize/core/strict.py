@@ -39,6 +39,5 @@ def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
-        raise UserError(
-            f"{path} is no {what} of this version of qdqbench ({where}: {first['msg']}); {again}"
-        ) from error
+        told = "".join(c if c.isprintable() else "?" for c in f"{where[:100]}: {first['msg'][:200]}")
+        raise UserError(f"{path} is no {what} of this version of qdqbench ({told}); {again}") from error

@@ -9,7 +9,7 @@ from pydantic import (
     model_validator,
 )
 
-from qdqbench.quantize.core.limits import BackendChoice
+from qdqbench.quantize.core.limits import FP16_MAX, BackendChoice
 from qdqbench.quantize.core.strict import Frozen, Positive
 from qdqbench.quantize.families.known import FAMILIES, describe, known_family
 from qdqbench.quantize.recipe.layout import Layout
@@ -195,7 +195,20 @@ class Calibration(Frozen):
         "output of each attention is nearest to FP32), or auto (error where calibration saw a sample of more "
         "than 128 tokens, else max).",
     )
+    amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = Field(
+        default={},
+        description="Amax of activations that are given, by quantizer (`encoder.layer.0.output.dense."
+        "input_quantizer`), as from a calibration cache of TensorRT 10; the others follow from data.",
+    )
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the draw.")
+
+    @model_validator(mode="after")
+    def _given_as_it_is(self) -> "Calibration":
+        if self.amax and (self.smooth != "none" or self.split_outliers):
+            raise ValueError(
+                "amax is of tensors that nothing changed; with it set smooth to none and split_outliers to 0"
+            )
+        return self
 
 
 class Export(Frozen):

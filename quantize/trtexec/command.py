@@ -95,6 +95,6 @@ def quoted(name: str) -> str:
     """
     if not _PLAIN.fullmatch(name):
         raise UserError(
-            f"trtexec cannot be told of an input named {name!r}; rename it with letters, digits, _ and ."
+            f"trtexec cannot be told of an input named {name[:80]!r}; rename it with letters, digits, _ and ."
         )
     return f"'{name}'" if ":" in name else name

@@ -9,9 +9,10 @@ import hashlib
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Array
@@ -32,6 +33,10 @@ FOLDER, PLAN, SCRIPT = "trtexec", "plan.json", "run.sh"
 MAX_CASES = 10_000
 Feeds = Mapping[str, Array]
 Inputs = dict[str, list[int]]  # shape of each input of a graph; -1: a dynamic axis
+Graph = Literal["int8", "fp16", "fp32"]
+# what becomes part of a path or of the script: a plan may come back from anywhere
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+CaseName = Annotated[str, Field(pattern=r"^\w{1,40}$")]
 
 
 class Case(Strict):
@@ -47,13 +52,13 @@ class Plan(Strict):
     """What trtexec is to do for a run."""
 
     schema_version: Literal[1] = 1
-    graph: str  # the engine that is proven and verified: a key of `onnx`
-    onnx: dict[str, str]  # int8, fp16, fp32: the ONNX file, in the folder above
-    sha256: dict[str, str]  # of these files, by the same names
+    graph: Graph  # the engine that is proven and verified: a key of `onnx`
+    onnx: dict[Graph, FileName]  # in the folder above
+    sha256: dict[Graph, str]  # of these files
     inputs: Inputs  # of the graph
     profiles: list[Profile]
-    answers: dict[str, Case]  # inferences of `graph`, by name
-    timed: dict[str, Case]  # shapes that every engine is timed at, by name
+    answers: dict[CaseName, Case]  # inferences of `graph`, by name
+    timed: dict[CaseName, Case]  # shapes that every engine is timed at, by name
 
 
 def digest(feeds: Feeds) -> str:
@@ -106,11 +111,9 @@ def require_current(folder: Path, plan: Plan) -> None:
     """Hold a plan to the ONNX files of its run.
 
     Raises:
-        UserError: they are others now, or paths that lead out of the run.
+        UserError: they are others now.
     """
     run = folder.parent
-    if outside := [name for name in plan.onnx.values() if Path(name).name != name]:
-        raise UserError(f"{folder / PLAN} names {name_list(outside)}, which is no file of {run}")
     changed = [
         name
         for key, name in plan.onnx.items()
@@ -185,7 +188,7 @@ echo done
 """
 
 
-def _build(plan: Plan, name: str) -> str:
+def _build(plan: Plan, name: Graph) -> str:
     options = build_options(f"../{plan.onnx[name]}", name, plan.inputs, plan.profiles, "timing.cache")
     forget = "  rm -f output/*.json\n" if name == plan.graph else ""
     command = _command(f"{name}.log", options).replace("\n", "\n  ")

@@ -130,6 +130,8 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
             if not line.startswith("qdqbench ") or line.split()[1] not in NO_MODEL:
                 continue
             path, _, words, target = parsed(line)
+            if path == ["recipes", "from-cache"]:
+                continue  # needs a cache and a graph: tests/unit/legacy
             done = qdqbench(*path, *words)
             assert (done.code, done.err) == (0, ""), line
             if target:

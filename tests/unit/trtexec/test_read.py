@@ -1,14 +1,19 @@
 """What trtexec wrote: good files, its own oddities, and files that are broken."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.trtexec import read
+from qdqbench.quantize.trtexec.log import Builder, read_builder
+from qdqbench.quantize.trtexec.plan import PLAN, Case, Plan, read_plan, require_current, script_of
 from qdqbench.quantize.trtexec.read import kernel_ms, read_outputs, read_profile, read_times
 
+from ...support.fake_trtexec import LOG
 from ...support.fuzz import hold_to_one_sentence
 
 MADE = Path(__file__).parents[2] / "golden" / "trtexec"  # by hand
@@ -118,6 +123,35 @@ def test_a_file_of_many_empty_lists_is_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MAX_PARTS", 10)
     with pytest.raises(UserError, match="more than 10 lists"):
         read_outputs(written(tmp_path, "[" + "[]," * 10 + "[]]"))
+
+
+@pytest.mark.long
+def test_ten_thousand_broken_logs_and_plans_end_in_one_sentence(tmp_path):
+    log = LOG.format(options="--onnx=model.onnx").encode()
+    hold_to_one_sentence(read_builder, [log], tmp_path / "broken.log")
+    case = Case(profile=0, batch=8, length=16, sha256="0" * 64)
+    plan = Plan(
+        graph="int8",
+        onnx={"int8": "model.int8.onnx"},
+        sha256={"int8": "0" * 64},
+        inputs={"input_ids": [-1, -1]},
+        profiles=[Profile((1, 16), (8, 16), (8, 32))],
+        answers={"0000": case},
+        timed={"b8s16": case},
+    )
+
+    def opened(path):
+        plan = read_plan(path.parent)
+        with contextlib.suppress(UserError):
+            require_current(path.parent, plan)
+        script_of(plan)
+
+    hold_to_one_sentence(opened, [plan.model_dump_json(indent=1).encode()], tmp_path / PLAN)
+
+
+def test_a_log_tells_who_built(tmp_path):
+    (tmp_path / "log").write_text(LOG.format(options="--onnx=model.onnx"))
+    assert read_builder(tmp_path / "log") == Builder("10.16.0.72", "NVIDIA L4", "8.9", 8.5)
 
 
 @pytest.mark.long
