@@ -174,7 +174,9 @@ async def measure(load, pid, seconds, batch):
         killed = workers_of(pid)[0]
         os.kill(killed, signal.SIGKILL)
         start = time.perf_counter()
-        while killed in workers_of(pid) or (await client.get("/health/ready"))[0] != 200:
+        while (
+            not (alive := workers_of(pid)) or killed in alive or (await client.get("/health/ready"))[0] != 200
+        ):
             await asyncio.sleep(0.05)
         replaced.append(round(time.perf_counter() - start, 2))
     seen, duration = await asked
