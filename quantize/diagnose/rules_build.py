@@ -141,7 +141,8 @@ def _implicit(evidence: Evidence) -> Iterator[Found]:
     )
     fixes = [RUN]
     if cache:
-        fixes.append(f"qdqbench recipes from-cache {evidence.sources.name('cache')} --model MODEL")
+        graph = f" --onnx {onnx.path.name}" if onnx else ""
+        fixes.append(f"qdqbench recipes from-cache {evidence.sources.name('cache')} --model MODEL{graph}")
     yield Found(
         code="implicit-calibration", kind="not INT8",
         what="INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file",

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,7 +21,7 @@ from qdqbench.quantize.fix.prove import compare_outputs, engine_row, find_builde
 from qdqbench.quantize.fix.rebuild import place, strip
 from qdqbench.quantize.fix.results import FixReport
 from qdqbench.quantize.fix.runs import Feeds, fitting, random_feeds, ranges, read_feeds
-from qdqbench.quantize.fix.scales import Product, Scales, Weight, read_scales
+from qdqbench.quantize.fix.scales import Product, Scales, read_scales
 from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
 
@@ -128,9 +128,10 @@ def rewrite(
     made, rounded = place(work, [*scales.products, *calibrated])
     placed = sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in work.graph.node)
     done += _sentences(scales, taken, placed, made, rounded, calibrated)
-    if waiting := len(scales.waiting) - len(calibrated):
+    scaled = {product.node for product in calibrated}
+    if waiting := [product.label for product in scales.waiting if product.node not in scaled]:
         left.append(
-            f"{waiting} GEMMs have INT8 weights and no scale for their input ({named(scales.waiting)}): "
+            f"{len(waiting)} GEMMs have no usable scale for their input ({named(waiting)}): "
             "they are floating point now; samples calibrate them: --inputs, or --model with --task and --data"
         )
     if scales.unusable:
@@ -153,13 +154,15 @@ def rewrite(
 
 def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: Feeds) -> list[Product]:
     """Products whose activation gets a scale from the given samples: its largest value."""
-    waiting = {*scales.waiting}
-    nodes = [node for node in plain.graph.node if node.name in waiting and node.op_type in ("MatMul", "Gemm")]
-    found = ranges(plain, [node.input[0] for node in nodes], feeds) if nodes else {}
+    waiting = {product.node: product for product in scales.waiting}
+    sources = {
+        output: node.input[0] for node in plain.graph.node for output in node.output if output in waiting
+    }
+    found = ranges(plain, sources.values(), feeds) if sources else {}
     return [
-        Product(node.output[0], node.name, {0: found[node.input[0]]}, {1: Weight(None, False)})
-        for node in nodes
-        if 0 < found[node.input[0]] < float("inf")
+        replace(waiting[output], amax={0: found[source]})
+        for output, source in sources.items()
+        if 0 < found[source] < float("inf")
     ]
 
 

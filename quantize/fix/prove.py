@@ -100,7 +100,8 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     try:
         built = build_engine(path, backend, profiles)
     except UserError as error:
-        return EngineRow(engine=made, refused=" ".join(str(error).split())[:600])
+        why = " ".join(str(error).replace(str(path), path.name).split())
+        return EngineRow(engine=made, refused=why[:600])
     rows = (
         parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
     )

@@ -46,32 +46,30 @@ class Scales:
     widened: list[str] = field(default_factory=list)  # ranges with a zero point, made symmetric around 0
     shifted: list[str] = field(default_factory=list)  # UINT8 with zero point 128: the same codes less 128
     completed: list[str] = field(default_factory=list)  # products that get the Q/DQ they lacked at the weight
-    waiting: list[str] = field(default_factory=list)  # products whose activation has no scale
+    waiting: list[Product] = field(
+        default_factory=list
+    )  # linears whose activation has no scale, or a bad one
     apart: list[str] = field(default_factory=list)  # products of attentions that cannot be wholly INT8
-    unusable: list[str] = field(default_factory=list)  # scales that are no finite positive number
+    unusable: list[str] = field(default_factory=list)  # bad scales that samples cannot replace
 
 
 def read_scales(model: onnx.ModelProto) -> Scales:
     """Decide which products can run in INT8, and with which scales. The model is valid and is not changed."""
     types, _ = walk_types(model, opset_of(model))
     graph, found = CheckGraph(model, types), Scales()
-    attended: dict[str, tuple[Attention, bool]] = {}
-    for attention in graph.attentions:
-        whole = _whole(graph, attention, found)
-        for node in (attention.scores, attention.context):
-            attended[node.output[0]] = (attention, whole)
+    apart = {
+        node.output[0]
+        for attention in graph.attentions
+        if not _whole(graph, attention)
+        for node in (attention.scores, attention.context)
+    }
     for node in graph.matmuls:
-        label, pair = finding_label(node), graph.operands[node.output[0]]
-        known = [operand.dq is not None for operand in pair]
-        if node.output[0] in attended:
-            _, whole = attended[node.output[0]]
-            if not whole:
-                if any(known):
-                    found.apart.append(label)
-                continue
-        product = _product(graph, node, pair, found)
-        if product is not None:
-            found.products.append(product)
+        pair = graph.operands[node.output[0]]
+        if node.output[0] not in apart:
+            product = _product(graph, node, pair, found)
+            found.products += [product] if product else []
+        elif any(operand.dq is not None for operand in pair):
+            found.apart.append(finding_label(node))
     return found
 
 
@@ -80,7 +78,7 @@ def _product(
 ) -> Product | None:
     label = finding_label(node)
     product = Product(node.output[0], label)
-    quantized = False
+    quantized, lost = False, []
     for position, operand in enumerate(pair):
         if operand.constant or (operand.dq is None and graph.is_constant(node.input[position])):
             quantized = quantized or operand.dq is not None
@@ -88,13 +86,16 @@ def _product(
         elif operand.dq is not None:
             amax = _amax(graph, operand.dq, found)
             if amax is None:
-                return None
-            product.amax[position] = amax
+                lost.append(operand.dq)
+            else:
+                product.amax[position] = amax
     if len(product.weights) == 2 or (product.weights and 1 not in product.weights):
         return None  # a constant times a constant, or a weight on the left: nothing that INT8 runs
     if len(product.amax) + len(product.weights) < 2:
-        if product.weights and quantized:
-            found.waiting.append(label)
+        if product.weights and (quantized or lost):
+            found.waiting.append(product)
+        else:
+            found.unusable += map(finding_label, lost)
         return None
     if any(graph.operands[product.node][at].dq is None for at in product.weights):
         found.completed.append(label)
@@ -106,7 +107,6 @@ def _amax(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | None:
     scale = graph.value(dq.input[1])
     kind = graph.types.get(dq.input[0], 0)
     if scale is None or kind not in _RANGES or not _is_good(scale):
-        found.unusable.append(finding_label(dq))
         return None
     zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
     low, high = _RANGES[kind]
@@ -160,7 +160,7 @@ def _weight(
     return Weight(np.asarray(scale, np.float32), True) if wanted == axis else nothing
 
 
-def _whole(graph: CheckGraph, attention: Attention, found: Scales) -> bool:
+def _whole(graph: CheckGraph, attention: Attention) -> bool:
     """Whether all operands and the output of an attention have Q/DQ, and a kernel takes its heads."""
     known = all(operand.dq is not None for operand in attention.operands.values())
     size = graph.head_size(attention)

@@ -139,6 +139,17 @@ def test_dynamic_quantization_needs_samples_and_says_so(tmp_path):
     assert given.outputs.holds
 
 
+def test_samples_replace_scales_that_are_bad(tmp_path):
+    model = healthy("fp32", int8_attention=False)
+    stored("/layer/query/input.scale", 0.0)(model)
+    onnx.save(model, tmp_path / "bad.onnx")
+    options = FixOptions(inputs=inputs_file(tmp_path), engine=False, limit=1.0)
+    report = fix(tmp_path / "bad.onnx", tmp_path / "out.onnx", options)
+    assert report.left == []
+    assert report.findings_after == {}
+    assert report.int8_after == 4
+
+
 def test_outputs_that_are_off_are_a_failure(tmp_path):
     path = write_static(tmp_path, "static.onnx")
     out = FixOptions(inputs=inputs_file(tmp_path), engine=False)
