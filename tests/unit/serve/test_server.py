@@ -23,7 +23,7 @@ async def answer(scope, receive, send):
 async def listening():
     with socket.create_server(("127.0.0.1", 0)) as bound:
         config = uvicorn.Config(
-            answer, http=server._Protocol, lifespan="off", log_level="critical", ws="none"
+            answer, http=server._Protocol, lifespan="off", log_level="critical", timeout_keep_alive=1
         )
         running = uvicorn.Server(config)
         task = asyncio.create_task(running.serve(sockets=[bound]))
