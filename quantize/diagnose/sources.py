@@ -4,13 +4,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qdqbench.quantize.calibrate.cache_file import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.diagnose.engine_file import EngineFile, is_engine, read_engine
 from qdqbench.quantize.diagnose.log_file import BuildLog, is_log, read_log
 from qdqbench.quantize.diagnose.onnx_file import OnnxFile, read_onnx
 from qdqbench.quantize.engine.layers import read_table
+from qdqbench.quantize.legacy.cache_file import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.trtexec.read import Times, kernel_ms, read_profile, read_times
 
 _START = 1 << 16  # bytes that decide what a file is

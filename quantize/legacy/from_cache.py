@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from qdqbench.quantize.calibrate.cache_file import CalibrationCache, read_cache_file
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.names import name_list
@@ -21,6 +20,7 @@ from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.legacy.cache_file import CalibrationCache, read_cache_file
 from qdqbench.quantize.recipe.new import new_recipe
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml, validated

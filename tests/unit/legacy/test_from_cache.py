@@ -167,7 +167,7 @@ def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
 
 @pytest.mark.long
 def test_ten_thousand_broken_caches_end_in_one_sentence(graph, found, tmp_path):
-    from qdqbench.quantize.calibrate.cache_file import read_cache_file
+    from qdqbench.quantize.legacy.cache_file import read_cache_file
 
     sample = write_cache(tmp_path / "good", graph, found).read_bytes()
     hold_to_one_sentence(read_cache_file, [sample], tmp_path / "broken")

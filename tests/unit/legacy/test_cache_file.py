@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from qdqbench.quantize.calibrate.cache_file import is_cache, read_cache_file
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.legacy.cache_file import is_cache, read_cache_file
 
 
 def line(name: str, scale: float) -> str:
