@@ -139,6 +139,25 @@ def test_an_fp32_file_is_told_how_to_be_quantized(tmp_path):
     assert report.files[0].what.startswith("not quantized")
 
 
+@pytest.mark.parametrize(
+    ("name", "producer", "key", "told"),
+    [
+        ("/a/input_quantizer/QuantizeLinear", "pytorch", "", "fake-quantized in PyTorch"),
+        ("QuantizeLinear_/a/nncf_smooth_quant_output_1", "pytorch", "", "NNCF"),
+        ("x_QuantizeLinear", "onnx.quantize", "", "ModelOpt"),
+        ("x_QuantizeLinear", "onnx.quantize", "onnx.infer", "ONNX Runtime"),
+        ("q", "somebody", "", "explicit Q/DQ (somebody)"),
+        ("q", "pytorch", "qdqbench.recipe", "written by qdqbench"),
+    ],
+)
+def test_who_quantized_a_file(tmp_path, name, producer, key, told):
+    model = healthy("fp32")
+    next(node for node in model.graph.node if node.op_type == "QuantizeLinear").name = name
+    model.producer_name = producer
+    onnx.helper.set_model_props(model, {key: "1"} if key else {})
+    assert told in diagnose([saved(tmp_path, model)]).files[0].what
+
+
 def test_operators_of_onnxruntimes_optimizer(tmp_path):
     model = float_layer()
     norm = next(node for node in model.graph.node if node.op_type == "LayerNormalization")
