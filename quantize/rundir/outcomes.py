@@ -44,6 +44,20 @@ def read_built(folder: Path) -> EngineResult | Skipped:
     return _read(folder / BUILD, EngineResult)
 
 
+def engine_file(folder: Path, built: EngineResult) -> Path:
+    """Where the engine of a run directory lies.
+
+    Raises:
+        UserError: the record names a file elsewhere.
+    """
+    if Path(built.file).name != built.file:
+        raise UserError(
+            f"{folder / BUILD} names an engine outside of the run, {built.file!r}; run "
+            f"`qdqbench build {folder}` again"
+        )
+    return folder / "engine" / built.file
+
+
 def read_verified(folder: Path) -> Verification | Skipped:
     """What the engine of a run directory computes, as it was judged; skipped where nobody asked.
 

@@ -14,6 +14,7 @@ from qdqbench.quantize.serve.metrics import Metrics
 from qdqbench.quantize.serve.served import Limits
 
 MOST_REQUESTS = 256  # at once; with the largest body this bounds memory
+WITH_BODY = ("POST", "PUT", "PATCH")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 # pages load nothing from elsewhere, run no inline script, and nobody frames them
 HEADERS = {
@@ -90,10 +91,12 @@ class Guard:
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
         if self._hosts and _host(headers.get("host", "")) not in self._hosts:
             raise Refused(421, f"this server answers to {', '.join(sorted(self._hosts))} only; see --host")
+        if scope["method"] not in WITH_BODY:  # health and metrics are told under any load
+            await self._app(scope, receive, send)
+            return
         if self._active > MOST_REQUESTS:
             raise Refused(503, "too many requests at once; come again later", {"retry-after": "1"})
-        body = await self._body(headers, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
-        if body is None:
+        if (body := await self._body(headers, receive)) is None:
             return  # the client has gone
         given = False
 

@@ -12,7 +12,7 @@ from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.kinds.tokens import TOKENS
 from qdqbench.quantize.rundir.artifacts import FP32, graph_path
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built
+from qdqbench.quantize.rundir.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.serve.endpoints import ENDPOINTS, Columns, Endpoint
 from qdqbench.quantize.serve.frames import Head
@@ -102,7 +102,7 @@ def open_served(folder: Path) -> Served:
             f"{folder} has no engine to serve: {built.skipped}; build one for this CPU with "
             "`qdqbench run ... --backend openvino`"
         )
-    engine, graph = folder / "engine" / built.file, graph_path(session)
+    engine, graph = engine_file(folder, built), graph_path(session)
     sidecar = check_sidecar(engine, graph)
     task = session.config.task
     endpoint = ENDPOINTS[task.kind.name, len(task.text_columns)]

@@ -15,7 +15,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.rundir.artifacts import GPU_INT8, backend_of, engine_profiles, graph_path
-from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
+from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, engine_file, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.facts import Facts, read_facts
 from qdqbench.quantize.trtexec.command import build_options
@@ -130,7 +130,7 @@ def _plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
     built = read_built(folder) if (folder / BUILD).is_file() else Skipped(skipped="not built")
     if isinstance(built, Skipped) or built.backend in CPU_BACKENDS:
         return None, None
-    engine = folder / "engine" / built.file
+    engine = engine_file(folder, built)
     if built.backend != "tensorrt":
         return None, None  # TensorRT-RTX's engines are none of TensorRT's
     return engine, check_sidecar(engine, graph)

@@ -62,6 +62,11 @@ def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbenc
     done = qdqbench("serve", run)
     assert done.code == 1
     assert "the FP32 model to compare with, is not there" in done.err
+    built = json.loads((run / "build.json").read_text())
+    (run / "build.json").write_text(json.dumps(built | {"file": "../../evil.engine"}))
+    done = qdqbench("serve", run)
+    assert done.code == 1
+    assert "names an engine outside of the run, '../../evil.engine'" in done.err
     (run / "build.json").write_text(json.dumps({"skipped": "no GPU here"}))
     done = qdqbench("serve", run)
     assert done.code == 3
