@@ -52,10 +52,13 @@ def lacks_of(
         latency: of its engine; None where there is none.
     """
     metric = str(results.task["metrics"][0])
-    found = Lacks(accuracy=drop_lacks(versus, metric, wanted.max_drop))
+    dropped = drop_lacks(versus, metric, wanted.max_drop)
+    found = Lacks(accuracy=list(dropped))
     for failure in results.gate.failures:
-        of_stage = any(failure.startswith(f"{stage}: {metric}") for stage in results.stages)
-        (found.accuracy if of_stage else found.other).append(failure)
+        if not any(failure.startswith(f"{stage}: {metric}") for stage in results.stages):
+            found.other.append(failure)
+        elif not dropped:  # of a stage before the last one, or of more than was said
+            found.accuracy.append(failure)
     if wanted.min_speedup is not None:
         if latency is None:
             found.speed.append(f"a speed-up of {wanted.min_speedup:g}x is asked for, and none is known")

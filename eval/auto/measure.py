@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from qdqbench.quantize.rundir.pipeline import STAGES_FILE, open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session
 
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
+WAITS, WAIT_S = 12, 5.0
 Say = Callable[[str], None]
 
 
@@ -196,9 +198,24 @@ class Ladder:
             twin = session.folder / (FP16 if half else FP32)
             with (
                 TemporaryDirectory(dir=self.folder, prefix="timing-") as work,
-                alone_on_cpu() if on_cpu else alone_on_gpu(),
+                self._alone(on_cpu),
                 EngineTimer(session, twin, Path(work), [shape]) as timer,
             ):
                 return timer.measure(graph)[shape], self.source.label
         except (MissingDevice, UserError, CheckFailed) as error:
             return None, str(error)
+
+    @contextmanager
+    def _alone(self, on_cpu: bool) -> Iterator[None]:
+        """Nobody else times engines here meanwhile; others that do are waited for a while."""
+        with ExitStack() as stack:
+            for waited in range(WAITS + 1):
+                try:
+                    stack.enter_context(alone_on_cpu() if on_cpu else alone_on_gpu())
+                    break
+                except UserError:
+                    if waited == WAITS:
+                        raise
+                    self.say("waiting for another process that times engines")
+                    time.sleep(WAIT_S)
+            yield

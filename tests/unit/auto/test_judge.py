@@ -1,9 +1,14 @@
 """Whether a recipe holds, and the figure on samples that had no say in its choice."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks
+from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
+from qdqbench.eval.auto.results import Wanted
+from qdqbench.eval.bench.engines import Latency
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import get_task
 
@@ -105,3 +110,28 @@ def test_a_regression_is_judged_the_same_way():
     found = judge.final(fp32, [Answers(far, False), Answers(fp32, False)], 1)
     assert found.others == 0
     assert found.vs_fp32["validation"].delta["pearson"] == pytest.approx(0, abs=1e-6)
+
+
+def gated(**how):
+    """A measured run with another gate."""
+    path = Path(__file__).parents[3] / "docs" / "measured" / "sst2-bert-fp16" / "results.json"
+    found = Results.model_validate_json(path.read_text())
+    return found.model_copy(update={"gate": found.gate.model_copy(update=how)})
+
+
+def test_what_is_lacking_is_sorted_and_a_drop_is_told_once(judge):
+    results = gated(
+        passed=False, failures=["check: QDQ001 at x: y", "onnxruntime: accuracy is 0.02 below FP32"]
+    )
+    wanted = Wanted(max_drop=0.005, min_speedup=1.5)
+    dropped = "onnxruntime: accuracy is 0.02 below FP32"
+    same = judge.versus(logits(ALL), logits(ALL))
+    found = lacks_of(results, same, Latency(ms=1.0, twin_ms=1.4, speedup=1.4), wanted)
+    assert found.other == ["check: QDQ001 at x: y"]
+    assert found.accuracy == [dropped]
+    assert found.speed == ["it is 1.40x as fast, asked for is 1.5x"]
+    far = judge.versus(logits(ALL), logits(random_losses(0.2, 1)))
+    assert len(lacks_of(results, far, None, wanted).accuracy) == 1
+    assert "none is known" in lacks_of(results, far, None, wanted).speed[0]
+    fine = gated(passed=True, failures=[])
+    assert lacks_of(fine, same, None, Wanted(max_drop=0.0)).all == []
