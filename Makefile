@@ -15,7 +15,7 @@ types:
 bindings: ## TensorRT 10 and 11 bindings for tests/unit/engine/test_backend_bindings.py
 	tests/fetch_bindings.sh
 
-benchmark: ## wall time and peak memory: make benchmark MODEL=... TASK=... DATA=...
+benchmark: ## cost of each stage: make benchmark MODEL=... TASK=... DATA=...
 	python tests/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
 
 clean:

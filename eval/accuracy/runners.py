@@ -129,7 +129,7 @@ def session_of(model: bytes, name: str) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as quantize/machine/threads.py
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as machine/process.py
     options.intra_op_num_threads = quota() or 0  # 0: as many as it chooses
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -9,7 +9,7 @@ import typer
 from qdqbench.quantize.cli import bench, build, run, serve, train
 from qdqbench.quantize.cli.choose import auto, from_cache, search, sensitivity
 from qdqbench.quantize.cli.look import compare, diagnose, doctor, inspect
-from qdqbench.quantize.machine import interrupt, threads
+from qdqbench.quantize.machine import interrupt, process
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,7 +71,7 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
-MEASURES_TORCH = ("bench",)  # commands that leave PyTorch's threads as it starts them
+MEASURES_TORCH = ("bench",)  # commands that leave threads and memory as PyTorch does
 FROM_THE_START = (
     "methods",
     "bench",
@@ -88,7 +88,8 @@ def program() -> None:
     """The installed command: `main`, and after Ctrl-C an end that waits for no thread of a library."""
     interrupt.watch()
     if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
-        threads.share_cores()
+        process.share_cores()
+        process.keep_memory()
     try:
         main()
     except _Interrupted as stop:

@@ -1,14 +1,22 @@
-"""How the threads of numeric libraries wait for each other, and how many there are.
+"""How this process uses the machine: how threads wait, how many there are, and what memory is kept.
 
 An OpenMP thread that is done spins until the others are, which is quick where every core is free. Beside
 another busy process one of them has no core, and the others spin away the time that it needs: several times
 the CPU time for the same work, when it is scarce. Threads that sleep cost a wake-up of some microseconds.
+
+glibc gives large arrays back to the kernel when they are freed, and gets new pages, filled with zeros, for
+the next ones. Models and graphs are copied and freed all the time, and each of these pages is a fault.
 """
 
+import ctypes
 import os
+import platform
 from collections.abc import MutableMapping
 
 from qdqbench.quantize.machine.cpu import quota
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT_BYTES = 2**28
 
 
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -20,3 +28,11 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (most := quota()) is not None:
         environ.setdefault("OMP_NUM_THREADS", str(most))
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed memory for the next arrays; the peak stays what it is. Not with another libc."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            libc.mallopt(parameter, KEPT_BYTES)

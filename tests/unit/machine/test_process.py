@@ -1,11 +1,13 @@
 import os
+import platform
+import resource
 import subprocess
 import sys
 
 import pytest
 
 from qdqbench.quantize.machine import cpu
-from qdqbench.quantize.machine.threads import share_cores
+from qdqbench.quantize.machine.process import share_cores
 
 
 @pytest.fixture
@@ -57,3 +59,19 @@ def test_a_command_sets_it_before_torch_unless_it_times_torch(command, policy):
         [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.split() == [str(policy), "False"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_memory_serves_the_next_array(kept):
+    code = (
+        "import resource; from qdqbench.quantize.machine.process import keep_memory; "
+        f"{kept} and keep_memory(); faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+        "once = bytearray(2**26); del once; before = faults(); "
+        "[len(bytearray(2**26)) for _ in range(4)]; print(faults() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    pages = 4 * 2**26 // resource.getpagesize()
+    assert int(done.stdout) < pages / 8 if kept else int(done.stdout) > pages / 2
