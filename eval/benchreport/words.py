@@ -96,13 +96,15 @@ def method(bench: Bench) -> str:
     if chosen.how is not None:
         return chosen.how
     effort = f"{chosen.repeats} launches" if chosen.repeats else f"{chosen.seconds:g} s per contestant"
+    fixed = any(cell.kind == "fixed" for cell in bench.cells)
+    inputs = f"{chosen.input_sets} random input sets" if fixed else "the rows of the split"
     timed = "wall time of each call and CPU time of all threads, behind a rest and calls that are not timed"
     engines = f"threads: {chosen.threads} for all streams of a contestant, engines for any shape; "
     if bench.device == "gpu":
         timed, engines = "CUDA events around each launch", f"{PROFILES[chosen.profile]}; "
     return (
         f"{chosen.rounds} interleaved rounds in one process ({effort}), order balanced, {timed}; "
-        f"{chosen.input_sets} random input sets, seed {chosen.seed}; {engines}INT8 scales from "
+        f"{inputs}, seed {chosen.seed}; {engines}INT8 scales from "
         f"{bench.target.calibration}. A speed-up is the ratio of the medians over rounds with its 95% "
         "bootstrap interval over rounds; logits of every contestant were checked before and after."
     )
