@@ -13,7 +13,7 @@ import numpy as np
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
+from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.rundir.artifacts import GPU_INT8, backend_of, engine_profiles, graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, engine_file, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
@@ -128,12 +128,18 @@ def _name(folder: Path, name: str | None) -> str:
 def _plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
     """The run's TensorRT engine, where it has one, and the sidecar of any engine."""
     built = read_built(folder) if (folder / BUILD).is_file() else Skipped(skipped="not built")
-    if isinstance(built, Skipped) or built.backend in CPU_BACKENDS:
+    if isinstance(built, Skipped):
         return None, None
     engine = engine_file(folder, built)
+    sidecar = read_sidecar(engine)
     if built.backend != "tensorrt":
-        return None, None  # TensorRT-RTX's engines are none of TensorRT's
-    return engine, check_sidecar(engine, graph)
+        return None, sidecar  # TensorRT-RTX's engines are none of TensorRT's
+    hashes = [files.sha256(path) if path.is_file() else "" for path in (engine, graph)]
+    if hashes != [sidecar.engine_sha256, sidecar.onnx_sha256]:  # it need not run on this machine
+        raise UserError(
+            f"{engine} is not the engine that was built from {graph.name}; `qdqbench build {folder}` makes it"
+        )
+    return engine, sidecar
 
 
 def _graph_for_tensorrt(session: Session, graph: Path) -> Path | None:

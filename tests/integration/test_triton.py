@@ -1,6 +1,7 @@
 """A run as a model repository of Triton: parsed by Triton's own messages, run under a stub of its API."""
 
 import ast
+import json
 import subprocess
 import sys
 import types
@@ -12,7 +13,7 @@ import yaml
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.cpu.runtimes import compiled
-from qdqbench.quantize.rundir.artifacts import engine_profiles
+from qdqbench.quantize.engine.sidecar import read_sidecar, sidecar_path
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.export import export_triton
 
@@ -88,7 +89,7 @@ def test_a_text_that_cannot_be_read_has_an_error_of_its_own(repository):
 
 
 def test_configurations_fit_each_other_and_the_engine(exported, repository, finished_run):
-    profiles = engine_profiles(Session(read_config(finished_run), finished_run))
+    profiles = read_sidecar(next((finished_run / "engine").glob("*.engine"))).profiles
     encoder = repository.configs["sst2_onnxruntime"]
     assert encoder.max_batch_size == max(profile.max[0] for profile in profiles)
     assert [each.name for each in encoder.input] == ["input_ids", "attention_mask", "token_type_ids"]
@@ -129,6 +130,30 @@ def test_the_script_builds_a_plan_for_the_profiles(exported):
         assert option in text
     assert script.stat().st_mode & 0o100
     assert (exported / "tensorrt" / "model.onnx").is_file()
+
+
+def test_a_run_with_an_engine_of_tensorrt_brings_its_plan(a_run, tmp_path):
+    """The engine is made up to be one: nothing here loads it."""
+    (engine,) = (a_run / "engine").glob("*.engine")
+    for path in (a_run / "build.json", sidecar_path(engine)):
+        told = json.loads(path.read_text()) | {"backend": "tensorrt", "version": "10.16.0.72"}
+        path.write_text(json.dumps(told))
+    made = export_triton(a_run, tmp_path / "out", "sst2")
+    assert (made.plan, made.backend) == ("built", "tensorrt")
+    models = tmp_path / "out" / "models"
+    assert (models / "sst2_tensorrt" / "1" / "model.plan").read_bytes() == engine.read_bytes()
+    config = triton_stub.read_config(models / "sst2_tensorrt" / "config.pbtxt")
+    assert (config.platform, config.default_model_filename) == ("tensorrt_plan", "model.plan")
+    asked = triton_stub.read_config(models / "sst2" / "config.pbtxt")
+    assert asked.ensemble_scheduling.step[1].model_name == "sst2_tensorrt"
+    assert "TensorRT 10.16.0.72" in (tmp_path / "out" / "README.md").read_text()
+    patch = yaml.safe_load((tmp_path / "out" / "kubernetes" / "gpu-patch.yaml").read_text())
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert not (tmp_path / "out" / "tensorrt").exists()
+    engine.write_bytes(b"another")
+    with pytest.raises(UserError, match="is not the engine that was built from"):
+        export_triton(a_run, tmp_path / "other", "sst2")
 
 
 def test_deployment_files_are_yaml_that_fit_each_other(exported):
