@@ -65,13 +65,12 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     attention = "bert-int8-attention"
     others = [unsplit, *(f"bert-{name}" for name in RECIPES[2:]), "bert-int8-residual-qat"]
     also = [part for other in others for part in ("--also", str(other))]
-    fastest, beside = "bert-int8-residual", ["--also", attention]
-    single = ["--also", "bert-int8-attention-single"]
+    beside = ["--also", "bert-int8-residual"]
     lean = ["--without", "autotune-fp16", "--without", "int8-exact"]
     found = {
         "bench": [
-            bench("base", "bert-base", fastest, *grid(1, 8, 32, 128), *beside, *single),
-            bench("large", "bert-large", fastest, *grid(8, 128), *beside, *lean),
+            bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128), *beside),
+            bench("large-attention", "bert-large", attention, *grid(8, 128), *beside, *lean),
             bench("base-384", "bert-base", attention, *grid(32, length=384), "--profile", "static"),
         ],
         "bench-recipes": [

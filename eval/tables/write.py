@@ -181,10 +181,16 @@ def _built_as(bench: Bench) -> list[str]:
 
 
 def _proofs(bench: Bench) -> list[str]:
-    """INT8 GEMMs of the engines that were timed, from their layer tables."""
+    """INT8 GEMMs of the engines that were timed, from their layer tables; fused attention of the peers."""
     rows = [row for cell in bench.cells for row in cell.rows if row.expected_int8_gemms is not None]
     counts = sorted({(row.int8_gemms, row.expected_int8_gemms) for row in rows})
-    return [f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in counts]
+    said = [f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in counts]
+    if read := [row.kernels for cell in bench.cells for row in cell.rows if row.kernels]:
+        fused = sorted({kernels.fused_attention for kernels in read})
+        said.append(
+            f"fused attention kernels of each PyTorch peer, by torch.profiler: {', '.join(map(str, fused))}"
+        )
+    return said
 
 
 def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:

@@ -29,6 +29,16 @@ def test_all_engines_and_eager_peers_are_measured(measured):
         assert row_of(cell, "compile-fp16") or any("torch.compile" in line for line in measured.warnings)
 
 
+def test_peers_run_a_fused_attention_kernel_and_the_headline_is_over_the_fastest(measured):
+    for cell in measured.cells:
+        peers = [row for row in cell.rows if row.kernels is not None]
+        assert {"torch-fp16", "torch-fp16-eager"} <= {row.contestant for row in peers}
+        assert all(row.kernels.fused_attention > 0 for row in peers)
+        precision = {about.name: about.precision for about in measured.contestants}
+        halves = [row for row in cell.rows if row.status == "done" and precision[row.contestant] == "fp16"]
+        assert cell.headline.over == min(halves, key=lambda row: row.median_ms).contestant
+
+
 def test_the_engine_runs_in_int8_and_its_answers_are_right(measured):
     for cell in measured.cells:
         row = row_of(cell, "int8")
