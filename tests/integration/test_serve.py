@@ -160,18 +160,6 @@ def test_a_signal_ends_a_server_whose_workers_load():
         process.stdout.close()
 
 
-def test_an_address_that_is_taken_is_told(qdqbench, finished_run, tmp_path):
-    run, (process, port) = with_cpu_engine(finished_run, tmp_path / "run"), fake_server()
-    try:
-        done = qdqbench("serve", run, "--port", port, "--no-fp32")
-        assert done.code == 1
-        assert f"cannot listen on 127.0.0.1 port {port}" in done.err
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def with_classes():
     """The port of a server with FP32 beside the engine, and class names that somebody means badly."""

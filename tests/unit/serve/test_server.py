@@ -4,8 +4,10 @@ import asyncio
 import socket
 from contextlib import asynccontextmanager
 
+import pytest
 import uvicorn
 
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.serve import server
 from qdqbench.quantize.serve.server import Settings
 
@@ -96,3 +98,16 @@ def test_loopback_is_told_from_other_addresses():
     there = {"127.0.0.1": True, "localhost": True, "::1": True, "127.9.9.9": True}
     there |= {"0.0.0.0": False, "::": False, "10.0.0.1": False, "example.org": False}
     assert {host: Settings(host=host).loopback for host in there} == there
+
+
+def test_an_address_that_cannot_be_had_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UserError, match=rf"cannot listen on 127\.0\.0\.1 port {port} \(Address already in use\)"
+        ):
+            server._bound("127.0.0.1", port)
+    with pytest.raises(UserError, match="give another --host or --port"):
+        server._bound("no-such-host.invalid", 80)
+    with server._bound("127.0.0.1", 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP  # else asyncio leaves Nagle's delay on
