@@ -68,13 +68,12 @@ def ranks(values):
 
 
 def _with_long(recipes):
-    """Of the QAT recipes one goes the whole way at once; `test_training` goes it too.
+    """QAT goes the whole way in `test_training`.
 
     INT8 linears alone go it in the default: unit tests hold what other recipes of them leave in the files.
     The recipe for single inputs is that of INT8 attention with one GEMM of q, k and v.
     """
-    known = "bert-int8-residual-qat"
-    long = [name for name in recipes if name.endswith("-qat") and name != known]
+    long = [name for name in recipes if name.endswith("-qat")]
     long += ["bert-int8-ffn", "bert-int8-linears-per-tensor", "bert-int8-attention-single"]
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
 
