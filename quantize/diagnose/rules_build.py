@@ -77,8 +77,9 @@ SAID: dict[str, tuple[Kind, str, str, tuple[str, ...]]] = {
         "the comparison of INT8 with FP16 should leave them out", ("trtexec --noDataTransfers",),
     ),
     "unstable": (
-        "note", "GPU times vary, says trtexec", "clocks change, or others use the GPU",
-        ("qdqbench bench interleaves its contestants and watches the clocks",),
+        "note", "GPU times vary, says trtexec",
+        "clocks change, or others use the GPU; `bench` interleaves its contestants",
+        ("qdqbench bench RUN", "trtexec --useSpinWait, with locked clocks"),
     ),
 }  # fmt: skip
 
