@@ -86,6 +86,12 @@ def test_a_folder_holds_few_modules_and_a_file_does_one_thing():
     assert long == set()
 
 
+def test_the_index_of_documents_names_all_of_them():
+    index = (ROOT / "docs" / "README.md").read_text()
+    there = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\((\w[\w.-]*\.md)\)", index)) == there
+
+
 def test_an_import_inside_a_function_is_of_something_heavy():
     """In the command line modules of ours too: help is instant."""
     light = [
