@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.fakequant.quantizers import forward, rounded_weights
+from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
 from qdqbench.quantize.machine.cpu import quota
@@ -74,9 +74,9 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
     placed(model)
     try:
         if any(name.endswith("weight_quantizer") for name, _ in model.named_modules()):
-            from qdqbench.quantize.fakequant.native import evaluated
+            from qdqbench.quantize.fakequant.native import frozen
 
-            with evaluated(model), rounded_weights(model):
+            with frozen(model):
                 yield model
         else:
             yield model

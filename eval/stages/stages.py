@@ -122,8 +122,11 @@ def check_stage(session: Session) -> list[Path]:
 
 def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, layer by layer, on padded batches."""
+    from qdqbench.quantize.fakequant.native import frozen
+
     graph = onnx.load(graph_path(session))
-    found = compare_layers(graph, session.fake_quant_model, _parity_batches(session))
+    with frozen(session.fake_quant_model):
+        found = compare_layers(graph, session.fake_quant_model, _parity_batches(session))
     return [record(session.folder / "parity.json", found)]
 
 

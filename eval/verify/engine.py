@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,8 @@ def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", sessio
 
 def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
+    from qdqbench.quantize.fakequant.native import frozen
+
     family = session.plan.family
     stitched = stitch(read_model(graph_path(session)), family)
     half = np.dtype(np.float16) in stitched.types.values()
@@ -210,7 +213,10 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
     sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
     profile = widest(sidecar.profiles)
     cases = block_cases(data.encoded.lengths, profile, session.config.seed)
-    with engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built):
+    with (
+        frozen(model) if quantized else nullcontext(),
+        engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
+    ):
         for number, case in enumerate(cases):
             session.progress(len(cases) + number, 2 * len(cases))
             batch = batch_of(data.encoded, case, session.pad_id)

@@ -30,7 +30,12 @@ from qdqbench.quantize.fakequant.native_modules import (
     readers_of_one_tensor,
     shorten,
 )
-from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, quantizer_kind, round_weight_scales
+from qdqbench.quantize.fakequant.quantizers import (
+    enabled_quantizers,
+    quantizer_kind,
+    round_weight_scales,
+    rounded_weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +88,13 @@ def evaluated(model: "PreTrainedModel") -> Iterator[None]:
         yield
     finally:
         use_modelopt(model)
+
+
+@contextmanager
+def frozen(model: "PreTrainedModel") -> Iterator[None]:
+    """`evaluated`, and weights rounded once: a model that only runs meanwhile."""
+    with evaluated(model), rounded_weights(model):
+        yield
 
 
 def learn_amax(model: "PreTrainedModel", names: Iterable[str] | None = None) -> list[nn.Parameter]:
