@@ -49,6 +49,12 @@ def tokens_first(model: onnx.ModelProto) -> int:
             if name in region.tensors and id(node) not in inside:
                 node.input[position] = back = f"{name}/batch_first"
                 behind.setdefault(id(index.producers[name]), [turn(name, back, f"{_BACK}_{len(behind)}")])
+    for number, name in enumerate(value.name for value in model.graph.output if value.name in region.tensors):
+        # a head that computes every token alone
+        maker, inner = index.producers[name], f"{name}/turned"
+        backs = behind.setdefault(id(maker), [])
+        _rename([maker, *index.consumers.get(name, []), *backs], name, inner)
+        backs.append(turn(inner, name, f"{_BACK}_out_{number}"))
     # ahead of the LayerNorm, where the kernel of the embeddings does it by the way
     first = turn(norm.input[0], f"{norm.input[0]}/tokens_first", _START)
     norm.input[0] = first.output[0]
@@ -157,6 +163,13 @@ def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> N
         name = f"{reshape.output[0]}/shape"
         model.graph.initializer.append(numpy_helper.from_array(shape, name))
         reshape.input[1] = name
+
+
+def _rename(nodes: list[onnx.NodeProto], old: str, new: str) -> None:
+    for node in nodes:
+        for names in (node.input, node.output):
+            for position, name in enumerate(names):
+                names[position] = new if name == old else name
 
 
 def _perm(move: onnx.NodeProto) -> tuple[int, ...]:

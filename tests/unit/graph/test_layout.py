@@ -23,6 +23,7 @@ from qdqbench.quantize.graph.layout import tokens_first, turned
 from qdqbench.quantize.graph.weights import fold_weights
 
 from ...support.tiny_bert import (
+    HIDDEN,
     LAYERS,
     Quantized,
     calibrate,
@@ -111,6 +112,26 @@ def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
     tokens_first(other)
     for batch in BATCHES:
         np.testing.assert_array_equal(run_onnx(other, batch), run_onnx(graph, batch))
+
+
+def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
+    """A head that computes every token alone ends the graph, and another reads what is behind it."""
+    graph = copied(traced(tiny_bert, "bert-int8-attention"))
+    end = _norms(graph)[-1]
+    graph.graph.initializer.append(helper.make_tensor("axis", onnx.TensorProto.INT64, [], [1]))
+    graph.graph.node.append(helper.make_node("Sigmoid", [end], ["gates"], name="/head/Sigmoid"))
+    graph.graph.node.append(helper.make_node("CumSum", [end, "axis"], ["sums"], name="/head/CumSum"))
+    shape = ["batch", "length", HIDDEN]
+    for value in (end, "gates", "sums"):
+        graph.graph.output.append(helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, shape))
+    other = copied(graph)
+    assert tokens_first(other) == LAYERS
+    onnx.checker.check_model(other, full_check=True)
+    batch = padded_batch()
+    for ours, theirs in zip(
+        run_onnxruntime(other, batch).values(), run_onnxruntime(graph, batch).values(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
