@@ -86,8 +86,9 @@ def needless(rung: Rung, before: Sequence[Step]) -> str:
         return "" if rung.kind == "shipped" else "no shipped recipe came to an end that it could go on from"
     if rung.kind == "shipped":
         return ""
-    if all(found.missing.other for found in done) and not any(found.missing.accuracy for found in done):
-        return f"it changes nothing about what is lacking: {done[-1].missing.other[0]}"
+    last = done[-1].missing
+    if last.other and not (last.accuracy or last.speed):
+        return f"it changes nothing about what is lacking: {last.other[0]}"
     if rung.kind != "search" and not any(found.missing.accuracy for found in done):
         what = {"methods": "scales", "islands": "less INT8", "qat": "weights"}[rung.kind]
         return f"only speed is lacking, and {what} cannot give it"

@@ -1,6 +1,5 @@
 """A whole ladder: taken up where an interrupted call stopped, climbed, and told."""
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +28,7 @@ class Finished(Strict):
     """Steps of an interrupted call, and what they depend on."""
 
     schema_version: int = 1
-    subject: list[Any]  # model and task: a folder holds one ladder
+    subject: list[str]  # model and task: a folder holds one ladder
     identity: str  # of everything else too
     source: Source | None
     latency_s: float
@@ -69,19 +68,19 @@ def _taken_up(ladder: Ladder, recipes: Sequence[Recipe]) -> Finished:
     session, config = ladder.session, ladder.config
     task = config.task
     splits = {*(recipe.calibration.split for recipe in recipes), task.train_split, *task.eval_splits}
-    subject = [session.model_sha256, task.model_dump(mode="json")]
+    subject = [session.model_sha256, task.name]
     depends = [
         made_with(),
         subject,
+        task.model_dump(mode="json"),
         {split: source_fingerprint(task, session.data_source, split) for split in sorted(splits)},
         [recipe.model_dump(mode="json") for recipe in recipes],
         config.model_dump(mode="json", exclude={"command", "recipe", "model"}),
         ladder.wanted.model_dump(),
         [ladder.samples, ladder.trials, ladder.options.batch, ladder.options.length],
     ]
-    told = json.loads(json.dumps(subject))
     fresh = Finished(
-        subject=told,
+        subject=subject,
         identity=hash_of(depends),
         source=None,
         latency_s=0.0,
