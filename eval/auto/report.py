@@ -129,9 +129,9 @@ def story(found: Auto) -> list[str]:
     if final is not None:
         lines.append(
             "Evaluation data decided how far the ladder was climbed, so its figure on them is a little too "
-            f"good. With each sample judged by the choice of the others ({final.folds} folds) it is "
-            f"{_difference(final.vs_fp32, found.metric)}; {final.others:.0%} of the samples got the "
-            "answers of another step there"
+            f"good. With each sample judged by the choice of the others ({final.folds} folds) the "
+            f"ladder comes to {_difference(final.vs_fp32, found.metric)}; {final.others:.0%} of the samples "
+            "got the answers of another step there"
         )
     elif found.choice.passed:
         lines.append("It was the first to be tried, so no evaluation data chose it")

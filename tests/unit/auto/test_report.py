@@ -143,7 +143,7 @@ def test_the_report_tells_the_story(tmp_path):
         said = text.replace("\\", "")
         for each in (
             "Deploy methods: Matthews -0.20 ± 0.60 points (within noise) against FP32, 1.40x.",
-            "With each sample judged by the choice of the others (5 folds) it is -0.40 ± 0.70 points (within",
+            "by the choice of the others (5 folds) the ladder comes to -0.40 ± 0.70 points (within",
             "2.90 points are lost",
             "+2.00 ± 0.40",
             "60.0 s estimated, 71.5 s taken",
