@@ -120,6 +120,7 @@ def _wait(process: "subprocess.Popen[bytes]", until: float) -> int:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
         return LATE
 
 

@@ -163,7 +163,7 @@ def _calls(
         for name in runs:
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-        hooks.enter_context(resumed(model, runs.total(), None))
+        hooks.enter_context(resumed(model, sum(runs.values()), None))
         for batch in batches:
             forward(model, batch)
     # a shared layer gets the same in each of its runs

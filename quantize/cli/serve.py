@@ -19,10 +19,8 @@ class Limited:
 
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that run the engine.")] = 1
     max_batch: Annotated[int, typer.Option(min=1, help="Rows of a batch at most.")] = 32
-    max_wait_ms: Annotated[
-        float, typer.Option(min=0, max=1000, help="That a row waits for others while an engine is free.")
-    ] = 2.0
-    queue: Annotated[int, typer.Option(min=1, max=100_000, help="Rows that wait; more are told 503.")] = 256
+    max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Wait for more rows.")] = 2.0
+    queue: Annotated[int, typer.Option(min=1, max=100_000, help="Rows that wait.")] = 256
     timeout: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds of a request.")] = 10.0
     max_texts: Annotated[int, typer.Option(min=1, max=1000, help="Texts of a request.")] = 64
     max_characters: Annotated[int, typer.Option(min=1, max=1_000_000, help="Of a text.")] = 20_000

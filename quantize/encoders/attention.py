@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "qdq_eager"
+UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deberta_v2 import modeling_deberta_v2 as theirs
 
-from qdqbench.quantize.encoders.attention import MASK_FILL
+from qdqbench.quantize.encoders.attention import MASK_FILL, UNROUNDED
 
 
 class Terms(torch.nn.Module):
@@ -90,7 +90,7 @@ class DisentangledSelfAttention(theirs.DisentangledSelfAttention):
         """Relative embeddings as q or k of each head [H, D, buckets], past the quantizers of the linear."""
         factors = getattr(getattr(linear, "input_quantizer", None), "pre_quant_scale", None)  # of smoothing
         inputs = rel_embeddings if factors is None else rel_embeddings * factors
-        made = functional.linear(inputs, linear.weight, linear.bias)
+        made = functional.linear(inputs, linear.__dict__.get(UNROUNDED, linear.weight), linear.bias)
         return made.view(-1, self.num_attention_heads, self.attention_head_size).permute(1, 2, 0)
 
 

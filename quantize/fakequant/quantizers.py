@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.attention import UNROUNDED
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.kinds.kind import LOGITS, joined
 from qdqbench.quantize.tasks.task import kind_of
@@ -127,7 +128,10 @@ def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
-    """Round the weights of quantized linears (all, if None) once, and not at every batch."""
+    """Round the weights of quantized linears (all, if None) once, and not at every batch.
+
+    What reads a weight past its quantizer, as DeBERTa's relative positions do, finds it as it was.
+    """
     import torch
 
     names = [n.rpartition(".")[0] for n in enabled_quantizers(model) if quantizer_kind(n) == "weight"]
@@ -136,6 +140,7 @@ def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = No
     plain = [linear.weight.data for linear in found]
     with torch.inference_mode():
         for linear in found:
+            linear.__dict__[UNROUNDED] = linear.weight.data
             linear.weight.data = linear.weight_quantizer(linear.weight.detach()).clone()
             linear.weight_quantizer.disable()
     try:
@@ -143,4 +148,5 @@ def rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = No
     finally:
         for linear, weight in zip(found, plain, strict=True):
             linear.weight.data = weight
+            linear.__dict__.pop(UNROUNDED, None)
             linear.weight_quantizer.enable()

@@ -84,7 +84,7 @@ def _product(
             quantized = quantized or operand.dq is not None
             product.weights[position] = _weight(graph, node, position, operand, found)
         elif operand.dq is not None:
-            amax = _amax(graph, operand.dq, found)
+            amax = _amax_of(graph, operand.dq, found)
             if amax is None:
                 lost.append(operand.dq)
             else:
@@ -102,7 +102,7 @@ def _product(
     return product
 
 
-def _amax(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | None:
+def _amax_of(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | None:
     """Largest absolute value of a symmetric range that holds the one of a DQ."""
     scale = graph.value(dq.input[1])
     kind = graph.types.get(dq.input[0], 0)

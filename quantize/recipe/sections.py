@@ -197,8 +197,8 @@ class Calibration(Frozen):
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = Field(
         default={},
-        description="Amax of activations that are given, by quantizer (`encoder.layer.0.output.dense."
-        "input_quantizer`), as from a calibration cache of TensorRT 10; the others follow from data.",
+        description="Amax of activations that are given, by quantizer (MODULE.input_quantizer), as from"
+        " a calibration cache of TensorRT 10; the others follow from data.",
     )
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the draw.")
 

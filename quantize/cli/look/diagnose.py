@@ -105,7 +105,7 @@ def fix(  # noqa: PLR0913
     limit: Annotated[
         float, typer.Option(min=0, help="Of the relative error of outputs to the file without Q/DQ.")
     ] = 0.1,
-    engine: Annotated[bool, typer.Option(help="Build engines before and after.")] = True,
+    no_engine: Annotated[bool, typer.Option("--no-engine", help="Build no engine before and after.")] = False,
     json: Json = False,
 ) -> None:
     """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
@@ -131,7 +131,13 @@ def fix(  # noqa: PLR0913
         given = sample_feeds(str(subject.model), subject.revision, found, subject.data, samples, seed)
     source = f"{samples} rows of {subject.task} in {subject.data}, seed {seed}"
     options = FixOptions(
-        cast("Any", compute), cast("Any", weights), given, source, seed=seed, limit=limit, engine=engine
+        cast("Any", compute),
+        cast("Any", weights),
+        given,
+        source,
+        seed=seed,
+        limit=limit,
+        engine=not no_engine,
     )
     report = mended(onnx_file, out, options)
     if json:

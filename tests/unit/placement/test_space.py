@@ -37,6 +37,7 @@ def modules(head_size=32, layers=LAYERS):
         found[f"{at}.attention.self.softmax"] = ModuleInfo("Softmax")
         for name in ("query", "key", "value"):
             found[f"{at}.attention.self.{name}"] = ModuleInfo("Linear")
+        found |= {f"{at}.attention.output": ModuleInfo("Residual"), f"{at}.output": ModuleInfo("Residual")}
         found[f"{at}.attention.output.dense"] = ModuleInfo("Linear")
         found[f"{at}.attention.output.LayerNorm"] = ModuleInfo("LayerNorm")
         found[f"{at}.intermediate.dense"] = ModuleInfo("Linear")
