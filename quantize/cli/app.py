@@ -2,7 +2,8 @@
 
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 STAGE_COMMANDS = {
     "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
@@ -25,31 +26,54 @@ STAGE_COMMANDS = {
 }
 
 run.recipes_app.command("from-cache")(from_cache.from_cache)
-app.add_typer(run.recipes_app, name="recipes")
-app.command()(run.run)
-app.command()(auto.auto)
-for stage, text in STAGE_COMMANDS.items():
-    app.command(stage)(run.stage_command(stage, text))
-app.command()(build.build)
-app.command("verify")(build.verify)
-app.command()(inspect.check)
-app.command()(diagnose.diagnose)
-app.command()(diagnose.fix)
-app.command()(run.profile)
-app.command()(doctor.doctor)
-app.command()(inspect.inspect)
-app.command()(bench.bench)
-app.command()(compare.compare)
-app.command()(bench.tables)
-app.command()(search.search)
-app.add_typer(search.cost_app, name="cost")
-app.command()(sensitivity.sensitivity)
-app.command()(sensitivity.methods)
-app.command()(train.finetune)
-app.command()(run.qat)
-app.command()(train.study)
-app.command()(serve.serve)
-app.command("export-triton")(serve.export_triton)
+app.add_typer(run.recipes_app, name="recipes", rich_help_panel="Run")
+STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
+    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": build.build, "verify": build.verify},
+    "Look": {
+        "check": inspect.check,
+        "inspect": inspect.inspect,
+        "diagnose": diagnose.diagnose,
+        "fix": diagnose.fix,
+        "compare": compare.compare,
+        "bench": bench.bench,
+        "profile": run.profile,
+        "doctor": doctor.doctor,
+    },
+    "Choose": {
+        "sensitivity": sensitivity.sensitivity,
+        "methods": sensitivity.methods,
+        "search": search.search,
+    },
+    "Train": {"qat": run.qat, "finetune": train.finetune},
+    "Deploy": {"serve": serve.serve, "export-triton": serve.export_triton},
+    "Maintain qdqbench": {"tables": bench.tables, "study": train.study},
+}
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        app.command(name, rich_help_panel=panel)(command)
+app.add_typer(search.cost_app, name="cost", rich_help_panel="Maintain qdqbench")
+
+
+def _version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"qdqbench {version('qdqbench')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="With any command: the traceback of an error.")
+    ] = False,
+) -> None:
+    """Explicit Q/DQ INT8 for BERT: recipe, ONNX, TensorRT engine, proof and accuracy report."""
 
 
 def _invoke() -> None:

@@ -279,3 +279,12 @@ def test_a_closed_pipe_is_no_error(finished_run):
             env=environment(),
         )
     assert done.stderr == ""
+
+
+def test_version_short_help_and_the_groups(qdqbench):
+    assert re.fullmatch(r"qdqbench \d+\.\d+\.\d+\n", qdqbench("--version").out)
+    assert "Usage: qdqbench run" in qdqbench("run", "-h").out
+    shown = qdqbench("-h").out
+    assert "--debug" in shown
+    groups = re.findall(r"^╭─ ([A-Z][\w ]+?) ─+╮$", shown, re.MULTILINE)
+    assert groups == ["Options", "Run", "Look", "Choose", "Train", "Deploy", "Maintain qdqbench"]
