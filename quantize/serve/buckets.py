@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from qdqbench.quantize.core.arrays import Float32, Int64
+import numpy as np
+
+from qdqbench.quantize.core.arrays import Batch, Float32, Int64
+from qdqbench.quantize.encoders.inputs import widened
 
 
 class Full(Exception):
@@ -23,6 +26,32 @@ class Row:
     answer: "asyncio.Future[Float32]"  # [width], or [length or more, width]
     tries: int = 0  # that ended without an answer
     since: float = field(default_factory=time.monotonic)  # s
+
+
+def shapes_of(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Every shape (batch, length) that batches have: powers of two of rows, and the longest of each bucket.
+
+    An engine makes ready for a shape when it first meets it, which takes longer than a batch: few shapes, all
+    met before the first request, keep the slowest answers near the others.
+    """
+    return [shape_of(sizes, rows, length) for length, most in sizes for rows in _powers(most)]
+
+
+def _powers(most: int) -> list[int]:
+    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def shape_of(sizes: Sequence[tuple[int, int]], rows: int, length: int) -> tuple[int, int]:
+    """The least of these shapes that holds so many rows of so many tokens."""
+    longest, most = next(size for size in sizes if length <= size[0])
+    return next(power for power in _powers(most) if rows <= power), longest
+
+
+def shaped(batch: Batch, shape: tuple[int, int], pad_id: int) -> Batch:
+    """A batch in that shape: masked positions, and copies of its last row."""
+    rows, length = batch["attention_mask"].shape
+    wide = widened(batch, shape[1] - length, pad_id)
+    return {name: np.pad(each, ((0, shape[0] - rows), (0, 0)), mode="edge") for name, each in wide.items()}
 
 
 class Buckets:

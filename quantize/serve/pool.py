@@ -13,7 +13,7 @@ from typing import Any
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.kinds.encoded import pad
-from qdqbench.quantize.serve.buckets import Buckets, Full, Row
+from qdqbench.quantize.serve.buckets import Buckets, Full, Row, shape_of, shaped
 from qdqbench.quantize.serve.frames import SIZES, Head, packed, unpacked
 from qdqbench.quantize.serve.metrics import Metrics
 
@@ -247,6 +247,9 @@ class Pool:
         _, batch = pad(
             [(place, row.input_ids, row.token_type_ids) for place, row in enumerate(rows)], self._pad_id
         )
+        mask = batch["attention_mask"]
+        shape = shape_of(self._buckets.sizes, *mask.shape)
+        batch = shaped(batch, shape, self._pad_id)
         self._running += len(rows)
         start = time.monotonic()
         try:
@@ -259,10 +262,10 @@ class Pool:
             return str(error) or f"a batch took more than {self._timeout:g} s"
         finally:
             self._running -= len(rows)
-        for row, answer in zip(rows, made, strict=True):
+        for row, answer in zip(rows, made[: len(rows)], strict=True):
             if not row.answer.done():
                 row.answer.set_result(answer)
-        self._count(rows, batch["attention_mask"], start, seconds)
+        self._count(rows, int(mask.sum()), shape[0] * shape[1], start, seconds)
         return ""
 
     def _again(self, rows: list[Row]) -> None:
@@ -272,7 +275,7 @@ class Pool:
                 row.answer.set_exception(self.unavailable(f"{TRIES} workers ended without an answer"))
         self._buckets.put_back(row for row in rows if not row.answer.done())
 
-    def _count(self, rows: list[Row], mask: Int64, start: float, seconds: float) -> None:
+    def _count(self, rows: list[Row], real: int, padded: int, start: float, seconds: float) -> None:
         metrics, taken = self._metrics, max(time.monotonic() - start, 1e-6)
         self._rate = 0.8 * (self._rate or len(rows) / taken) + 0.2 * len(rows) / taken
         waited = metrics.waited.labels(self.name)
@@ -280,9 +283,8 @@ class Pool:
             waited.observe(start - row.since)
         metrics.ran.labels(self.name).observe(seconds)
         metrics.rows.labels(self.name).observe(len(rows))
-        real = int(mask.sum())
         metrics.tokens.labels(self.name, "text").inc(real)
-        metrics.tokens.labels(self.name, "padding").inc(mask.size - real)
+        metrics.tokens.labels(self.name, "padding").inc(padded - real)
 
 
 def shared_cores(workers: int, cores: Sequence[int]) -> list[list[int]]:

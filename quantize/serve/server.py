@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.cpu import usable_cores
 from qdqbench.quantize.serve.app import Service
-from qdqbench.quantize.serve.buckets import Buckets
+from qdqbench.quantize.serve.buckets import Buckets, shapes_of
 from qdqbench.quantize.serve.guard import LOOPBACK, json_bytes
 from qdqbench.quantize.serve.metrics import Metrics
 from qdqbench.quantize.serve.pool import COMMAND, Pool, order_of, shared_cores
@@ -56,11 +56,11 @@ def make_service(served: Served, settings: Settings, command: Sequence[str] = CO
     """A service whose workers are not started yet."""
     limits, metrics, cores = settings.limits, Metrics(), usable_cores()
     sizes = served.sizes(settings.max_batch)
-    # every worker meets each length, and a whole batch, before the first request does
-    warm = [*((1, length) for length, _ in sizes), (sizes[0][1], sizes[0][0])]
+    single = [(length, 1) for length, _ in sizes]
 
-    def pool(name: str, base: dict[str, Any], workers: int) -> Pool:
-        orders = [order_of(base | {"warm": warm}, part) for part in shared_cores(workers, cores)]
+    def pool(name: str, base: dict[str, Any], workers: int, met: list[tuple[int, int]]) -> Pool:
+        # every worker meets these shapes before the first request does
+        orders = [order_of(base | {"warm": shapes_of(met)}, part) for part in shared_cores(workers, cores)]
         buckets = Buckets(sizes, settings.queue, settings.max_wait_s)
         return Pool(
             name,
@@ -72,9 +72,9 @@ def make_service(served: Served, settings: Settings, command: Sequence[str] = CO
             command=command,
         )
 
-    pools = {"engine": pool("engine", served.engine, settings.workers)}
+    pools = {"engine": pool("engine", served.engine, settings.workers, sizes)}
     if settings.fp32:
-        pools["fp32"] = pool("fp32", served.twin, 1)
+        pools["fp32"] = pool("fp32", served.twin, 1, single)
     hosts = LOOPBACK if settings.loopback else ()
     return Service(served, pools, metrics, limits=limits, hosts=hosts)
 
