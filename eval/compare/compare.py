@@ -41,7 +41,7 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> Comp
         samples=samples,
         samples_found=total,
         layers=[*_layers(runs)],
-        notes=list(dict.fromkeys([*notes, *_of_other_machines(runs)])),
+        notes=list(dict.fromkeys([*notes, *_not_comparable(runs)])),
     )
 
 
@@ -190,9 +190,13 @@ def _blocks(run: Opened) -> dict[str, float | None]:
     return {row.name: row.error for row in checked.blocks} if checked else {}
 
 
-def _of_other_machines(runs: list[Opened]) -> list[str]:
+def _not_comparable(runs: list[Opened]) -> list[str]:
     """What makes numbers of several runs not comparable."""
-    notes = []
+    notes = [
+        f"the bench of {run.name} is of other files than {', '.join(run.stale_bench)}: no latency is shown"
+        for run in runs
+        if run.stale_bench
+    ]
     asked: list[tuple[str, Callable[[Opened], object]]] = [
         ("were made on other machines", lambda run: run.results.environment.get("cpu")),
         ("have engines of other versions", lambda run: run.results.engine and run.results.engine.version),

@@ -10,6 +10,7 @@ import numpy as np
 from qdqbench.eval.accuracy.changes import Answered, answered
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
+from qdqbench.eval.benchreport.report import stale_files
 from qdqbench.eval.compare.results import ComparedRun, Latency
 from qdqbench.eval.report.formats import model_label
 from qdqbench.eval.runs.verdict import last_measured, quantized_file
@@ -82,6 +83,17 @@ class Opened:
     def answered_fp32(self) -> Answered:
         """What FP32 answered."""
         return answered(self.task, self.fp32, self.gold, self.classes)
+
+    @cached_property
+    def bench(self) -> Bench | None:
+        """The bench in its folder."""
+        path = self.folder / BENCH_FILE
+        return read_bench(path) if path.is_file() else None
+
+    @property
+    def stale_bench(self) -> list[str]:
+        """Files of the run that changed after its bench, whose latencies are not theirs."""
+        return stale_files(self.bench, self.folder) if self.bench else []
 
     def texts(self, samples: list[int]) -> list[str]:
         """The texts of some samples, in one line each.
@@ -170,7 +182,7 @@ def described(run: Opened) -> ComparedRun:
     """The run's own numbers."""
     results, row = run.results, run.results.stages[run.stage]
     engine, file, versus = results.engine, quantized_file(results), row.vs_fp32
-    bench = read_bench(run.folder / BENCH_FILE) if (run.folder / BENCH_FILE).is_file() else None
+    bench = None if run.stale_bench else run.bench
     return ComparedRun(
         name=run.name,
         folder=str(run.folder),
@@ -199,8 +211,7 @@ def described(run: Opened) -> ComparedRun:
 
 
 def _device(bench: Bench) -> str:
-    gpu = bench.environment.get("gpu")
-    return bench.cpu.name if bench.cpu else str(gpu.get("name") if isinstance(gpu, dict) else gpu or "GPU")
+    return bench.cpu.name if bench.cpu else str(bench.environment.get("gpu", "GPU"))
 
 
 def _latencies(bench: Bench) -> list[Latency]:
