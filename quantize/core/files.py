@@ -95,6 +95,25 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON ({error}); delete it and run the stage again") from error
 
 
+def read_bounded(path: Path, most: int, what: str, give: str) -> str:
+    """Text of a file from anywhere, of at most so many bytes.
+
+    Args:
+        what: it should be, and `give` what to give instead, in errors.
+
+    Raises:
+        UserError: missing, too large, or not text.
+    """
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise UserError(f"{path} has {size} bytes, and {what} at most {most}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"cannot read {path} ({why}); give {give}") from error
+
+
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file, read in 1 MiB blocks."""
     digest = hashlib.sha256()

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import read_bounded
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.cpu.products import ATTENTION
 
@@ -83,14 +84,7 @@ def read_table(path: Path) -> list[LayerRow]:
     Raises:
         UserError: missing, too large, not such a file, or without layers.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_TABLE_BYTES:
-            raise UserError(f"{path} has {size} bytes, and a layer table at most {MAX_TABLE_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"cannot read {path} ({why}); give the engine inspector's JSON") from error
+    text = read_bounded(path, MAX_TABLE_BYTES, "a layer table", "the engine inspector's JSON")
     try:
         rows = _own_rows(text) or parse_inspector_json(text)
     except UserError as error:

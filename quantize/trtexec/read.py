@@ -16,6 +16,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import read_bounded
 
 MAX_BYTES = 64 << 20  # of a file; 300,000 queries in exported times have 60 MB
 MAX_PARTS = 2_000_000  # lists and objects of a file, each of which takes far more memory than its text
@@ -157,14 +158,7 @@ def read_json(path: Path, what: str) -> Any:
     Raises:
         UserError: missing, too large, or not JSON.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise UserError(f"{path} has {size} bytes, and {what} at most {MAX_BYTES}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"cannot read {path} ({why}); give {what} that trtexec wrote") from error
+    text = read_bounded(path, MAX_BYTES, what, f"{what} that trtexec wrote")
     if text.count("[") + text.count("{") > MAX_PARTS:
         raise UserError(f"{path} has more than {MAX_PARTS} lists and objects, which {what} has not")
     try:
