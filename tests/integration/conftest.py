@@ -1,5 +1,5 @@
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -40,14 +40,18 @@ def _no_progress_lines(monkeypatch) -> None:
     monkeypatch.setattr("qdqbench.quantize.cli.progress.EVERY_S", float("inf"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _auto_is_for_gpus() -> Iterator[None]:
-    """Without a GPU "auto" builds for one ahead of time; engines for the CPU have tests of their own."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Without a GPU "auto" builds for one ahead of time; engines for the CPU have tests of their own.
+
+    Around each test of this folder, with the fixtures that it makes first: tests of others find it as it is.
+    """
     from qdqbench.quantize.engine import backend
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
-        yield
+        if Path(__file__).parent in item.path.parents:  # pytest calls this for every test
+            patch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
