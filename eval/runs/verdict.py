@@ -77,6 +77,9 @@ def speed_clause(results: Results) -> str:
 
 
 def _speed_text(row: Speed) -> str:
+    if row.low is not None and row.high is not None and row.low <= 1 <= row.high:
+        spread = f"{row.value:.2f}x, [{row.low:.2f}, {row.high:.2f}]"
+        return f"not told apart from {row.over} at {row.cell} ({spread})"
     if row.value < 1:
         return f"SLOWER than {row.over} at {row.cell} ({row.value:.2f}x)"
     return f"{row.value:.2f}x as fast as {row.over} at {row.cell}"

@@ -567,6 +567,9 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
     [found] = [each for each in report_module._tiles(results) if each[0] == "speed"]
     assert (found[1], found[3]) == (f"{value:.2f}x", tile)
     assert "speed unknown" in wording.verdict(sample()).sentence
+    unclear = row.model_copy(update={"low": 0.7, "high": 1.4})
+    said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
+    assert said in wording.verdict(sample(speed=[unclear])).sentence
 
 
 @pytest.mark.parametrize(
