@@ -17,7 +17,7 @@ from qdqbench.eval.cpubench.cell import cpu_makers
 from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
 from qdqbench.eval.gpubench.cell import gpu_makers
 from qdqbench.eval.gpubench.contestants import TABLE
-from qdqbench.eval.runs.report import refresh_reports
+from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.shapes import MODEL_SHAPES

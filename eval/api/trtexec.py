@@ -6,7 +6,7 @@ from pathlib import Path
 from qdqbench.eval.api.runs import StageCallback, resume, silent
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.benchreport.report import write_bench_reports
-from qdqbench.eval.runs.report import refresh_reports
+from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.eval.trtexec.ask import plan_for, require_tensorrt
 from qdqbench.eval.trtexec.times import bench_of_times
 from qdqbench.quantize.core.errors import UserError

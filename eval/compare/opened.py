@@ -13,7 +13,7 @@ from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_
 from qdqbench.eval.benchreport.report import stale_files
 from qdqbench.eval.compare.results import ComparedRun, Latency
 from qdqbench.eval.report.formats import model_label
-from qdqbench.eval.runs.verdict import last_measured, quantized_file
+from qdqbench.eval.runreport.verdict import last_measured, quantized_file
 from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Results

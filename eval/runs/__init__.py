@@ -1,1 +1,1 @@
-"""A whole run or study, its verdict and its report."""
+"""A whole run or study: its stages one after the other, and their numbers gathered."""

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runs.collect import collect
-from qdqbench.eval.runs.report import write_reports
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError

@@ -103,7 +103,7 @@ def bench(
     from qdqbench.eval.api.bench import bench as measure
     from qdqbench.eval.api.trtexec import trtexec_bench
     from qdqbench.eval.benchreport.report import bench_summary
-    from qdqbench.eval.runs.report import too_slow
+    from qdqbench.eval.runreport.report import too_slow
     from qdqbench.quantize.core.errors import CheckFailed, UserError
 
     written: list[Path] = []

@@ -230,7 +230,7 @@ def require_gate(results: "Results", folder: Path, *, json: bool) -> None:
     Raises:
         CheckFailed: its gate does not hold.
     """
-    from qdqbench.eval.runs.report import summary_lines
+    from qdqbench.eval.runreport.report import summary_lines
     from qdqbench.quantize.core.errors import CheckFailed
 
     show(results, json, summary_lines, f"report: {folder / 'report.html'}")

@@ -21,12 +21,12 @@ from qdqbench.eval.bench.results import (
 from qdqbench.eval.benchreport.charts import latency_svg, speedup_svg, throughput_svg
 from qdqbench.eval.benchreport.report import bench_of, bench_summary, bench_view, write_bench_reports
 from qdqbench.eval.benchreport.words import Mark, clocks, milliseconds, ratio_mark, slow_lines
-from qdqbench.eval.runs.report import refresh_reports, write_reports
+from qdqbench.eval.runreport.report import refresh_reports, write_reports
 from qdqbench.quantize.core.files import sha256
 
 from ..bench.test_results import REASON, sample_bench, sample_row
-from ..runs.test_report import HOSTILE
-from ..runs.test_report import sample as sample_run
+from ..runreport.test_report import HOSTILE
+from ..runreport.test_report import sample as sample_run
 
 
 def terminal(bench, width=120):

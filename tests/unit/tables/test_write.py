@@ -24,7 +24,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.config import for_length, for_shapes
 
 from ..bench.test_results import sample_bench
-from ..runs.test_report import sample as sample_run
+from ..runreport.test_report import sample as sample_run
 
 ROOT = Path(__file__).parents[3]
 

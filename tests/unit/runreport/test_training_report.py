@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.report import formats
-from qdqbench.eval.runs import training_charts, training_report
-from qdqbench.eval.runs import verdict as wording
+from qdqbench.eval.runreport import training_charts, training_report
+from qdqbench.eval.runreport import verdict as wording
 from qdqbench.eval.tables.write import tables_markdown
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results

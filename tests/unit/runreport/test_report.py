@@ -18,9 +18,9 @@ from rich.console import Console
 
 from qdqbench.eval.report import formats
 from qdqbench.eval.report import svg as plots
-from qdqbench.eval.runs import charts, report
-from qdqbench.eval.runs import report as report_module
-from qdqbench.eval.runs import verdict as wording
+from qdqbench.eval.runreport import charts, report
+from qdqbench.eval.runreport import report as report_module
+from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
 from qdqbench.quantize.core.results import (

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
 from qdqbench.eval.report.render import write
-from qdqbench.eval.runs.training_charts import charts_of, labelled_measure, points_of, score_name
-from qdqbench.eval.runs.verdict import metric_text
+from qdqbench.eval.runreport.training_charts import charts_of, labelled_measure, points_of, score_name
+from qdqbench.eval.runreport.verdict import metric_text
 from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from qdqbench.eval.report.formats import (
     yaml_text,
 )
 from qdqbench.eval.report.render import write
-from qdqbench.eval.runs import charts
-from qdqbench.eval.runs.agreement_chart import agreement_svg, agreements
-from qdqbench.eval.runs.training_report import section_of
-from qdqbench.eval.runs.verdict import (
+from qdqbench.eval.runreport import charts
+from qdqbench.eval.runreport.agreement_chart import agreement_svg, agreements
+from qdqbench.eval.runreport.training_report import section_of
+from qdqbench.eval.runreport.verdict import (
     delta_text,
     headline,
     last_measured,
