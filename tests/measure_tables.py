@@ -3,7 +3,9 @@
     python tests/measure_tables.py --list
     python tests/measure_tables.py bench --out docs/measured
     python tests/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
+    python tests/measure_tables.py lengths --models MODELS --data GLUE --out docs/measured-lengths
     qdqbench tables docs/measured --into recipes/README.md
+    qdqbench tables docs/measured-lengths --into docs/real_lengths.md
 
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
@@ -36,6 +38,7 @@ TRAINED = {  # options of the fine-tuning that a study begins with
     "mnli": ["--epochs", "3"],
 }
 BENCH = ["--streams", "1", "--seconds", "0.4", "--compile-seconds", "100", "--no-fp32"]
+REAL = ["--compile-seconds", "30", "--without", "autotune-fp16"]
 LATE, GRACE_S = -1, 20.0
 PREPARE = 0.5  # of the limit, at most, before anything is timed
 UNSPLIT = "bert-int8-attention-unsplit"
@@ -60,6 +63,15 @@ def bench(name: str, model: str, recipe: str, *options: str) -> Step:
     return Step(name, "bench.json", ["bench", "--model", model, "--recipe", recipe, *BENCH, *options])
 
 
+def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
+    """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
+    others = [] if model == "bert-base" else ["bert-int8-linears", "bert-int8-attention-single"]
+    also = [part for other in others for part in ("--also", other)]
+    split = ["--real-lengths", task, "--real-batch", "128", "--data", data, "--profile", "static"]
+    given = ["bench", "--model", model, "--recipe", "bert-int8-residual", *also, *split, *options]
+    return Step(f"{name}-bench", "bench.json", [*given, "--no-fp32", "--seconds", "0.4", *REAL])
+
+
 def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
     attention = "bert-int8-attention"
@@ -67,14 +79,31 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     also = [part for other in others for part in ("--also", str(other))]
     beside = ["--also", "bert-int8-residual"]
     lean = ["--without", "autotune-fp16", "--without", "int8-exact"]
+    single = [part for name in ("linears", "ffn", "residual") for part in ("--also", f"bert-int8-{name}")]
     found = {
         "bench": [
             bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128), *beside),
             bench("large-attention", "bert-large", attention, *grid(8, 128), *beside, *lean),
             bench("base-384", "bert-base", attention, *grid(32, length=384), "--profile", "static"),
+            bench(
+                "base-single", "bert-base", f"{attention}-single", *grid(1), "--profile", "static", *single
+            ),
         ],
         "bench-recipes": [
-            bench("base-recipes", "bert-base", attention, *grid(8, 32, 128), "--profile", "recipe", *also)
+            bench(
+                "base-recipes",
+                "bert-base",
+                attention,
+                *grid(8, 32, 128),
+                "--profile",
+                "recipe",
+                *also,
+                *lean[:2],
+            )
+        ],
+        "lengths": [
+            *(lengths(task, task, str(models / f"minilm-l6-{task}"), data) for task in TASKS),
+            lengths("base", "sst2", "bert-base", data, "--tokenizer", str(models / "minilm-l6-sst2")),
         ],
     }
     for task in TASKS:

@@ -47,6 +47,10 @@ def table_of(target: Target | None, options: BenchOptions) -> dict[str, Kind]:
         for kind in TABLE
         if not kind.profile or (kind.precision in twins and (kind.precision != "fp32" or options.fp32))
     ]
+    wanted += [
+        Kind(f"int8-{name}", f"INT8 engine, {name}", "int8", "recipe", recipe=name)
+        for name in (target.also if target else ())
+    ]
     if options.profile != "both":
         wanted = [kind for kind in wanted if kind.profile != "static"]
     if options.profile == "static":
@@ -54,10 +58,6 @@ def table_of(target: Target | None, options: BenchOptions) -> dict[str, Kind]:
             replace(kind, profile="static", label=kind.label + EXACT) if kind.profile else kind
             for kind in wanted
         ]
-    wanted += [
-        Kind(f"int8-{name}", f"INT8 engine, {name}", "int8", "recipe", recipe=name)
-        for name in (target.also if target else ())
-    ]
     return {
         kind.name: kind
         for kind in wanted

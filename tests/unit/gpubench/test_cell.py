@@ -148,6 +148,10 @@ def test_who_takes_part(tmp_path, stack):
     assert {about.name: about.label for about in listed}["int8"] == "INT8 engine, exact shape"
     assert len({about.label for about in listed}) == len(listed)
     assert {about.backend for about in listed if about.name.startswith("int8")} == {"tensorrt_rtx 1.4"}
+    target.also["mine"] = target  # another recipe's engine takes the same shapes as the others'
+    for profile, label in {"static": "INT8 engine, mine, exact shape", "both": "INT8 engine, mine"}.items():
+        listed = makers.contestants(target, replace(OPTIONS, profile=profile))
+        assert {about.name: about.label for about in listed}["int8-mine"] == label
 
 
 def test_engines_of_a_cell(device, tmp_path, stack):
