@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from qdqbench.eval.api.runs import Evaluation, Proof, build, evaluate, load_recipe, resume, run
     from qdqbench.eval.auto.results import Auto
     from qdqbench.eval.bench.results import Bench
+    from qdqbench.eval.runs.made import Made
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.quantize.calibrate.record import CalibrationRecord
     from qdqbench.quantize.check.check import CheckReport
@@ -26,6 +27,7 @@ _HOMES = {
     "eval.api.runs": "Evaluation Proof build evaluate load_recipe resume run",
     "eval.auto.results": "Auto",
     "eval.bench.results": "Bench",
+    "eval.runs.made": "Made",
     "eval.runs.run": "StageProgress",
     "quantize.calibrate.record": "CalibrationRecord",
     "quantize.check.check": "CheckReport",
@@ -44,6 +46,7 @@ __all__ = [
     "EngineResult",
     "Evaluation",
     "Exported",
+    "Made",
     "MissingDevice",
     "Proof",
     "QdqError",

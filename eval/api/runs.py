@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.runs.collect import stage_results
+from qdqbench.eval.runs.made import Made, collect_made
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.frames import Tabular, stage_rows
@@ -23,7 +23,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.artifacts import backend_of
 from qdqbench.quantize.rundir.config import find_recipe, for_length, for_shapes, run_config
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
+from qdqbench.quantize.rundir.outcomes import Skipped
 from qdqbench.quantize.rundir.pipeline import open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 from qdqbench.quantize.trtexec.plan import FOLDER, has_engine
@@ -130,7 +130,7 @@ def run_folder(config: RunConfig, out: str | Path | None) -> Path:
 
 def start(
     config: RunConfig, folder: Path, until: str | None = None, progress: StageCallback = silent
-) -> "Results | Proof | None":
+) -> Results | Made:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
     Raises:
@@ -141,9 +141,7 @@ def start(
     return _go(open_run(config, folder), until, progress)
 
 
-def resume(
-    folder: str | Path, until: str | None = None, progress: StageCallback = silent
-) -> "Results | Proof | None":
+def resume(folder: str | Path, until: str | None = None, progress: StageCallback = silent) -> Results | Made:
     """Take a run directory up to a stage; what has not changed is reused.
 
     Args:
@@ -152,7 +150,7 @@ def resume(
         progress: called as stages start and go on.
 
     Returns:
-        The results where the report was written, the proof where it ended with the engine, else None.
+        The results where the report was written, else what the stages up to there have made.
 
     Raises:
         UserError: no run directory, or no such stage.
@@ -167,9 +165,9 @@ def evaluate(folder: str | Path, progress: StageCallback = silent) -> "Evaluatio
     Raises:
         UserError: no run directory.
     """
-    session = _opened(folder)
-    _go(session, "evaluate", progress)
-    return Evaluation(stages=stage_results(session))
+    made = resume(folder, "evaluate", progress)
+    assert isinstance(made, Made)
+    return Evaluation(stages=made.stages)
 
 
 def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
@@ -181,11 +179,19 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
         UserError: no run directory.
         MissingDevice: nothing here can build it.
     """
+    made = build_made(folder, progress)
+    assert made.engine is not None  # else `build_made` raised
+    verified = made.verification or Skipped(skipped=made.skipped.get("verify", "not asked for"))
+    return Proof(engine=made.engine, verification=verified, notes=made.notes)
+
+
+def build_made(folder: str | Path, progress: StageCallback = silent) -> Made:
+    """As `build`, with all that its stages have made."""
     session = _opened(folder)
     here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS or has_engine(session.folder / FOLDER)
-    proof = _go(session, "verify" if here else "build", progress)
-    assert isinstance(proof, Proof)
-    return proof
+    made = _go(session, "verify" if here else "build", progress)
+    assert isinstance(made, Made)
+    return made
 
 
 class Evaluation(Tabular):
@@ -214,11 +220,18 @@ def _opened(folder: str | Path) -> Session:
     return Session(read_config(Path(folder)), Path(folder))
 
 
-def _go(session: Session, until: str | None, progress: StageCallback) -> Results | Proof | None:
-    results = run_until(session, until, follow(session, progress))
-    if until not in ("build", "verify"):
+def _go(session: Session, until: str | None, progress: StageCallback) -> Results | Made:
+    start, ran = follow(session, progress), dict[str, bool]()
+
+    def show(name: str, reused: bool) -> None:
+        ran[name] = reused
+        start(name, reused)
+
+    results = run_until(session, until, show)
+    if results is not None:
         return results
-    built = read_built(session.folder)
-    if isinstance(built, Skipped):
-        raise MissingDevice(built.skipped)
-    return Proof(engine=built, verification=read_verified(session.folder), notes=session.notes)
+    assert until is not None
+    made = collect_made(session, until, ran)
+    if until in ("build", "verify") and made.engine is None:
+        raise MissingDevice(made.skipped["build"])
+    return made

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from qdqbench.eval.api.runs import StageCallback, resume, silent
+from qdqbench.eval.api.runs import StageCallback, silent
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
 from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.runreport.report import refresh_reports
+from qdqbench.eval.runs.run import follow, run_until
 from qdqbench.eval.trtexec.ask import plan_for, require_tensorrt
 from qdqbench.eval.trtexec.times import bench_of_times
 from qdqbench.quantize.core.errors import UserError
@@ -31,7 +32,7 @@ def trtexec_script(folder: str | Path, progress: StageCallback = silent) -> tupl
     session = Session(read_config(path), path)
     require_tensorrt(session)
     for stage in ("baseline", *(["fake_quant"] if session.recipe.quantizes else []), "export"):
-        resume(path, stage, progress)
+        run_until(session, stage, follow(session, progress))
     made, new = plan_for(session)
     return made / SCRIPT, new
 

@@ -1,6 +1,7 @@
 """Gather the files of a run into one `Results`, and hold them to the recipe's gate."""
 
 import importlib.metadata
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -90,26 +91,33 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
     return results
 
 
-def stage_results(session: Session) -> dict[str, StageResult]:
-    """Accuracy of every stage of a session that was evaluated, in their order."""
-    result = {"fp32": scored(session, "fp32", "PyTorch, FP32")}
-    if session.recipe.quantizes:
-        trained = session.recipe.qat is not None
-        if trained:
-            result["ptq"] = scored(session, "ptq", "PyTorch, ModelOpt fake-quant before QAT")
-        detail = f"PyTorch, ModelOpt fake-quant{' after QAT' if trained else ''}"
-        result["fake_quant"] = scored(session, "fake_quant", detail)
-    else:
-        reason = "the recipe quantizes nothing"
-        result["fake_quant"] = StageResult(status="skipped", reason=reason)
+def stage_results(session: Session, done: Collection[str] | None = None) -> dict[str, StageResult]:
+    """Accuracy of every stage of a session that was evaluated, in their order.
+
+    Args:
+        done: the stages of the run that are finished; None: all that it has.
+    """
+    trained = "after QAT" if session.recipe.qat else ""
     version = importlib.metadata.version("onnxruntime")
-    detail = f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)"
-    result["onnxruntime"] = scored(session, "onnxruntime", detail)
-    ran = read_ran(session.folder)
-    if isinstance(ran, Skipped):
-        result["engine"] = StageResult(status="skipped", reason=ran.skipped)
-    else:
-        result["engine"] = scored(session, "engine", ran.detail)
+    fake_quant = "PyTorch, ModelOpt fake-quant"
+    details = {
+        "baseline": "PyTorch, FP32",
+        **({"ptq": f"{fake_quant} before QAT"} if trained else {}),
+        "fake_quant": f"{fake_quant} {trained}".strip(),
+        "onnxruntime": f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)",
+        "engine": "",
+    }
+    result = {}
+    for stage in details if done is None else [name for name in details if name in done]:
+        name, detail, reason = "fp32" if stage == "baseline" else stage, details[stage], None
+        if stage == "fake_quant" and not session.recipe.quantizes:
+            reason = "the recipe quantizes nothing"
+        elif stage == "engine":
+            ran = read_ran(session.folder)
+            reason, detail = (ran.skipped, "") if isinstance(ran, Skipped) else (None, ran.detail)
+        result[name] = (
+            StageResult(status="skipped", reason=reason) if reason else scored(session, name, detail)
+        )
     return result
 
 

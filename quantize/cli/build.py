@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from qdqbench.quantize.cli import progress
-from qdqbench.quantize.cli.run import judge_build, stage_command
+from qdqbench.quantize.cli.answers import answer
+from qdqbench.quantize.cli.run import stage_command
 from qdqbench.quantize.cli.terminal import Json, RunFolder, print_json
 
 verify = stage_command("verify", "Judge what the engine computes, where it runs or trtexec ran it.")
@@ -26,11 +27,11 @@ def build(
     if print_trtexec:
         _print_trtexec(folder, json)
         return
-    from qdqbench.eval.api.runs import build as build_run
+    from qdqbench.eval.api.runs import build_made
 
     with progress.stages(quiet=json) as shown:
-        found = build_run(folder, shown)
-    judge_build(found, folder, json)
+        found = build_made(folder, shown)
+    answer(found, folder, json=json)
 
 
 def _print_trtexec(folder: RunFolder, json: bool) -> None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench.quantize.cli import options, progress
+from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.eval.api.runs import Proof
-    from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.families.family import Family
     from qdqbench.quantize.rundir.session import Session
 
@@ -144,7 +143,7 @@ def run(  # noqa: PLR0913  (a command's options)
     folder = run_folder(config, out)
     with progress.stages(quiet=json) as shown:
         found = start(config, folder, until, shown)
-    _say(found, folder, json=json)
+    answer(found, folder, json=json)
 
 
 @grouped
@@ -190,7 +189,7 @@ def qat(  # noqa: PLR0913  (a command's options)
         with progress.stages(quiet=json) as shown:
             results = run_until(session, None, follow(session, shown))
         assert results is not None
-        require_gate(results, folder, json=json)
+        answer(results, folder, json=json)
 
 
 def _plan(session: "Session", json: bool) -> None:
@@ -208,60 +207,10 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
 
         with progress.stages(quiet=json) as shown:
             found = resume(folder, target, shown)
-        _say(found, folder, json=json)
+        answer(found, folder, json=json)
 
     command.__doc__ = text
     return command
-
-
-def _say(found: "Results | Proof | None", folder: Path, *, json: bool) -> None:
-    """What a run came to; exit status 2 where it does not hold."""
-    from qdqbench.quantize.core.results import Results
-
-    if isinstance(found, Results):
-        require_gate(found, folder, json=json)
-    elif found is not None:
-        judge_build(found, folder, json)
-
-
-def require_gate(results: "Results", folder: Path, *, json: bool) -> None:
-    """Print what a run came to.
-
-    Raises:
-        CheckFailed: its gate does not hold.
-    """
-    from qdqbench.eval.runreport.report import summary_lines
-    from qdqbench.quantize.core.errors import CheckFailed
-
-    show(results, json, summary_lines, f"report: {folder / 'report.html'}")
-    if not results.gate.passed:
-        raise CheckFailed(f"the gate does not hold: {'; '.join(results.gate.failures)}")
-
-
-def judge_build(proof: "Proof", folder: Path, json: bool) -> None:
-    """Print what was built, and exit with 2 where it is not proven right."""
-    from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.core.results import Verification
-    from qdqbench.quantize.engine.build import require_int8
-
-    result, verified = proof.engine, proof.verification
-    if json:
-        print_json(proof.model_dump(mode="json"))
-    else:
-        for note in proof.notes:
-            console().print(f"[yellow]note[/] {plain(note)}", highlight=False)
-        console().print(
-            f"{result.file}: {result.int8_gemms} of {result.expected_int8_gemms} GEMMs in INT8, "
-            f"{result.backend} {result.version}; outputs "
-            + ("verified" if isinstance(verified, Verification) else f"not verified: {verified.skipped}"),
-            highlight=False,
-        )
-    require_int8(result)
-    if isinstance(verified, Verification) and verified.failures:
-        raise CheckFailed(
-            f"{result.file} gives wrong outputs: {'; '.join(verified.failures)}; find the tensor with "
-            f"`qdqbench inspect {folder} --bisect`"
-        )
 
 
 def profile(folder: RunFolder, json: Json = False) -> None:

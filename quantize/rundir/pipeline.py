@@ -31,7 +31,7 @@ class Stage:
     recorded: Callable[[Session], None] = lambda session: None  # removes what a killed stage would go on from
 
 
-class _Done(Strict):
+class Done(Strict):
     """One finished stage in the manifest."""
 
     key: str
@@ -44,7 +44,7 @@ class _Done(Strict):
 
 class _Manifest(Strict):
     schema_version: Literal[1] = 1
-    stages: dict[str, _Done] = {}
+    stages: dict[str, Done] = {}
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
@@ -95,7 +95,7 @@ def run_stages(
                     outputs = stage.run(session)
                 hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
                 _remove_stale(session.folder, before, hashes)
-                done = _Done(
+                done = Done(
                     key=key,
                     outputs=hashes,
                     notes=session.notes[known:],
@@ -108,10 +108,18 @@ def run_stages(
             stage.recorded(session)
             session.notes += [note for note in done.notes if note not in session.notes]
             interrupt.raise_if_interrupted()
-            timings[stage.name] = Timing(
-                wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused
-            )
+            timings[stage.name] = timing(done, reused=reused)
     return timings
+
+
+def timing(done: Done, *, reused: bool) -> Timing:
+    """Cost of a finished stage."""
+    return Timing(wall_s=done.wall_s, cpu_s=done.cpu_s, peak_rss_bytes=done.peak_rss_bytes, reused=reused)
+
+
+def finished(folder: Path) -> dict[str, Done]:
+    """What the finished stages of a run directory left, by name."""
+    return _read(folder / STAGES_FILE).stages
 
 
 def forget_others(folder: Path, known: Iterable[str]) -> None:
@@ -144,13 +152,13 @@ def _key(session: Session, stage: Stage, manifest: _Manifest) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _intact(folder: Path, done: _Done) -> bool:
+def _intact(folder: Path, done: Done) -> bool:
     return all(
         (folder / n).is_file() and files.sha256(folder / n) == digest for n, digest in done.outputs.items()
     )
 
 
-def _remove_stale(folder: Path, before: _Done | None, now: dict[str, str]) -> None:
+def _remove_stale(folder: Path, before: Done | None, now: dict[str, str]) -> None:
     """Files of an earlier recipe in this folder would be taken for this one's."""
     for name in set(before.outputs if before else ()) - set(now):
         if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says

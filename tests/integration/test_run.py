@@ -9,6 +9,7 @@ import onnx
 import pytest
 import yaml
 
+from qdqbench.eval.runs.made import Made
 from qdqbench.eval.stages import engine as engine_stages
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
@@ -325,13 +326,30 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     }
     for command, written in steps.items():
         before = files_of(out)
-        done = qdqbench(command, out)
+        done = qdqbench(command, out, "--json")
         assert (done.code, done.err) == (0, ""), command
+        told = json.loads(done.out)
+        if command != "report":
+            made = Made.model_validate(told)
+            assert (made.folder, made.failures) == (str(out), [])
+            assert {row.name for row in made.files} >= {*written}
+            assert all(row.bytes == (out / row.name).stat().st_size for row in made.files)
+            said = qdqbench(command, out).out
+            assert all(stage in said for stage in made.timings)
+            assert f"{len(made.files)} file" in said
         assert sorted({*listing(out)} - {*before, "run.json", "recipe.yaml"}) == written, command
         assert {name: files_of(out)[name] for name in before if name != "stages.json"} == {
             name: time for name, time in before.items() if name != "stages.json"
         }
-    assert Results.model_validate(results(out)).gate.passed
+    found = Results.model_validate(results(out))
+    assert found.gate.passed
+    made = Made.model_validate_json(qdqbench("evaluate", out, "--json").out)
+    assert (made.stages, made.engine, made.verification) == (found.stages, found.engine, found.verification)
+    assert made.calibration.linears == len(found.quantized_layers)
+    assert made.calibration.of_linears == len(found.quantized_layers + found.high_precision_layers)
+    told = made.stages["onnxruntime"]
+    said = " ".join(qdqbench("evaluate", out).out.split())
+    assert f"accuracy {told.metrics['accuracy']:.4f} ± {told.stderr['accuracy']:.4f}, n = 96" in said
     assert qdqbench("run", *sst2.options, "--out", out).code == 0
     assert all(row["reused"] for row in results(out)["timings"].values())
 

@@ -1,0 +1,218 @@
+"""What a stage command prints: one line a stage with its figures, and what does not hold."""
+
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.runs.made import Calibrated, Made, _failures
+from qdqbench.eval.runs.made_lines import made_lines, stage_text
+from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.results import (
+    EngineResult,
+    FileRow,
+    FindingRow,
+    LayerRow,
+    Parity,
+    ParityRow,
+    StageResult,
+    Timing,
+)
+from qdqbench.quantize.core.training_results import TrainingRun
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
+
+
+def made(*stages: str, **fields) -> Made:
+    """Of these stages, the first one reused."""
+    timings = {
+        name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=number == 0) for number, name in enumerate(stages)
+    }
+    until = stages[-1]
+    return Made(
+        folder="runs/a", until=until, recipe="int8", model="m", task="sst2", timings=timings, **fields
+    )
+
+
+def engine(**changes) -> EngineResult:
+    fields = {
+        "backend": "openvino",
+        "version": "2026.4",
+        "compute_capability": [],
+        "ahead_of_time": False,
+        "file": "model.int8.engine",
+        "bytes": 23_400_000,
+        "int8_gemms": 12,
+        "expected_int8_gemms": 12,
+        "not_int8": [],
+        "attention_fused": 2,
+        "attention_int8": 1,
+        "expected_attention_int8": 1,
+        "layers": [
+            LayerRow(name="k", kind="gemm", onnx=["/a/MatMul"], inputs=["f32"], constants=[], outputs=["f32"])
+        ],
+    }
+    return EngineResult.model_validate(fields | changes)
+
+
+def parity(differing: int) -> Parity:
+    rows = [
+        ParityRow(name="a", codes=1000, differing=0, max_step=0, output_rel_error=0.001),
+        ParityRow(name="b", codes=1000, differing=differing, max_step=1, output_rel_error=0.001),
+    ]
+    passed = all(row.holds for row in rows)
+    return Parity(
+        n=64,
+        padded=True,
+        rows=rows,
+        logits_max_abs_diff=0.1,
+        limit_fraction=0.005,
+        limit_step=1,
+        passed=passed,
+    )
+
+
+CALIBRATED = Calibrated(
+    method="max",
+    split="train",
+    samples=1,
+    tokens=9,
+    seed=0,
+    quantizers=26,
+    linears=12,
+    of_linears=14,
+    attention=2,
+    residual=0,
+)
+SCORED = StageResult(
+    status="done",
+    metrics={"accuracy": 0.875},
+    stderr={"accuracy": 0.0125},
+    n=1200,
+    vs_fp32=Comparison(
+        delta={"accuracy": -0.01},
+        delta_stderr={"accuracy": 0.002},
+        n=1200,
+        disagreements=31,
+        mcnemar_p=0.1,
+        within_noise=False,
+        mean_abs_logit_diff=0.1,
+        sqnr_db=20.0,
+    ),
+)
+TRAINED = TrainingRun(
+    seed=0,
+    status="done",
+    settings={},
+    precision="fp32",
+    device="CPU",
+    processes=1,
+    rows=100,
+    held_out=10,
+    steps=90,
+    planned_steps=100,
+    best_step=50,
+    seconds=61.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "text"),
+    [
+        (
+            "quantize",
+            {"calibration": CALIBRATED},
+            "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train",
+        ),
+        ("baseline", {"stages": {"fp32": SCORED.model_copy(update={"vs_fp32": None})}},
+         "accuracy 0.8750 ± 0.0125, n = 1,200"),
+        (
+            "engine",
+            {"stages": {"engine": SCORED}},
+            "accuracy 0.8750 ± 0.0125, n = 1,200; against FP32 -0.0100 ± 0.0020, beyond noise; "
+            "31 of 1,200 answers differ",
+        ),
+        ("qat", {"training": TRAINED}, "90 of 100 steps in 61.0 s; step 50 is the best"),
+        (
+            "export",
+            {
+                "files": [
+                    FileRow(name="model.fp32.onnx", bytes=400, fp32_ratio=1.0),
+                    FileRow(name="model.int8.onnx", bytes=100, fp32_ratio=0.25),
+                ]
+            },
+            "2 ONNX files; of the size of FP32: model.int8.onnx 0.25",
+        ),
+        ("check", {}, "0 findings"),
+        (
+            "parity",
+            {"parity": parity(9)},
+            "1 of 2 tensors agree with ONNX Runtime; at worst 0.90% of the codes differ, limit 0.50%; n = 64",
+        ),
+        (
+            "build",
+            {"engine": engine()},
+            "model.int8.engine 23.4 MB, OpenVINO 2026.4; 12 of 12 GEMMs in INT8; 1 of 1 attentions in INT8",
+        ),
+        ("verify", {"skipped": {"verify": "no GPU here to run it on"}}, "skipped: no GPU here to run it on"),
+    ],
+)  # fmt: skip
+def test_a_stage_says_what_it_made(stage, fields, text):
+    assert stage_text(made(stage, **fields), stage) == text
+
+
+def test_every_stage_has_a_row_and_names_are_no_markup():
+    found = made(
+        "baseline",
+        "export",
+        "[red]odd",
+        stages={"fp32": SCORED},
+        files=[FileRow(name=f"{n}.onnx", bytes=1000 * n, fp32_ratio=None) for n in range(1, 10)],
+        notes=["n1", "n2", "n3", "n4", "[bold]n5"],
+        failures=["the [gate]"],
+    )
+    shown = StringIO()
+    Console(file=shown, width=80).print(made_lines(found))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(shown.getvalue().split())
+    assert re.search(r"baseline accuracy 0\.8750 .* unchanged", text)
+    assert "[red]odd 12.3 s" in text
+    assert "9 files in runs/a: 9.onnx 9 kB, 8.onnx 8 kB" in text
+    assert "and 3 more in there" in text
+    assert "and 2 more in the report" in text
+    assert "✗ the [gate]" in text
+
+
+def test_what_does_not_hold_is_named():
+    finding = {"node": "/a", "why": "so", "fix": "mend"}
+    found = made(
+        "build",
+        findings=[
+            FindingRow(severity="error", code="wrong-axis", **finding),
+            FindingRow(severity="error", code="wrong-axis", **finding),
+            FindingRow(severity="warning", code="odd", **finding),
+        ],
+        parity=parity(9),
+        engine=engine(int8_gemms=11, not_int8=["/a/MatMul"]),
+    )
+    first, second, third = _failures(found, int8=True)
+    assert first == "check: 2 of wrong-axis"
+    assert second == "ONNX Runtime does not follow the fake-quant model in b"
+    assert "1 of 12 GEMMs do not run in INT8" in third
+    assert _failures(made("build", engine=engine(), parity=parity(0)), int8=True) == []
+    # a recipe may ask for no INT8; who builds the engine asks whether it has it
+    lost = {"engine": engine(int8_gemms=11, not_int8=["/a/MatMul"])}
+    assert _failures(made("engine", **lost), int8=False) == []
+    assert len(_failures(made("verify", **lost), int8=False)) == 1
+
+
+@pytest.mark.parametrize("schema", [Made, Calibrated])
+def test_every_field_is_documented_and_no_other(schema):
+    section = re.search(
+        rf"(?ms)^## [^\n]*\(`{schema.__name__}`\)\n(.*?)(?=^## |\Z)", DOCUMENT.read_text(encoding="utf-8")
+    )
+    assert section is not None
+    assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(schema.model_fields)
