@@ -1,8 +1,8 @@
-"""What a ladder says: on the terminal, in `auto.md` and in `auto.html` (one file, opens offline)."""
+"""What a ladder says in words, in `auto.md` and in `auto.html` (one file, opens offline)."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qdqbench.eval.auto.results import Auto, Measured, Step
 from qdqbench.eval.report import svg
@@ -16,11 +16,9 @@ from qdqbench.eval.report.formats import (
     seconds,
     sentence,
 )
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core.comparison import Comparison
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 WHAT = {
     "shipped": "shipped recipe",
@@ -61,6 +59,7 @@ class AutoView:
     notes: list[str]
     chart: str  # SVG; empty where nothing was measured
     inputs: list[tuple[str, str]]
+    tiles: list[tuple[str, str, str, bool]]
 
 
 def write_auto(found: Auto, folder: Path) -> list[Path]:
@@ -69,7 +68,11 @@ def write_auto(found: Auto, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    return write("auto", folder, {"s": auto_view(found)})
+    shown = auto_view(found)
+    facts = {"Model, data and settings": shown.inputs}
+    title, about = model_label(shown.found.model["name"]), [label(shown.found.task["name"])]
+    page = page_of(shown.found, "ladder to a recipe", title, about, "auto.json", facts=facts)
+    return write("auto", folder, {"s": shown, "page": page})
 
 
 def auto_view(found: Auto) -> AutoView:
@@ -94,7 +97,24 @@ def auto_view(found: Auto) -> AutoView:
             *flat(found.gate.model_dump(), "gate"),
             ("seed", str(found.seed)),
         ],
+        tiles=_tiles(found),
     )
+
+
+def _tiles(found: Auto) -> list[tuple[str, str, str, bool]]:
+    step, tiles = _chosen(found), []
+    if step is not None and (measured := step.measured) is not None:
+        versus = next(iter(measured.vs_fp32.values()))
+        value, error = versus.delta[found.metric] + 0.0, versus.delta_stderr[found.metric]
+        noise = "within noise" if versus.within_noise else "beyond noise"
+        title, change = f"{label(found.metric)} against FP32", in_points(value, error, "+")
+        tiles.append((title, change, f"points, {noise}", found.choice.passed))
+        if measured.latency:
+            twin = f"over {found.source.twin}{_modelled(found)}" if found.source else ""
+            tiles.append(("speed", f"{measured.latency.speedup:.2f}x", twin, measured.latency.speedup >= 1))
+    done = sum(each.status == "done" for each in found.steps)
+    tiles.append(("steps climbed", f"{done} of {len(found.steps)}", seconds(found.spent_s), True))
+    return tiles
 
 
 def headline(found: Auto) -> str:
@@ -252,49 +272,3 @@ def steps_svg(found: Auto) -> str:
     title = f"{label(found.metric)} against FP32, points"
     svg.dress(axes, title, grid="x")
     return svg.svg_of(figure, "auto-steps", f"{title}, of every step that was measured")
-
-
-def auto_summary(found: Auto) -> "Group":
-    """One screen for the terminal, as a rich renderable."""
-    from rich.console import Group, RenderableType
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = auto_view(found)
-    body = Text("\n".join([shown.headline, *shown.story]))
-    colour = "green" if found.choice.passed else "red"
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for name in ("", "step", *_screen(shown.columns), "time"):
-        table.add_column(name, no_wrap=True)
-    for line in shown.lines:
-        style = "green" if line.step.holds else "" if line.cells else "dim"
-        cells = _screen(line.cells) or [line.step.status, "", "", ""]
-        took = seconds(line.step.seconds) if line.step.status != "skipped" else ""
-        table.add_row(*(Text(cell) for cell in (line.mark, line.step.name, *cells, took)), style=style)
-    lines: list[RenderableType] = [
-        Panel(body, title=Text(shown.title), border_style=colour, title_align="left"),
-        Text(shown.asked),
-        table,
-        *(Text(f"{names}: {text}", style="dim") for names, text in _said(shown)),
-        *(Text(f"{name}: {value}") for name, value in shown.deploy),
-    ]
-    if found.source and found.source.mode == "model":
-        lines.append(Text(f"*: {found.source.label}", style="yellow"))
-    return Group(*lines, *(Text(f"note: {note}", style="yellow") for note in shown.notes))
-
-
-def _screen(cells: list[str]) -> list[str]:
-    """What fits 80 columns: all but the milliseconds, of one evaluation split."""
-    names = {"against the step before": "before it"}
-    kept = [cells[at] for at in (0, 1, 2, 4)] if cells else []
-    return [names.get(cell, cell).split(" / ")[0].replace(" modelled", "*") for cell in kept]
-
-
-def _said(shown: AutoView) -> list[tuple[str, str]]:
-    """What steps lack, or why they were skipped, told once for those that it is the same of."""
-    said: dict[str, list[str]] = {}
-    for line in shown.lines:
-        if not line.chosen and not line.step.holds and line.told:
-            said.setdefault(line.told[-1], []).append(line.step.name)
-    return [(", ".join(names), text) for text, names in said.items()]

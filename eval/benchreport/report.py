@@ -28,7 +28,8 @@ from qdqbench.eval.benchreport.words import (
     ratio_rows,
     slow_lines,
 )
-from qdqbench.eval.report.formats import cleaned, label, size
+from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, size
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
@@ -56,6 +57,25 @@ class BenchView:
     method: str = ""
 
     @property
+    def verdict(self) -> tuple[str, str]:
+        """State and title of its own page."""
+        slower = sum(marks[0].bad for _, marks in self.headlines)
+        if self.errors or not self.headlines:
+            return "failed", "The measurement has errors" if self.errors else "Nothing was measured"
+        if slower:
+            return "failed", f"INT8 is slower at {slower} of {count_of(len(self.headlines), 'shape')}"
+        return ("", "INT8 is as fast") if self.slow else ("passed", "INT8 is faster")
+
+    @property
+    def tiles(self) -> list[tuple[str, str, str, bool]]:
+        """Speed-ups of the first shapes."""
+        return [
+            (shape, marks[0].text.partition(" ")[0], f"over {marks[2].text} ms", not marks[0].bad)
+            for shape, marks in self.headlines[:5]
+            if marks[2].text
+        ]
+
+    @property
     def charts(self) -> list[str]:
         """SVG, drawn when a page asks: a terminal shows none."""
         found = self.measured
@@ -69,7 +89,12 @@ def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    return write("bench", folder, {"bench": bench_view(bench)})
+    shown, bench = bench_view(bench), cleaned(bench)
+    about = [str(bench.recipe.get("name", "recipe"))]
+    title = f"{model_label(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
+    facts = {"Settings": flat(bench.settings.model_dump()), "Model": flat(bench.target.model_dump())}
+    page = page_of(bench, "speed", title, about, BENCH_FILE, facts=facts)
+    return write("bench", folder, {"bench": shown, "page": page})
 
 
 def bench_of(folder: Path) -> BenchView | None:

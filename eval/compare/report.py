@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.compare.results import Compared, ComparedRun, Pair
 from qdqbench.eval.report.formats import cleaned, count_of, first, in_points, label, size
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core.files import atomic_path, write_json
 
@@ -23,7 +24,9 @@ def write_comparison(found: Compared, folder: Path) -> list[Path]:
     import pandas
 
     shown = cleaned(found)
-    paths = write(PAGE, folder, {"c": shown, "view": _view(shown)})
+    title = " against ".join(run.name for run in shown.runs)
+    page = page_of(shown, "runs side by side", title, [], f"{PAGE}.json")
+    paths = write(PAGE, folder, {"c": shown, "view": _view(shown), "page": page})
     write_json(folder / f"{PAGE}.json", found.model_dump(mode="json"))
     tables = {
         "runs": [*found.rows()],
@@ -152,6 +155,8 @@ def _view(found: Compared) -> dict[str, Any]:
         "paired": paired,
         "apart": apart,
         "cells": [*cells],
+        "milliseconds": [f"{cell}, ms" for cell in cells],
+        "names": [run.name for run in found.runs],
         "latency": {run.name: {each.cell: each for each in run.latency} for run in found.runs},
         "answers": [*dict.fromkeys(name for row in found.samples for name in row.answers)],
         "layers": {

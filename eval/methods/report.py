@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import cleaned, flat, label, model_label, seconds, sentence
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
@@ -46,6 +47,7 @@ class MethodsView:
     notes: list[str]
     charts: list[str]  # SVG
     inputs: list[tuple[str, str]]
+    tiles: list[tuple[str, str, str, bool]]
     settings: tuple[str, ...] = ("method", "smooth", "weights", "bias", "split")
 
 
@@ -55,9 +57,13 @@ def write_methods(found: Methods, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    shown = {"s": methods_view(found)}
+    shown = methods_view(found)
+    about = [label(shown.found.task["name"]), str(shown.found.recipe.get("name"))]
+    more = {"facts": {"Model, data and settings": shown.inputs}, "recipe": shown.found.recipe}
+    title = model_label(shown.found.model["name"])
+    page = page_of(shown.found, "calibration methods", title, about, METHODS_FILE, **more)
     files.write_text(folder / METHODS_FILE, found.model_dump_json(indent=2) + "\n")
-    return [folder / METHODS_FILE, *write("methods", folder, shown)]
+    return [folder / METHODS_FILE, *write("methods", folder, {"s": shown, "page": page})]
 
 
 def methods_view(found: Methods) -> MethodsView:
@@ -91,6 +97,7 @@ def methods_view(found: Methods) -> MethodsView:
             ("batch size", str(found.batch_size)),
             ("time of all rows", seconds(found.timings["total_s"])),
         ],
+        tiles=_tiles(found),
     )
 
 
@@ -160,6 +167,18 @@ def methods_summary(found: Methods) -> "Group":
 def _screen(cells: list[str]) -> list[str]:
     """What fits 80 columns: the divergence without its error, and the difference to FP32 of every split."""
     return [cells[0].split(" ± ")[0], *cells[5:-1:2]]
+
+
+def _tiles(found: Methods) -> list[tuple[str, str, str, bool]]:
+    best, own = found.best.measured, found.own.measured
+    assert best is not None
+    of_own = f"{best.divergence / own.divergence:.0%} of the recipe's" if own and own.divergence else ""
+    tiles = [("divergence of the best", f"{best.divergence:.2e}", of_own, True)]
+    for split, judged in best.validation.items():
+        name = f"{label(found.metric)}{_of(split, list(found.fp32))} against FP32"
+        noise = "within noise" if judged.vs_fp32.within_noise else "beyond noise"
+        tiles.append((name, f"{judged.vs_fp32.delta[found.metric]:+.4f}", noise, True))
+    return [*tiles, ("methods", str(len(found.rows)), seconds(found.timings["total_s"]), True)]
 
 
 def _explanation(found: Methods) -> list[str]:

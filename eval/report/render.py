@@ -17,6 +17,7 @@ from qdqbench.eval.report.formats import (
     types,
     yaml_text,
 )
+from qdqbench.eval.report.page import contents
 from qdqbench.quantize.core.files import write_text
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _templates() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (label, size, seconds, types, text, code, fenced, flat, yaml_text):
+    for function in (label, size, seconds, types, text, code, fenced, flat, yaml_text, contents):
         environment.filters[function.__name__] = function
     environment.globals |= {"number": _number, "share_text": _share_text}
     return environment

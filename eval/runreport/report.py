@@ -19,6 +19,7 @@ from qdqbench.eval.report.formats import (
     size,
     yaml_text,
 )
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runreport import charts
 from qdqbench.eval.runreport.agreement_chart import agreement_svg, agreements
@@ -176,17 +177,27 @@ def _context(results: Results) -> dict[str, Any]:
     metrics = list(dict.fromkeys(metric for row in results.stages.values() for metric in row.metrics))
     names = {metric: label(metric) for metric in metrics}
     names |= {name: stage_name(results, name) for name in results.stages}
+    embedded = results.model.get("embedded")
+    name = "embedded default" if embedded else model_label(str(results.model.get("name", "model")))
+    about = [label(str(results.task.get("name", "task"))), str(recipe.get("name", "unnamed recipe"))]
+    inputs = [
+        *flat(results.model, "model"),
+        *flat(results.task, "task"),
+        *flat(results.data, "data"),
+        ("seed", str(results.seed)),
+    ]
     outliers = [row for row in results.quantizers if row.amax_over_rms is not None]
     outliers.sort(key=lambda row: -(row.amax_over_rms or 0.0))
     return {
         "r": results,
         "said": verdict(results),
         "tiles": _tiles(results),
-        "name": "embedded default"
-        if results.model.get("embedded")
-        else model_label(str(results.model.get("name", "model"))),
-        "task": label(str(results.task.get("name", "task"))),
-        "recipe_name": recipe.get("name", "unnamed recipe"),
+        "name": name,
+        "task": about[0],
+        "recipe_name": about[1],
+        "page": page_of(
+            results, "run", name, about, "results.json", facts={"Model, task and data": inputs}, recipe=recipe
+        ),
         "recipe_yaml": yaml_text(recipe),
         "metrics": metrics,
         "training": section_of(results.training),
@@ -205,12 +216,7 @@ def _context(results: Results) -> dict[str, Any]:
         "parity_svg": charts.parity_svg(results),
         "lengths_svg": charts.lengths_svg(results),
         "total_s": sum(row.wall_s for row in results.timings.values()),
-        "inputs": [
-            *flat(results.model, "model"),
-            *flat(results.task, "task"),
-            *flat(results.data, "data"),
-            ("seed", str(results.seed)),
-        ],
+        "inputs": inputs,
         "environment": flat(results.environment),
     }
 

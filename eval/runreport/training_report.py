@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runreport.training_charts import charts_of, labelled_measure, points_of, score_name
 from qdqbench.eval.runreport.verdict import metric_text
@@ -65,7 +66,14 @@ def write_finetuning(result: Finetuning, folder: Path) -> None:
         UserError: the folder cannot be written.
     """
     result = _cleaned(result)
-    write("finetune", folder, {"r": result, "s": finetuning_view(result), "charts": charts_of(result.runs)})
+    shown = finetuning_view(result)
+    title, about = (
+        model_label(str(result.base.get("name", "encoder"))),
+        [label(str(result.task.get("name", "task")))],
+    )
+    facts = {"Settings": shown.settings, "Base, task and data": shown.inputs}
+    page = page_of(result, "fine-tuning", title, about, "finetune.json", facts=facts)
+    write("finetune", folder, {"r": result, "s": shown, "page": page, "charts": charts_of(result.runs)})
 
 
 def finetune_lines(result: Finetuning) -> "Group":

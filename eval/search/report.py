@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import drop_points, label, model_label
+from qdqbench.eval.report.formats import drop_points, flat, label, model_label
+from qdqbench.eval.report.page import Page, page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.search.results import Confirmed, Search, Trial
 from qdqbench.quantize.core.comparison import Comparison
@@ -30,7 +31,8 @@ def write_search_reports(found: Search, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    return write("search", folder, _context(found) | {"svg": front_svg(found)})
+    page = {"page": _page(found), "tiles": _tiles(found), "svg": front_svg(found)}
+    return write("search", folder, _context(found) | page)
 
 
 def search_headline(found: Search) -> str:
@@ -125,6 +127,28 @@ def _context(found: Search) -> dict[str, Any]:
         "repeated": sum(t.duplicate_of is not None for t in found.trials),
         "error": _error(found),
     }
+
+
+def _page(found: Search) -> Page:
+    about = [label(found.task), str(found.recipe["name"])]
+    facts = {"Settings": flat(found.settings), "Latency": flat(found.source.model_dump())}
+    return page_of(found, "search", model_label(found.model), about, "search.json", facts=facts)
+
+
+def _tiles(found: Search) -> list[tuple[str, str, str, bool]]:
+    """The chosen recipe and what it was chosen from."""
+    tiles, tried = [], [t for t in found.trials if t.state == "complete" and t.duplicate_of is None]
+    row = next(iter(found.confirmed), None)
+    if row is not None and row.latency is not None:
+        timed = _timed(found, row.latency)
+        tiles.append(("speed of the chosen", timed["speedup"], f"over {found.source.twin}", True))
+    if row is not None and (versus := next(iter(row.fake_quant.values()), None)):
+        noise = "within noise" if versus.within_noise else "beyond noise"
+        tiles.append(("drop, points", _drop(versus, found.metric), f"on validation, {noise}", True))
+    return [
+        *tiles,
+        ("recipes tried", str(len(tried)), f"{sum(t.on_front for t in tried)} on the front", True),
+    ]
 
 
 def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, seconds, sentence
+from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Effect, Sensitivity, ranking
@@ -49,6 +50,7 @@ class SensitivityView:
     notes: list[str]
     charts: list[str]  # SVG
     inputs: list[tuple[str, str]]
+    tiles: list[tuple[str, str, str, bool]]
     columns: tuple[str, ...] = REPORT_COLUMNS
 
 
@@ -58,9 +60,13 @@ def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    shown = {"s": sensitivity_view(found)}
+    shown = sensitivity_view(found)
+    about = [label(shown.found.task["name"]), str(shown.found.recipe.get("name", "recipe"))]
+    more = {"facts": {"Model, data and settings": shown.inputs}, "recipe": shown.found.recipe}
+    title = model_label(shown.found.model["name"])
+    page = page_of(shown.found, "sensitivity", title, about, SENSITIVITY_FILE, **more)
     files.write_text(folder / SENSITIVITY_FILE, found.model_dump_json(indent=2) + "\n")
-    return [folder / SENSITIVITY_FILE, *write("sensitivity", folder, shown)]
+    return [folder / SENSITIVITY_FILE, *write("sensitivity", folder, {"s": shown, "page": page})]
 
 
 def sensitivity_view(found: Sensitivity) -> SensitivityView:
@@ -94,6 +100,7 @@ def sensitivity_view(found: Sensitivity) -> SensitivityView:
             ("batch size", str(found.batch_size)),
             ("time of all candidates", seconds(found.timings["candidates_s"])),
         ],
+        tiles=_tiles(found),
     )
 
 
@@ -109,6 +116,21 @@ def sensitivity_headline(found: Sensitivity) -> str:
         alone = f"{worst[0].only.divergence / full.divergence:.0%} of it" if full.divergence else "nothing"
         text += f" The worst linear, {worst[0].name}, alone makes {alone}."
     return text
+
+
+def _tiles(found: Sensitivity) -> list[tuple[str, str, str, bool]]:
+    full, worst = found.full, ranking(found)
+    noise = "within noise" if full.within_noise else "beyond noise"
+    tiles = [
+        (f"drop of {label(found.metric)}", f"{full.drop:+.4f}", f"everything in INT8, {noise}", True),
+        ("divergence", f"{full.divergence:.2g}", "everything in INT8", True),
+    ]
+    if worst and worst[0].only and full.divergence:
+        tiles.append(
+            ("the worst linear", f"{worst[0].only.divergence / full.divergence:.0%}", worst[0].name, True)
+        )
+    kept = count_of(found.choice.kept, "linear")
+    return [*tiles, ("kept out of INT8", kept, f"by {found.choice.file}", found.choice.reached)]
 
 
 def drop_text(judged: Effect) -> str:

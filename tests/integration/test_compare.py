@@ -105,9 +105,9 @@ def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
     assert (ground == "rgb(18, 22, 26)") == (scheme == "dark")
     assert len(page.screenshot(path=tmp_path / "page.png")) > 10_000
     if width > 560:
-        numbers = [int(cell) for cell in page.locator("#samples tbody td:first-child").all_inner_texts()]
+        numbers = [int(cell) for cell in page.locator("#samples tbody tr > :first-child").all_inner_texts()]
         page.get_by_role("button", name="sample").click()
-        after = [int(cell) for cell in page.locator("#samples tbody td:first-child").all_inner_texts()]
+        after = [int(cell) for cell in page.locator("#samples tbody tr > :first-child").all_inner_texts()]
         assert after == sorted(numbers)
     page.close()
 

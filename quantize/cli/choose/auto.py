@@ -64,7 +64,7 @@ def auto(  # noqa: PLR0913  (a command's options)
     """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
     from qdqbench.eval.api.auto import auto as climb
     from qdqbench.eval.auto.ladder import LEDGER
-    from qdqbench.eval.auto.report import auto_summary
+    from qdqbench.eval.auto.screen import auto_summary
     from qdqbench.quantize.core.errors import CheckFailed
 
     folder = out or Path("runs") / f"auto-{subject.found_task().name}"

@@ -139,7 +139,7 @@ def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
     for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
         assert REASON in text
     html = (tmp_path / "bench.html").read_text(encoding="utf-8")
-    assert f'<p class="bad">✗ {line}</p>' in html
+    assert f"<li>{line}</li>" in html.partition("<nav")[0]
 
 
 def test_a_slow_down_within_the_spread_says_so():
@@ -224,7 +224,7 @@ def test_names_cannot_break_a_page(tmp_path):
     bench = sample_bench(errors=[HOSTILE], notes=[HOSTILE], warnings=[HOSTILE], command=HOSTILE)
     bench.target.name = HOSTILE
     made = pages(bench, tmp_path)
-    assert "<script>" not in made["bench.html"]
+    assert made["bench.html"].count("<script>") == 1  # ours, which sorts tables
     assert "<script>" not in made["bench.md"].partition("Measured by")[0]  # then comes a fenced block
     assert all("\u202e" not in text for text in made.values())
     terminal(bench)

@@ -276,7 +276,8 @@ def test_files_hold_hostile_names(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["methods.json", "methods.md", "methods.html"]
     assert read_methods(tmp_path) == found
     html, markdown = paths[2].read_text(), paths[1].read_text()
-    assert "<script" not in html + re.sub(r"(?ms)^```.*?^```$", "", markdown)
+    assert html.count("<script") == 1  # ours, which sorts tables
+    assert "<script" not in re.sub(r"(?ms)^```.*?^```$", "", markdown)
     assert "\x1b" not in html + markdown
     assert not re.search(r"(?:src|href)=\"(?!#)", html)
     assert html.count("<svg") == 2

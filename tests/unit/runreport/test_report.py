@@ -402,7 +402,8 @@ def test_the_page_is_one_offline_file_that_runs_nothing(case: str, rendered: Ren
     page = Page(html)
     assert not page.open
     assert all(address.startswith("#") for address in page.addresses)
-    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert page.tags.count("script") == 1  # that sorts tables
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
     assert len(page.ids) == len(set(page.ids))
     assert not re.search(r"@import|url\((?!#)", html)
     for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):

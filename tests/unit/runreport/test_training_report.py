@@ -197,7 +197,8 @@ def test_the_page_is_one_offline_file_that_runs_nothing(made: tuple[Finetuning, 
     page = Page(html)
     assert not page.open
     assert all(address.startswith("#") for address in page.addresses)
-    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert page.tags.count("script") == 1  # that sorts tables
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
     assert len(page.ids) == len(set(page.ids))
     assert not re.search(r"@import|url\((?!#)", html)
 
@@ -442,7 +443,7 @@ def test_hostile_strings_of_a_qat_stay_text(tmp_path: Path) -> None:
     for row in fields["training"]["log"]:
         row["values"] = {HOSTILE: 0.5} if row["score"] is not None else {}
     markdown, html = written(Results.model_validate(fields), tmp_path)
-    assert "script" not in Page(html).tags
+    assert Page(html).tags.count("script") == 1
     outside_fences = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", markdown)
     assert "<script" not in re.sub(r"`[^`\n]*`", "code", outside_fences)
     for table in re.findall(r"(?m)(?:^\|.*\n)+", markdown):

@@ -175,7 +175,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
     found.notes.append(EVIL)
     write_sensitivity(found, tmp_path)
     page = (tmp_path / "sensitivity.html").read_text()
-    assert "<script" not in page
+    assert page.count("<script") == 1
     assert "\x1b" not in page + (tmp_path / "sensitivity.md").read_text()
     HTMLParser().feed(page)
     Console(width=80).print(sensitivity_summary(found))
