@@ -7,6 +7,7 @@ from qdqbench.eval.search.results import Confirmed, Search
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.recipe.schema import shipped_recipes
 
 
 def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
@@ -35,7 +36,7 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
 def _row(found: Search, confirmed: Confirmed, changed: Changed, place: int) -> list[str]:
     name = changed.label(confirmed.recipe) if confirmed.recipe else code(confirmed.name)
     if confirmed is found.confirmed[0]:
-        name = f"**{name}**"
+        name = f"**{name if confirmed.name in shipped_recipes() else 'found by the search'}**"
     elif confirmed.dominates:
         name += " ✗ dominates the chosen one"
     value, latency = confirmed.metrics.get(found.metric), confirmed.latency

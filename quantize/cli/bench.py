@@ -136,13 +136,24 @@ def tables(
         list[Path], typer.Argument(help="results.json, bench.json, study.json, search.json, or folders.")
     ],
     into: Annotated[Path, typer.Option(help="Markdown file with the markers.")] = Path("recipes/README.md"),
+    figures: Annotated[
+        Path | None, typer.Option(help="Write what `recipes list` shows to this JSON file instead.")
+    ] = None,
     check: Annotated[bool, typer.Option(help="Change nothing; exit status 2 when it would change.")] = False,
 ) -> None:
     """Write measured tables between the markers of a Markdown file, from results files and nothing else."""
+    from qdqbench.eval.tables.figures import figures_json
     from qdqbench.eval.tables.write import find_results, find_searches, find_studies, insert, tables_markdown
     from qdqbench.quantize.core import files
     from qdqbench.quantize.core.errors import CheckFailed, UserError
 
+    if figures is not None:
+        made = figures_json(results)
+        if not check:
+            files.write_text(figures, made)
+        elif not figures.is_file() or figures.read_text(encoding="utf-8") != made:
+            raise CheckFailed(f"{figures} does not hold these results; write it with `qdqbench tables`")
+        return
     runs, benches = find_results(results)
     studies, searches = find_studies(results), find_searches(results)
     try:

@@ -27,7 +27,8 @@ def recipes_list(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/supported.md instead.")] = False,
     json: Json = False,
 ) -> None:
-    """List the shipped recipes, and the models that they fit."""
+    """List the shipped recipes with measured accuracy and speed, and which to start with."""
+    from qdqbench.quantize.cli.choose.recipes import print_recipes
     from qdqbench.quantize.recipe import supported
 
     if markdown:
@@ -35,17 +36,10 @@ def recipes_list(
         return
     rows = supported.recipes(None if model is None else _family(model))
     if json:
-        print_json([row._asdict() for row in rows])
+        shown = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
+        print_json([row._asdict() | {"figures": of} for row, of in zip(rows, shown, strict=True)])
         return
-    from rich.table import Table
-
-    table = Table(box=None)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("model types")
-    table.add_column("what it does")
-    for row in rows:
-        table.add_row(row.recipe, ", ".join(row.model_types), row.description)
-    console().print(table)
+    print_recipes(rows)
 
 
 def _family(model: str) -> "Family":

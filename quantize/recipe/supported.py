@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.recipe import figures
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
 from qdqbench.quantize.tasks.task import KINDS, KNOWN
 
@@ -14,19 +15,40 @@ class Shipped(NamedTuple):
     """A recipe that comes with the package."""
 
     recipe: str
+    name: str  # without the family
     family: str
     model_types: tuple[str, ...]  # of config.json
     description: str
+    figures: tuple[figures.Figure, ...]  # by device; none where nothing was measured
+    start_on: tuple[
+        str, ...
+    ]  # devices on which it, or the one of its name in another family, is to start with
 
 
 def recipes(family: Family | None = None) -> list[Shipped]:
     """Shipped recipes, family by family; of one family only where it is given."""
-    free = family_free_recipes()
-    return [
-        Shipped(recipe, each.name, each.model_types, load_recipe(recipe).description)
-        for each in (FAMILIES if family is None else (family,))
-        for recipe in (f"{each.name}-{name}" for name, having in free.items() if each.name in having)
-    ]
+    found, known, first = [], figures.figures(), start_with()
+    for each in FAMILIES if family is None else (family,):
+        for name in (name for name, having in family_free_recipes().items() if each.name in having):
+            recipe = f"{each.name}-{name}"
+            measured = tuple(
+                each
+                for device in figures.DEVICES
+                for each in known
+                if (each.recipe, each.device) == (recipe, device)
+            )
+            on = tuple(device for device, chosen in first.items() if chosen == name)
+            about = load_recipe(recipe).description
+            found.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
+    return found
+
+
+def start_with() -> dict[figures.Device, str]:
+    """By device the recipe to start with, without its family."""
+    known = figures.figures()
+    names = {f"{family}-{name}": name for name, having in family_free_recipes().items() for family in having}
+    chosen = {device: figures.start_with(device, known) for device in figures.DEVICES}
+    return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
 
 
 def markdown() -> str:
@@ -67,4 +89,24 @@ def markdown() -> str:
         tasks = ", ".join(f"`{name}`" for name, task in KNOWN.items() if task.kind is kind)
         metrics = ", ".join(dict.fromkeys((*kind.default_metrics, *kind.metrics)))
         lines.append(f"| {kind.name} | {tasks} | {kind.model_class} | {metrics} |")
+    lines += [
+        "",
+        "## Measured",
+        "",
+        figures.rule(start_with()),
+        *(f"\n{line}" for line in figures.conditions(figures.figures())),
+        "",
+        "From `recipes/figures.json`, which `qdqbench tables` writes. A recipe that is not here was not",
+        "measured in the form that is shipped.",
+        "",
+        "| recipe | on | accuracy, worst task | speed-up | tasks | models |",
+        "|---|---|---|---|---|---|",
+    ]
+    for figure in figures.figures():
+        tasks = ", ".join(dict.fromkeys(f"{row.task} (n = {row.n})" for row in figure.accuracy))
+        models = ", ".join(dict.fromkeys(row.model for row in figure.accuracy))
+        lines.append(
+            f"| `{figure.recipe}` | {figures.DEVICES[figure.device]} | {figures.worst_text(figure)} "
+            f"| {figures.speed_text(figure)} | {tasks} | {models} |"
+        )
     return "\n".join(lines) + "\n"

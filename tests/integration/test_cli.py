@@ -109,15 +109,22 @@ def test_without_a_command_the_help_is_shown(arguments, qdqbench):
 # Recipes.
 
 
-def test_recipes_list(qdqbench):
+def test_recipes_list(qdqbench, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     done = qdqbench("recipes", "list", "--json")
     assert (done.code, done.err) == (0, "")
     rows = json.loads(done.out)
     assert sorted(row["recipe"] for row in rows) == RECIPES
     assert {row["family"]: row["model_types"] for row in rows}["bert"] == ["bert"]
+    (first,) = (row for row in rows if row["start_on"] == ["gpu"] and row["family"] == "bert")
+    assert {figure["device"] for figure in first["figures"]} == {"gpu"}
     shown = qdqbench("recipes", "list")
     assert (shown.code, shown.err) == (0, "")
     assert all(re.search(rf"^\s*{name}\s", shown.out, re.MULTILINE) for name in RECIPES)
+    assert re.search(rf"^\s*{first['recipe']}\s+GPU \*\s+.* ± .*x\s*$", shown.out, re.MULTILINE)
+    assert "not measured" in shown.out
+    assert "…" not in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
 
 
 def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):

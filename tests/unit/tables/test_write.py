@@ -264,7 +264,7 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     assert len(searches) == 3
     found = searches[0]
     made = tables_markdown([], [], [], [found])
-    assert "**`bert-int8-linears-searched`**" in made
+    assert "| **found by the search** |" in made
     assert made.count("| MRPC | F1 |") == sum(each.status == "done" for each in found.confirmed)
     assert "agree within noise" in made
     assert "dominates" not in made

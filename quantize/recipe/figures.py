@@ -1,0 +1,149 @@
+"""What was measured of the shipped recipes, from a generated file of the package, and which to start with."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from qdqbench.quantize.core.strict import Frozen
+
+FIGURES_FILE = "figures.json"
+Device = Literal["gpu", "cpu"]
+DEVICES: dict[Device, str] = {"gpu": "GPU", "cpu": "CPU"}
+SHOWN: dict[Device, tuple[str, int, int]] = {  # model, batch and tokens of the speeds that are compared
+    "gpu": ("bert-base", 32, 128),
+    "cpu": ("minilm-l6-sst2", 8, 128),
+}
+TASKS = ("sst2", "mrpc", "stsb")  # on which a recipe has to hold
+MAX_DROP = 0.5  # points: what `auto` asks for by default
+NOISE = 2.0  # standard errors
+NOT_MEASURED = "not measured"
+
+
+class Accuracy(Frozen):
+    """A task's primary metric against FP32."""
+
+    model: str
+    task: str
+    metric: str
+    points: float  # the recipe minus FP32
+    stderr: float | None  # paired, in points; null where no answer differs
+    n: int  # samples
+    stage: Literal["engine", "onnxruntime", "fake_quant"]  # the last one that ran
+    where: str  # hardware and library that ran it
+
+
+class Speed(Frozen):
+    """The engine for the recipe's shapes over the fastest contestant that is not INT8."""
+
+    model: str
+    batch: int
+    length: int  # tokens
+    value: float
+    low: float | None  # 95% interval over rounds
+    high: float | None
+    over: str  # precision of the fastest other
+    where: str
+
+
+class Figure(Frozen):
+    """A shipped recipe, as it is shipped now, on one kind of device."""
+
+    recipe: str
+    device: Device
+    accuracy: tuple[Accuracy, ...]  # by task and hardware
+    speed: tuple[Speed, ...]  # by shape
+
+    @property
+    def worst(self) -> Accuracy | None:
+        """The largest loss; of engines where any ran."""
+        ran = [row for row in self.accuracy if row.stage == "engine"]
+        return min(ran or self.accuracy, key=lambda row: row.points, default=None)
+
+    @property
+    def shown_speed(self) -> Speed | None:
+        """At the shape that recipes are compared at."""
+        shown = SHOWN[self.device]
+        return next((row for row in self.speed if (row.model, row.batch, row.length) == shown), None)
+
+    @property
+    def holds(self) -> bool:
+        """Engines lost no more than `MAX_DROP`, or than is noise, on each of `TASKS` and of any others."""
+        ran = [row for row in self.accuracy if row.stage == "engine"]
+        lost = [-row.points > max(MAX_DROP, NOISE * (row.stderr or 0.0)) for row in ran]
+        return {row.task for row in ran} >= {*TASKS} and not any(lost)
+
+
+@cache
+def figures() -> tuple[Figure, ...]:
+    """Those of the package."""
+    text = resources.files("qdqbench.recipes").joinpath(FIGURES_FILE).read_text(encoding="utf-8")
+    return TypeAdapter(tuple[Figure, ...]).validate_json(text)
+
+
+def start_with(device: Device, found: tuple[Figure, ...]) -> str | None:
+    """The recipe to start with: the fastest of those that hold, at the shape that recipes are compared at.
+
+    Returns:
+        its name; None where none that is faster was measured.
+    """
+    able = [
+        (speed.value, each.recipe)
+        for each in found
+        if each.device == device and each.holds and (speed := each.shown_speed) and speed.value > 1
+    ]
+    return max(able)[1] if able else None
+
+
+def worst_text(figure: Figure) -> str:
+    """`-0.34 ± 0.47 mrpc`, or that it was not measured."""
+    worst = figure.worst
+    if worst is None:
+        return NOT_MEASURED
+    error = "" if worst.stderr is None else f" ± {worst.stderr:.2f}"
+    graph = "" if worst.stage == "engine" else " (graph)"
+    return f"{round(worst.points, 2) + 0.0:+.2f}{error} {worst.task}{graph}"
+
+
+def speed_text(figure: Figure) -> str:
+    """`1.28x`, or that it was not measured."""
+    speed = figure.shown_speed
+    return NOT_MEASURED if speed is None else f"{speed.value:.2f}x"
+
+
+def conditions(found: Iterable[Figure]) -> list[str]:
+    """What the figures are of: a sentence of accuracy, and one of speed a device."""
+    found = list(found)
+    ran = dict.fromkeys(row.where for each in found for row in each.accuracy if row.stage == "engine")
+    said = []
+    if ran:
+        said.append(
+            "Accuracy: points of the task's metric, the recipe's engine minus FP32, on the task where it is "
+            f"worst, ± one paired standard error; {'; '.join(sorted(ran))}."
+        )
+    if any(row.stage != "engine" for each in found for row in each.accuracy):
+        said.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
+    for device, name in DEVICES.items():
+        rows = [speed for each in found if each.device == device and (speed := each.shown_speed)]
+        what = sorted({f"{row.where}, over the fastest {row.over} there is" for row in rows})
+        model, batch, length = SHOWN[device]
+        said += (
+            [f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}."] if what else []
+        )
+    return said
+
+
+def rule(chosen: Mapping[Device, str]) -> str:
+    """Which recipe to start with, and why.
+
+    Args:
+        chosen: names by device.
+    """
+    start = " and ".join(f"{name} on a {DEVICES[device]}" for device, name in chosen.items())
+    return (
+        f"Start with {start}: of the recipes without training whose engines lost at most {MAX_DROP:g} "
+        f"points or no more than {NOISE:g} standard errors on each of {', '.join(TASKS)} and of any other "
+        "task, the fastest. That was measured with BERT; other families take the recipe of the same name."
+    )
