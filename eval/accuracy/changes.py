@@ -2,12 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.core.arrays import Array, Float64, Floats
+from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
+
+if TYPE_CHECKING:
+    import datasets
+
+LONGEST_TEXT = 600  # characters of a sample that are kept
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Answered:
         """The answer to a sample: a class, a score, a span, or the classes of its words."""
         value = self.predicted[sample]
         if isinstance(value, str):
+            if not value:
+                return "no answer"
             numbers = value.split()
             tagged = numbers and self.names and all(number.isdecimal() for number in numbers)
             return " ".join(self.names[int(number)] for number in numbers) if tagged else value
@@ -71,3 +79,26 @@ def differing(reference: Answered, other: Answered) -> Array:
     if not has_answers_that_flip(reference):
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(reference.predicted != other.predicted)
+
+
+def sample_texts(dataset: "datasets.Dataset", task: Task, samples: Int64) -> list[str]:
+    """The texts of some samples of a split, in one line each; of one with several rows those of its first."""
+    rows = samples
+    if task.kind.groups is not None:
+        rows = np.flatnonzero(np.diff(task.kind.groups(dataset, task), prepend=-1))[samples]
+    chosen = dataset.select(rows.tolist())
+    columns = [chosen[column] for column in task.text_columns]
+    return [_line(values) for values in zip(*columns, strict=True)]
+
+
+def _line(values: tuple[Any, ...]) -> str:
+    texts = (" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
+    line = " | ".join(" ".join(text.split()) for text in texts)
+    return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}…"
+
+
+def sample_labels(task: Task, gold: metrics.Gold, names: Sequence[str], samples: Int64) -> list[str | None]:
+    """What would be right for some samples, in words; None where nothing is."""
+    if task.kind.label_texts is None or not len(samples):
+        return [None] * len(samples)
+    return [*task.kind.label_texts(gold[samples], names)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.eval.accuracy.changes import Answered, differing, has_answers_that_flip
+from qdqbench.eval.accuracy.changes import Answered, differing, has_answers_that_flip, sample_labels
 from qdqbench.eval.accuracy.compare import compare as paired
 from qdqbench.eval.compare.opened import Opened, described, open_runs
 from qdqbench.eval.compare.results import Compared, ComparedLayer, ComparedSample, Pair, SampleAnswer
@@ -113,16 +113,17 @@ def _samples(runs: list[Opened], notes: list[str]) -> tuple[list[ComparedSample]
         texts = [*first.texts(order.tolist())]
     except UserError as error:
         notes.append(f"the texts of {first.name} are not shown: {error}")
+    labels = sample_labels(first.task, first.gold, first.classes, order)
     rows = [
         ComparedSample(
             task=first.task.name,
             sample=int(sample),
             text=text,
-            label=_label(first, int(sample)),
+            label=label,
             answers={name: _answer(column, int(sample)) for name, column in columns.items()},
             distance=float(distance[sample]),
         )
-        for sample, text in zip(order, texts, strict=True)
+        for sample, text, label in zip(order, texts, labels, strict=True)
     ]
     return rows, len(chosen)
 
@@ -154,17 +155,6 @@ def _answer(found: Answered, sample: int) -> SampleAnswer:
         margin=None if found.margin is None else float(found.margin[sample]),
         right=None if found.right is None else bool(found.right[sample]),
     )
-
-
-def _label(run: Opened, sample: int) -> str | None:
-    """The label of a sample in words, where labels are one number each."""
-    labels = run.labels
-    if labels.ndim != 1 or len(labels) != len(run.answered.predicted) or run.task.kind.units:
-        return None
-    value = labels[sample]
-    if labels.dtype.kind in "iu":
-        return run.classes[int(value)] if 0 <= int(value) < len(run.classes) else str(value)
-    return f"{value:.4g}"
 
 
 def _layers(runs: list[Opened]) -> Iterator[ComparedLayer]:

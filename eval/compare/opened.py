@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from qdqbench.eval.accuracy.changes import Answered, answered
+from qdqbench.eval.accuracy.changes import Answered, answered, sample_texts
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
 from qdqbench.eval.benchreport.report import stale_files
@@ -24,7 +23,6 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 
 RESULTS = "results.json"
-LONGEST_TEXT = 600  # characters of a sample that are kept
 
 
 @dataclass(frozen=True)
@@ -102,19 +100,7 @@ class Opened:
             UserError: the data is not there any more.
         """
         dataset = self.session.split(self.split, limit=self.config.limit).dataset
-        kind, rows = self.task.kind, np.asarray(samples, dtype=np.int64)
-        if kind.groups is not None:
-            starts = np.flatnonzero(np.diff(kind.groups(dataset, self.task), prepend=-1))
-            rows = starts[rows]
-        chosen = dataset.select(rows.tolist())
-        columns = [chosen[column] for column in self.task.text_columns]
-        return [_line(values) for values in zip(*columns, strict=True)]
-
-
-def _line(values: tuple[Any, ...]) -> str:
-    texts = (" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values)
-    line = " | ".join(" ".join(text.split()) for text in texts)
-    return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}…"
+        return sample_texts(dataset, self.task, np.asarray(samples, dtype=np.int64))
 
 
 def open_runs(folders: list[Path]) -> list[Opened]:

@@ -12,6 +12,7 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.eval.gate.gate import gate_of
 from qdqbench.eval.gate.speed import speed_of
+from qdqbench.eval.runs.effects import add_effects
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
@@ -88,6 +89,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         environment=environment(),
     )
     results.gate = gate_of(session, results)
+    add_effects(session, results)
     return results
 
 

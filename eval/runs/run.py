@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qdqbench.eval.effects.answers import FILE
 from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runs.collect import collect
 from qdqbench.eval.stages.stages import stages
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.core.training_results import LogRow
 
 EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
-REPORT = ("results.json", "report.md", "report.html")
+REPORT = ("results.json", "report.md", "report.html", FILE)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The stages of a run: each reads files and the configuration, and writes files into the run directory."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import evaluating, onnxruntime_runner, placed, torch_runner
 from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_stage, verify_stage
+from qdqbench.eval.verify.layer_errors import layer_errors
 from qdqbench.quantize.calibrate.ptq import calibrate
-from qdqbench.quantize.calibrate.record import write_record
+from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
@@ -26,6 +28,8 @@ from qdqbench.quantize.rundir.artifacts import (
     FP32,
     GPU_INT8,
     INT8,
+    LAYER_ERRORS,
+    REWRITES,
     backend_of,
     engine_profiles,
     expected_modules,
@@ -42,7 +46,7 @@ from qdqbench.quantize.trtexec.plan import FOLDER, state
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PARITY_SAMPLES, PARITY_BATCH = 64, 16
+PARITY_SAMPLES, PARITY_BATCH, LAYER_BATCHES = 64, 16, 1
 
 
 def embedded(session: Session) -> list[Path]:
@@ -105,10 +109,12 @@ def export_stage(session: Session) -> list[Path]:
         jobs.append((traced, ExportSettings.of(recipe, backend), folder / INT8))
         if proves_for_gpu(recipe):
             jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
+    done = {}
     for number, (model, settings, path) in enumerate(jobs):
-        write_graph(model, session.plan, settings, path, session.notes)
+        done[str(path.relative_to(folder))] = write_graph(model, session.plan, settings, path, session.notes)
         session.progress(number + 1, len(jobs))
-    return [path for _, _, path in jobs]
+    files.write_json(session.folder / REWRITES, done)
+    return [*(path for _, _, path in jobs), session.folder / REWRITES]
 
 
 def check_stage(session: Session) -> list[Path]:
@@ -121,13 +127,16 @@ def check_stage(session: Session) -> list[Path]:
 
 
 def parity(session: Session) -> list[Path]:
-    """Compare ONNX Runtime with the fake-quant model, layer by layer, on padded batches."""
+    """Compare ONNX Runtime with the fake-quant model, and that with FP32, layer by layer, padded batches."""
     from qdqbench.quantize.fakequant.native import frozen
 
-    graph = onnx.load(graph_path(session))
-    with frozen(session.fake_quant_model):
-        found = compare_layers(graph, session.fake_quant_model, _parity_batches(session))
-    return [record(session.folder / "parity.json", found)]
+    graph, model = onnx.load(graph_path(session)), session.fake_quant_model
+    biases = read_record(session.record_path).biases
+    with frozen(model):
+        found = compare_layers(graph, model, _parity_batches(session))
+        few = islice(_parity_batches(session), LAYER_BATCHES)
+        errors = layer_errors(model, session.fp32_model, list(session.plan.int8), few, biases)
+    return [record(session.folder / "parity.json", found), record(session.folder / LAYER_ERRORS, errors)]
 
 
 def onnxruntime(session: Session) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A stage against FP32 on the same samples, and the gate that holds it, as results files have them."""
+"""A stage against FP32, answer by answer and layer by layer, and the gate, as results files have them."""
 
 from typing import Literal
 
@@ -33,6 +33,83 @@ class Comparison(Strict):
     mean_abs_logit_diff: float
     sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
     agreement: Agreement | None = None  # None but for embeddings
+
+
+Change = Literal["right to wrong", "wrong to right", "still wrong", "still right", "nearer or farther"]
+
+
+class ChangedAnswer(Strict):
+    """A sample that a stage answers otherwise than FP32, or whose score it moved."""
+
+    sample: int  # row of the evaluation split, or number of the sample where it has several rows
+    text: str | None  # in one line, cut where it is long; None: the data was not found
+    label: str | None  # what is right; None: nothing is
+    fp32: str
+    answer: str  # of the stage
+    fp32_margin: float | None  # probability of the class less that of the next; None where none compete
+    margin: float | None
+    change: Change  # the last is of answers that are neither right nor wrong
+    distance: float  # the kind of task's divergence of the two answers
+
+
+class ChangedAnswers(Strict):
+    """Answers of the stage nearest to deployment against FP32's, on the first evaluation split."""
+
+    stage: str
+    split: str
+    answers_are: str  # class, score, ...
+    n: int  # samples
+    found: int  # of them with another answer; of scores those that are not the same number
+    counts: dict[Change, int]
+    rows: list[ChangedAnswer]  # lost answers first, then won ones, the farthest first; at most 200
+    file: str  # with all of them
+
+
+class ClassRow(Strict):
+    """One class; recall is the share of the samples (or words) with its label that are answered so."""
+
+    name: str
+    n: int  # samples with this label, or words
+    fp32: float | None  # recall; None: none has the label
+    recall: float | None  # of the stage
+    delta: float | None  # from FP32
+    delta_stderr: float | None  # paired, over samples
+    lost: int  # right in FP32 alone
+    won: int  # right in the stage alone
+
+
+class Classes(Strict):
+    """Labels against answers of FP32 and of the stage nearest to deployment, class by class."""
+
+    stage: str
+    unit: Literal["samples", "words"]
+    rows: list[ClassRow]  # by class number
+    fp32: list[list[int]]  # confusion, [label][answer]; empty with more than 40 classes
+    confusion: list[list[int]]  # the same of the stage
+
+
+class LayerError(Strict):
+    """What INT8 costs the output of one linear, or of a block, against FP32; relative, by its norm."""
+
+    name: str  # module path of a linear; "embeddings", "layer.0", ..., "head" of blocks
+    what: Literal["linear", "block"]
+    alone: float  # both get the same input: what its own INT8 costs
+    accumulated: float | None  # of a block: all before it is in INT8 too
+
+
+class LayerErrors(Strict):
+    """Fake-quant against FP32 layer by layer."""
+
+    n: int  # samples
+    rows: list[LayerError]  # in the order of the model
+
+
+class ModelChange(Strict):
+    """What the recipe changed in the model besides Q/DQ."""
+
+    what: str
+    count: int  # of what the sentence names
+    said: str
 
 
 class Speed(Strict):

@@ -6,7 +6,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from qdqbench.quantize.core.calibration_results import Lengths, QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Comparison, Gate, Speed
+from qdqbench.quantize.core.comparison import (
+    ChangedAnswers,
+    Classes,
+    Comparison,
+    Gate,
+    LayerErrors,
+    ModelChange,
+    Speed,
+)
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.strict import Strict
@@ -248,6 +256,12 @@ class Results(Tabular):
     findings: list[FindingRow]
     parity: Parity | None
     stages: dict[str, StageResult]  # keys: `expected_stages`
+    changed: ChangedAnswers | None = None  # None: nothing but FP32 was scored
+    classes: Classes | None = None  # None: answers are no classes
+    layer_errors: LayerErrors | None = None  # None: nothing is quantized
+    model_changes: list[ModelChange] = []  # besides Q/DQ
+    fp16: StageResult | None = None  # the FP16 twin; None: not evaluated
+    vs_fp16: Comparison | None = None  # the stage nearest to deployment against the FP16 twin
     training: TrainingRun | None = None  # None: the recipe has no QAT
     qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
     engine: EngineResult | None

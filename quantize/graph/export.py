@@ -24,6 +24,7 @@ from qdqbench.quantize.graph.layout import tokens_first
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.rewrites import (
     has_straight_heads,
+    is_tanh_gelu,
     join_heads,
     share_scaled_inputs,
     shorten_gelu,
@@ -139,7 +140,11 @@ def trace(
 
 
 def finish_graph(
-    traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, notes: list[str] | None = None
+    traced: onnx.ModelProto,
+    plan: Plan,
+    settings: ExportSettings,
+    notes: list[str] | None = None,
+    done: dict[str, int] | None = None,
 ) -> onnx.ModelProto:
     """Typed graph of a traced model: INT8 weights, weight form, FP16 compute with FP32 islands. A new model.
 
@@ -147,6 +152,7 @@ def finish_graph(
         traced: not changed.
         plan: what is INT8 in a traced model that has quantizers.
         notes: what the user should know of the graph is added here.
+        done: how often each rewrite was made is added here.
 
     Raises:
         CheckFailed: a weight of the plan was not quantized, or a constant does not fit FP16.
@@ -157,19 +163,22 @@ def finish_graph(
     # a traced model without quantizers is a twin: nothing to fold
     if folded and (lost := sorted(set(plan.int8) - set(folded))):
         raise CheckFailed(f"the exported graph has no quantized weight for {', '.join(lost)}")
+    done = {} if done is None else done
     if folded:
         share_scaled_inputs(model)
-        drop_zero_biases(model, _straight(plan))
+        done["dropped biases"] = drop_zero_biases(model, _straight(plan))
+        done["tanh GELU"] = sum(map(is_tanh_gelu, model.graph.node))
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
         joined = join_heads(model)
         # a copy of q, k and v that is needed anyway costs the same in either order
         turned = tokens_first(model) if plan.attention and has_straight_heads(model) else 0
+        done |= {"joined heads": joined, "tokens first": turned}
         note = unjoined_note(plan.family, folded, max(joined, turned))
         if note and notes is not None:
             notes.append(note)
-        shorten_gelu(model)
+        done["short GELU"] = shorten_gelu(model)
     if settings.compute == "fp16":
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)
@@ -189,13 +198,18 @@ def _straight(plan: Plan) -> list[str]:
 
 def write_graph(
     traced: onnx.ModelProto, plan: Plan, settings: ExportSettings, path: Path, notes: list[str] | None = None
-) -> None:
+) -> dict[str, int]:
     """`finish` a traced model and `save` it: INT8, or a twin where it has no quantizers.
+
+    Returns:
+        How often each rewrite was made.
 
     Raises:
         CheckFailed: as both raise it.
     """
-    save(finish_graph(traced, plan, settings, notes), path, settings.recipe)
+    done: dict[str, int] = {}
+    save(finish_graph(traced, plan, settings, notes, done), path, settings.recipe)
+    return done
 
 
 def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:

@@ -126,6 +126,12 @@ def unjoined_note(family: Family, linears: Iterable[str], joined: int) -> str | 
     )
 
 
+def is_tanh_gelu(node: onnx.NodeProto) -> bool:
+    """Whether a node is a GELU in its tanh form."""
+    tanh = any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
+    return node.op_type == "Gelu" and tanh
+
+
 def shorten_gelu(model: onnx.ModelProto) -> int:
     """Write each tanh GELU as x * sigmoid(x (a + b x^2)), in place: the same function in fewer operations.
 
@@ -138,8 +144,7 @@ def shorten_gelu(model: onnx.ModelProto) -> int:
     nodes: list[onnx.NodeProto] = []
     count = 0
     for node in model.graph.node:
-        tanh = any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
-        if node.op_type != "Gelu" or not tanh:
+        if not is_tanh_gelu(node):
             nodes.append(node)
             continue
         nodes += _sigmoid_form(model, node)

@@ -1,6 +1,6 @@
 """Classification: one class for a sentence, or a pair."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -86,6 +86,15 @@ def _mean_loss(logits: Floats, labels: Array, answers: Array) -> float:
     return float(-np.mean(_log_softmax(logits)[np.arange(len(labels)), labels]))
 
 
+def _by_class(predicted: Array, labels: Array) -> tuple[Int64, Int64, Int64]:
+    return labels.astype(np.int64), predicted.astype(np.int64), np.arange(len(labels))
+
+
+def class_text(number: int, names: Sequence[str]) -> str:
+    """A class by its name, by its number where it has none."""
+    return names[number] if 0 <= number < len(names) else str(number)
+
+
 def same_for_all(logits: Floats, labels: Array) -> bool:
     """Whether the class probabilities do not depend on the input though labels do.
 
@@ -120,4 +129,7 @@ CLASSIFICATION = TaskKind(
     mean_loss=_mean_loss,
     reads_first_token=True,
     constant=same_for_all,
+    answer="class",
+    label_texts=lambda labels, names: [class_text(int(label), names) for label in labels],
+    by_class=_by_class,
 )

@@ -118,6 +118,8 @@ PAIRS = _embedding(
     predict=_scores,
     table=label_and_prediction,
     divergence=_pair_divergence,
+    answer="cosine of the two texts",
+    label_texts=REGRESSION.label_texts,
     expected=lambda gold: 2 * len(gold),
 )
 TEXTS_ALONE = _embedding(
@@ -133,4 +135,5 @@ TEXTS_ALONE = _embedding(
     predict=lambda answers, gold: agreement(gold, answers),
     table=lambda predicted, gold: predicted,
     divergence=lambda reference, answers, gold: 1 - cosines(reference, answers),
+    answer="cosine to FP32, nearest texts that stay",
 )

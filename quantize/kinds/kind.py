@@ -1,6 +1,6 @@
 """What a kind of task is, as data: nothing else asks of which kind a task is."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -101,6 +101,12 @@ class TaskKind:
     reads_first_token: bool = False  # and no other of the last hidden state
     calibrates_unlabelled: bool = False  # calibration takes rows without labels
     labelled: bool = True  # False: there are no labels, and FP32's answers are gold
+    answer: str = "answer"  # what one is, for people
+    # gold in words, sample by sample, with the names of the classes; None: nothing is right
+    label_texts: Callable[[Any, Sequence[str]], list[str]] | None = None
+    # of predictions and gold: class of each label and of its answer, and the sample that both are of, [units]
+    # each; None: answers are no classes
+    by_class: Callable[[Array, Any], tuple[Int64, Int64, Int64]] | None = None
     texts_apart: bool = False  # each text of a sample is a row of its own
 
     @property

@@ -211,5 +211,6 @@ QUESTIONS = TaskKind(
     units=_units,
     text_columns=(2, 2),
     windows=True,
+    label_texts=lambda gold, names: [" / ".join(dict.fromkeys(each)) or "no answer" for each in gold.answers],
     calibrates_unlabelled=True,
 )

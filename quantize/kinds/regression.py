@@ -77,4 +77,6 @@ REGRESSION = TaskKind(
     mean_loss=lambda logits, labels, _: float(np.mean((logits[:, 0].astype(np.float64) - labels) ** 2)),
     reads_first_token=True,
     constant=lambda logits, labels: bool(np.std(logits[:, 0]) <= SAME * np.std(labels)),
+    answer="score",
+    label_texts=lambda labels, names: [f"{label:.4g}" for label in labels],
 )

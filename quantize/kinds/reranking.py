@@ -138,4 +138,6 @@ RERANKING = dataclasses.replace(
     mean_loss=_mean_loss,
     expected=lambda gold: int(np.isfinite(gold).sum()),
     constant=lambda logits, labels: bool(np.ptp(logits[:, 0]) <= SAME),
+    answer="scores of the passages",
+    label_texts=lambda gold, names: [", ".join(f"{x:.3g}" for x in row[np.isfinite(row)]) for row in gold],
 )

@@ -1,6 +1,6 @@
 """Token classification: one class for each word of a sentence, told by its first token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.kinds.classification import kl, same_for_all
+from qdqbench.quantize.kinds.classification import class_text, kl, same_for_all
 from qdqbench.quantize.kinds.encoded import Layout, Targets, Units
 from qdqbench.quantize.kinds.kind import Described, TaskKind, mean_over_rows
 from qdqbench.quantize.kinds.scores import of_sums, ratio
@@ -214,6 +214,16 @@ def _distance(
     return (each * share_of_row(answers)).sum() * temperature**2
 
 
+def _tag_texts(gold: Tagged, names: Sequence[str]) -> list[str]:
+    sentences = gold.by_sentence(gold.tags) if len(gold) else []
+    return [" ".join(class_text(int(tag), names) for tag in tags) for tags in sentences]
+
+
+def _by_class(predicted: Array, gold: Tagged) -> tuple[Int64, Int64, Int64]:
+    made = np.array(" ".join(predicted).split(), dtype=np.int64)
+    return gold.tags, made, np.repeat(np.arange(len(gold)), gold.words)
+
+
 TOKENS = TaskKind(
     name="token classification",
     model_class="AutoModelForTokenClassification",
@@ -248,6 +258,9 @@ TOKENS = TaskKind(
     units=_units,
     tokenizing={"is_split_into_words": True},
     text_columns=(1, 1),
+    answer="tags",
+    label_texts=_tag_texts,
+    by_class=_by_class,
     names_classes=True,
     calibrates_unlabelled=True,
 )

@@ -16,6 +16,8 @@ from qdqbench.quantize.rundir.lengths import auto_profiles
 from qdqbench.quantize.rundir.session import Session
 
 FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
+LAYER_ERRORS = "layer_errors.json"  # of the fake-quant model against FP32
+REWRITES = "rewrites.json"  # how often each rewrite of a graph was made, by file
 GPU = "gpu"  # folder of the engine for GPUs, in a run whose own engine is for this CPU
 GPU_INT8 = f"{GPU}/{INT8}"
 

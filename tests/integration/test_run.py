@@ -163,7 +163,7 @@ def test_every_quantizer_is_plausible(finished_run):
 
 
 def files_of(folder):
-    written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json")
+    written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json", "changed.csv")
     return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
 
 

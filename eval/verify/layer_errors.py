@@ -1,0 +1,124 @@
+"""What INT8 costs each layer: the fake-quant model against FP32, linear by linear and block by block.
+
+Alone: both sides get the input that the fake-quant model has there, so that the error is of this linear's or
+this block's own rounding. Accumulated: each model goes its own way from the tokens on.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qdqbench.eval.verify.blocks import HEAD, reference_blocks
+from qdqbench.eval.verify.tensors import kept_positions
+from qdqbench.quantize.core.arrays import Array, Batch
+from qdqbench.quantize.core.comparison import LayerError, LayerErrors
+from qdqbench.quantize.encoders.attention import UNROUNDED
+from qdqbench.quantize.encoders.runs import hidden_of
+from qdqbench.quantize.fakequant.quantizers import forward, seen_by
+from qdqbench.quantize.families.known import family_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+class _Sums:
+    """Squared norms of differences and of FP32's values, by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, name: str, made: Array, exact: Array, mask: Array) -> None:
+        """Both [B, L, ...], or [B, ...]; padding is left out."""
+        ours, theirs = kept_positions(made, mask), kept_positions(exact, mask)
+        self.sums[name][0] += float(np.square(ours - theirs).sum())
+        self.sums[name][1] += float(np.square(theirs).sum())
+
+    def error(self, name: str) -> float | None:
+        """Relative; None where FP32's values are zero, or one side is not finite."""
+        noise, power = self.sums[name]
+        return float(np.sqrt(noise / power)) if power and np.isfinite([noise, power]).all() else None
+
+
+def layer_errors(
+    model: "PreTrainedModel",
+    fp32: "PreTrainedModel",
+    linears: Sequence[str],
+    batches: Iterable[Batch],
+    corrections: Mapping[str, list[float]],
+) -> LayerErrors:
+    """Relative errors of the outputs of INT8 linears and of blocks, in the order of the model.
+
+    Args:
+        model: the fake-quant model, `frozen`.
+        fp32: the model that it was made from.
+        linears: in INT8, full names.
+        batches: int64 [B, L] arrays; padding is left out.
+        corrections: what bias correction added, by linear; it is part of what is judged.
+    """
+    alone, far, n = _Sums(), _Sums(), 0
+    for batch in batches:
+        mask = batch["attention_mask"].astype(bool)
+        n += len(mask)
+        with ExitStack() as hooks:
+            for name in linears:
+                watch = partial(_beside, name, alone, mask, corrections.get(name))
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(watch))
+            blocks = reference_blocks(model, fp32, batch, half=False)
+        exact = _states(fp32, batch)
+        for name, block in blocks.items():
+            alone.add(name, block.output, block.unquantized, mask)
+            if name in exact:
+                far.add(name, block.output, exact[name], mask)
+    rows = [
+        LayerError(name=name, what="linear", alone=error, accumulated=None)
+        for name in linears
+        if (error := alone.error(name)) is not None
+    ]
+    for name in [name for name in alone.sums if name not in linears]:
+        if (error := alone.error(name)) is not None:
+            reached = far.error(name) if name in far.sums else None
+            rows.append(LayerError(name=name, what="block", alone=error, accumulated=reached))
+    return LayerErrors(n=n, rows=rows)
+
+
+def _beside(  # noqa: PLR0913, PLR0917
+    name: str,
+    sums: _Sums,
+    mask: Array,
+    correction: list[float] | None,
+    linear: Any,
+    args: "tuple[torch.Tensor, ...]",
+    output: "torch.Tensor",
+) -> None:
+    """What a linear made, beside what it would make of the same input unrounded."""
+    from torch.nn import functional
+
+    bias = linear.bias
+    if correction is not None:
+        bias = bias - bias.new_tensor(correction)
+    weight = linear.__dict__.get(UNROUNDED, linear.weight)
+    exact = functional.linear(seen_by(linear.input_quantizer, args[0]), weight, bias)
+    sums.add(name, _array(output), _array(exact), mask)
+
+
+def _states(model: "PreTrainedModel", batch: Batch) -> dict[str, Array]:
+    """Hidden states behind the layers of a model, and its answers, by block."""
+    found: dict[str, Array] = {}
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        found[f"layer.{len(found)}"] = _array(hidden_of(output))
+
+    with ExitStack() as hooks:
+        for path in dict.fromkeys(family_of(model.config).runs(model)):
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(keep))
+        answers = forward(model, batch)
+    return found | {HEAD: _array(answers)}
+
+
+def _array(value: "torch.Tensor") -> Array:
+    return value.detach().float().cpu().numpy()
