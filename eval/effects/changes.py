@@ -77,9 +77,7 @@ def _moved(done: Done) -> Iterator[Row]:
     record, plan, straight = done.record, done.plan, straight_linears(done.plan)
     said = "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant)."
     yield "smoothing", len(record.smoothing.inputs), "linear", said
-    said = (
-        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention."
-    )
+    said = "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention."
     yield "scaled rows", len(record.smoothing.rows), "linear", said
     copied = sum(len(split.outliers) for split in record.splits.values())
     extra = max((split.extra for split in record.splits.values()), default=0)

@@ -308,7 +308,7 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     assert listing(out) == ["calibration.json", "recipe.yaml", "run.json", "stages.json"]
     steps = {
         "quantize": [],
-        "export": ["model.fp16.onnx", "model.fp32.onnx", "model.int8.onnx"],
+        "export": ["model.fp16.onnx", "model.fp32.onnx", "model.int8.onnx", "rewrites.json"],
         "build": [
             "build.json",
             "engine/model.int8.engine",
@@ -322,7 +322,15 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
             "logits/onnxruntime.npz",
             "verify.json",
         ],
-        "report": ["check.json", "parity.json", "report.html", "report.md", "results.json"],
+        "report": [
+            "changed.csv",
+            "check.json",
+            "layer_errors.json",
+            "parity.json",
+            "report.html",
+            "report.md",
+            "results.json",
+        ],
     }
     for command, written in steps.items():
         before = files_of(out)
