@@ -1,7 +1,7 @@
 """A model in memory and the files made of it: calibrate, export, check."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from qdqbench.quantize.kinds.embedding import PAIRS
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.config import asked_pooling
+from qdqbench.quantize.rundir.inspected import checked_graph
 from qdqbench.quantize.rundir.session import require_fit
 from qdqbench.quantize.tasks.batches import equal_length_batches
 from qdqbench.quantize.tasks.rows import Sample
@@ -134,18 +135,21 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
     return Exported(Path(path), notes)
 
 
-def check(onnx_file: str | Path, recipe: str | None = None) -> CheckReport:
+def check(target: str | Path, recipe: str | None = None, *, allow: Collection[str] = ()) -> CheckReport:
     """Findings in any ONNX file: what will run in INT8, and what an engine would refuse or get wrong.
 
     Args:
-        onnx_file: of any origin.
+        target: file of any origin, or a run directory, whose graph is held to its recipe.
         recipe: hold the quantized set to this recipe, a shipped name or a YAML file.
+        allow: codes of findings to leave out, such as "quantized-residual".
 
     Raises:
-        UserError: a file that cannot be read, or a recipe that does not fit it.
+        UserError: a file that cannot be read, a run without a graph, a recipe that does not fit it, or
+            `allow` names no code.
     """
-    path = Path(onnx_file)
-    return check_file(path, expected_quantized=recipe_modules(path, recipe) if recipe else None)
+    path, own = checked_graph(Path(target))
+    wanted = recipe or own
+    return check_file(path, expected_quantized=recipe_modules(path, wanted) if wanted else None, allow=allow)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from qdqbench.quantize.core import names
 from qdqbench.quantize.core.strict import Schema
 from qdqbench.quantize.tasks.task import SECOND
 
@@ -131,9 +132,7 @@ def sentence(line: str) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-def count_of(number: int, noun: str) -> str:
-    """3 linears, 1 linear."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+count_of = names.count_of
 
 
 def first(lines: list[str], count: int, where: str) -> list[str]:

@@ -31,6 +31,7 @@ from qdqbench.quantize.rundir.artifacts import (
     LAYER_ERRORS,
     REWRITES,
     backend_of,
+    checked_path,
     engine_profiles,
     expected_modules,
     graph_path,
@@ -119,8 +120,7 @@ def export_stage(session: Session) -> list[Path]:
 
 def check_stage(session: Session) -> list[Path]:
     """Check the graph that will be built, or the one for GPUs beside it, against the recipe."""
-    path = session.folder / GPU_INT8 if proves_for_gpu(session.recipe) else graph_path(session)
-    report = check_file(path, expected_quantized=expected_modules(session))
+    report = check_file(checked_path(session), expected_quantized=expected_modules(session))
     path = session.folder / "check.json"
     files.write_json(path, to_json(report))
     return [path]

@@ -5,7 +5,7 @@ file, others are accepted and the layer then runs in FP16, or gives wrong number
 """
 
 import difflib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 
 from qdqbench.quantize.check.codes import CODES, finding, finding_label
+from qdqbench.quantize.check.gemms import GemmRow, Group, gemm_rows, grouped
 from qdqbench.quantize.check.residuals import check_residuals, missing_residuals
 from qdqbench.quantize.check.rules import (
     HALVES,
@@ -40,7 +41,8 @@ class CheckReport(Tabular):
     ir_version: int
     opset: int
     findings: list[FindingRow] = []  # errors first, each in the order of the graph
-    quantized: list[str] = []  # MatMul and Gemm nodes with INT8 behind both inputs
+    gemms: list[GemmRow] = []  # every node that multiplies matrices, and what an engine makes of it
+    quantized: list[str] = []  # MatMul and Gemm nodes with INT8 behind both inputs, refused or not
     not_quantized: list[str] = []
     attention_quantized: list[str] = []  # Softmax nodes of attentions that are wholly in INT8
     attention_not_quantized: list[str] = []
@@ -51,6 +53,31 @@ class CheckReport(Tabular):
         """Findings that break or silently change the engine."""
         return [row for row in self.findings if row.severity == "error"]
 
+    @property
+    def refusals(self) -> list[FindingRow]:
+        """Findings for which TensorRT builds no engine at all."""
+        return [row for row in self.findings if row.effect == "refused"]
+
+    @property
+    def groups(self) -> list[Group]:
+        """Findings of one code together."""
+        return grouped(self.findings, self.gemms)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """GEMMs by what an engine makes of them, and findings: the figures of every summary."""
+        states = Counter(row.state for row in self.gemms)
+        return {
+            "gemms": len(self.gemms),
+            "int8": 0 if self.refusals else states["INT8"],
+            "refused": states["refused"],
+            "not_int8": states["not INT8"],
+            "floating_point": states["floating point"],
+            "findings": len(self.findings),
+            "errors": len(self.errors),
+            "refusals": len(self.refusals),
+        }
+
     def rows(self) -> list[FindingRow]:
         """One a finding."""
         return self.findings
@@ -58,7 +85,7 @@ class CheckReport(Tabular):
 
 def to_json(report: CheckReport) -> dict[str, Any]:
     """The report as JSON values."""
-    return report.model_dump(mode="json")
+    return report.model_dump(mode="json") | {"counts": report.counts}
 
 
 def check_file(
@@ -144,6 +171,7 @@ def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckRep
         )
     if expected is not None:
         report.findings += _compare(report, graph, added, set(expected))
+    report.gemms = gemm_rows(graph, report.findings)
     return report
 
 
@@ -170,7 +198,7 @@ def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
     halves = [node for node in qdq if graph.types.get(node.input[1]) in HALVES]
     if opset < 19 and halves:
         why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
-        yield finding("opset-too-low", halves[0], why)
+        yield finding("opset-too-low", halves[0], why, None, "not portable")
 
 
 def _invalid(model: onnx.ModelProto) -> FindingRow | None:

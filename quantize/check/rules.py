@@ -7,6 +7,7 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import finding, finding_label, type_name
+from qdqbench.quantize.check.operators import has_plain_form, is_integer
 from qdqbench.quantize.check.view import MOVES, Attention, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import limits_of
@@ -20,19 +21,20 @@ _NORMS = (
     "com.microsoft.SkipLayerNormalization",
     "GroupNormalization",
 )
-_INTEGER_OPS = (
-    "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
-    "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
-)  # fmt: skip
 
 
 def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
     """Operators that TensorRT does not parse, and nodes that `check` cannot look into."""
     functions = {(function.domain, function.name) for function in graph.index.model.functions}
     for node in graph.nodes:
-        if _is_integer(node):
+        if is_integer(node):
             why = f"TensorRT does not parse {node.op_type}; it takes INT8 from explicit Q/DQ only"
-            yield finding("unsupported-op", node, why)
+            yield finding(
+                "unsupported-op" if has_plain_form(graph.index, node) else "no-plain-form", node, why
+            )
+        elif node.domain == "com.microsoft" and not is_quantize(node) and not is_dequantize(node):
+            why = f"{node.op_type} is ONNX Runtime's own, and TensorRT has no plugin of this name"
+            yield finding("onnxruntime-operators", node, why)
         elif any(item.HasField("g") or item.graphs for item in node.attribute):
             yield finding("not-checked", node, f"the subgraphs of {node.op_type} were not looked into")
         elif (node.domain, node.op_type) in functions:
@@ -43,18 +45,13 @@ def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
             yield finding("not-checked", node, why)
 
 
-def _is_integer(node: onnx.NodeProto) -> bool:
-    """Does the node compute on INT8 codes itself? It has its own finding, as nothing around it is wrong."""
-    return node.op_type in _INTEGER_OPS or node.op_type.startswith("QLinear")
-
-
 def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
     """Every QuantizeLinear and every DequantizeLinear that no QuantizeLinear with the same scale feeds."""
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
         if is_quantize(node):
             readers = graph.reach(node.output[0], MOVES)
-            if node.output[0] not in outputs and not any(is_dequantize(n) or _is_integer(n) for n in readers):
+            if node.output[0] not in outputs and not any(is_dequantize(n) or is_integer(n) for n in readers):
                 yield finding("q-without-dq", node, "no DequantizeLinear reads its output")
             yield from _check_scale(graph, node)
         elif is_dequantize(node):
@@ -67,7 +64,7 @@ def check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
                 continue
             if source is None or graph.index.stored(name) is not None:  # a weight, or INT8 given as input
                 yield from _check_scale(graph, node)
-            elif not _is_integer(source):
+            elif not is_integer(source):
                 made = f"{source.op_type} {finding_label(source)!r}"
                 yield finding("dq-without-q", node, f"it reads {made} instead of a QuantizeLinear")
 
@@ -97,10 +94,12 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
     number = scale.astype(np.float64).reshape(-1)
     bad = np.flatnonzero(~(np.isfinite(number) & (number > 0)))
     if bad.size:
+        taken = bool(np.all(number[bad] == np.inf))  # builds, and gives NaN
         why = f"its scale is {number[bad[0]]:g}"
         if number.size > 1:
             why = f"{bad.size} of its {number.size} scales are bad: {number[bad[0]]:g} at channel {bad[0]}"
-        yield finding("bad-scale", node, f"{why}; the engine would not build, or give NaN")
+        why += "; the engine gives NaN" if taken else "; the engine is not built"
+        yield finding("bad-scale", node, why, None, "wrong" if taken else None)
     if scale.ndim > 1 or attribute(node, "block_size"):
         yield finding("blocked-scale", node, f"its scale has shape {list(scale.shape)}: not for INT8")
     yield from _check_type(graph, node, number.size)
@@ -114,7 +113,9 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
     point = _zero_point(graph, node)
     if quantized == TensorProto.UINT8:
         missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
-        yield finding("uint8", node, f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}")
+        why = f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}"
+        shifted = point is not None and bool(np.any(point))
+        yield finding("uint8", node, why, None, "refused" if shifted else None)
         return
     if quantized not in (0, TensorProto.INT8):
         yield finding("not-int8", node, f"its quantized type is {type_name(quantized)}")

@@ -36,9 +36,12 @@ def walk_types(model: onnx.ModelProto, opset: int) -> tuple[dict[str, int], list
     declared = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
     findings = []
     for node in graph.node:
-        why = _type_node(node, opset, types) or _declared_otherwise(node, types, declared)
-        if why:
-            findings.append(finding("mixed-types", node, why))
+        if why := _type_node(node, opset, types):  # TensorRT casts what a Q reads itself
+            findings.append(
+                finding("mixed-types", node, why, None, "not portable" if is_quantize(node) else None)
+            )
+        elif why := _declared_otherwise(node, types, declared):
+            findings.append(finding("mixed-types", node, why, None, "not portable"))
     return types, findings
 
 
@@ -177,5 +180,5 @@ def _too_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: floa
         return []  # stays in FP32, or is clipped by the Q
     else:
         message = f"{why}, so a conversion to FP16 makes it infinite"
-        return [finding("constant-overflows-fp16", node, message, "warning")]
+        return [finding("constant-overflows-fp16", node, message, "warning", "note")]
     return [finding("constant-overflows-fp16", node, why)]

@@ -93,7 +93,7 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
         pair = graph.operands[node.output[0]]
         if pair[1].constant and all(map(graph.is_int8, pair)):
             linears += 1
-            slow += [finding_label(node)] if _is_stored_kn(graph, node, pair[1]) else []
+            slow += [finding_label(node)] if is_stored_kn(graph, node) else []
     if not slow:
         return
     if len(slow) == 1:
@@ -109,9 +109,10 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
     yield finding("slow-weight-order", slow[0], why)
 
 
-def _is_stored_kn(graph: CheckGraph, node: onnx.NodeProto, weight: Operand) -> bool:
-    """Are the codes of a second operand contiguous along N? False where the graph does not tell."""
-    shape = graph.shape(weight.dq.input[0]) if weight.dq is not None else None
+def is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
+    """Are the INT8 codes of its second operand contiguous along N? False where the graph does not tell."""
+    weight = graph.operands[node.output[0]][1]
+    shape = graph.shape(weight.dq.input[0]) if weight.dq is not None and weight.constant else None
     if shape is None or len(shape) != 2 or min(shape) < 2 or weight.reshaped:
         return False  # with a single channel both orders are one
     return _channel_axis(node, 1, weight, len(shape)) == 1

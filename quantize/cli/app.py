@@ -9,7 +9,7 @@ import typer
 
 from qdqbench.quantize.cli import bench, build, run, serve, train
 from qdqbench.quantize.cli.choose import auto, from_cache, search, sensitivity
-from qdqbench.quantize.cli.look import compare, diagnose, doctor, inspect
+from qdqbench.quantize.cli.look import check, compare, diagnose, doctor, inspect
 from qdqbench.quantize.machine import interrupt, process
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMAND
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
     "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": build.build, "verify": build.verify},
     "Look": {
-        "check": inspect.check,
+        "check": check.check,
         "inspect": inspect.inspect,
         "diagnose": diagnose.diagnose,
         "fix": diagnose.fix,

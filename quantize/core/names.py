@@ -1,4 +1,4 @@
-"""Lists of names in messages."""
+"""Names and numbers in messages."""
 
 from collections.abc import Iterable
 
@@ -11,3 +11,8 @@ def name_list(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
+
+
+def count_of(number: int, noun: str) -> str:
+    """3 linears, 1 linear."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

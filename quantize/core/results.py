@@ -23,6 +23,9 @@ from qdqbench.quantize.core.training_results import TrainingRun
 SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
 MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
+# What a finding does to an engine of TensorRT, in the order in which it matters. "not portable": ONNX Runtime
+# refuses the file, TensorRT does not.
+Effect = Literal["refused", "wrong", "not INT8", "not portable", "slow", "note"]
 QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
 
 
@@ -222,6 +225,7 @@ class FindingRow(Strict):
     """One finding of `check`."""
 
     severity: Literal["error", "warning"]
+    effect: Effect | None = None  # on an engine; None: of a run that did not tell it
     code: str
     node: str
     why: str

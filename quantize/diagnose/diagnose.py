@@ -116,9 +116,8 @@ def _told(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a ki
     sources = evidence.sources
     onnx, log, times = sources.onnx, sources.log, sources.times
     if kind == "onnx" and onnx:
-        report = onnx.report
-        total = len(onnx.products) or len(report.quantized) + len(report.not_quantized)
-        return f"{onnx.origin}; {len(report.quantized)} of {total} GEMMs in INT8 by the graph"
+        counts = onnx.report.counts
+        return f"{onnx.origin}; {counts['int8']} of {counts['gemms']} GEMMs run in INT8 by the graph"
     if kind == "log" and log:
         version = f" {log.version}" if log.version else ""
         parts = [f"of {log.tool}, TensorRT{version}", log.device, log.precision]

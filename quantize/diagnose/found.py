@@ -1,17 +1,18 @@
 """What `diagnose` says: findings with their effect, and the files that they come from."""
 
-from typing import Literal
+from typing import get_args
 
 from qdqbench.quantize.core.frames import Tabular
+from qdqbench.quantize.core.results import Effect
 from qdqbench.quantize.core.strict import Strict
 
-# In the order in which they matter.
-Kind = Literal["refused", "wrong", "not INT8", "slow", "note"]
-KINDS: tuple[Kind, ...] = ("refused", "wrong", "not INT8", "slow", "note")
+Kind = Effect
+KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they matter
 EFFECTS: dict[Kind, str] = {
     "refused": "no engine is built",
     "wrong": "answers can be wrong",
     "not INT8": "no gain from INT8",
+    "not portable": "ONNX Runtime refuses the file",
     "slow": "time",
     "note": "worth knowing",
 }

@@ -1,7 +1,6 @@
 """An ONNX file of any origin: who quantized it, its GEMMs with their FLOPs, what `check` finds at them."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,19 +8,14 @@ import onnx
 
 from qdqbench.quantize.check.check import CheckReport, check_model
 from qdqbench.quantize.check.codes import finding_label
+from qdqbench.quantize.check.gemms import Group
+from qdqbench.quantize.check.operators import PRODUCTS
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.check.view import MOVES, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import FindingRow
 from qdqbench.quantize.graph.read import read_model
 
 TOKENS = 128  # length that the FLOPs of attention are counted at
-# Products of all ways to quantize, and the input that holds the weight.
-_PRODUCTS = {
-    "MatMul": 1, "Gemm": 1, "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1,
-    "QLinearMatMul": 3, "QGemm": 3, "MatMulNBits": 1, "FusedMatMul": 1,
-}  # fmt: skip
-_THROUGH = (*MOVES, "QuantizeLinear", "DequantizeLinear", "Mul", "Div")
 
 
 @dataclass(frozen=True)
@@ -31,15 +25,6 @@ class Product:
     name: str
     weighted: bool  # by weights; else both operands are activations
     flops: float  # for one token of a sequence of TOKENS
-
-
-@dataclass(frozen=True)
-class Group:
-    """Findings of one code, and the products that they touch."""
-
-    code: str
-    rows: list[FindingRow]
-    products: list[str]
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,6 @@ class OnnxFile:
     groups: list[Group]  # one a code, in the order of `check`
     operators: Counter[str]
     types: Counter[str] = field(default_factory=Counter)  # what the floating-point GEMMs compute in
-    runtimes_own: list[str] = field(default_factory=list)  # nodes of operators that ONNX Runtime made up
 
     @property
     def qdq(self) -> bool:
@@ -63,17 +47,7 @@ class OnnxFile:
     @property
     def integer(self) -> bool:
         """Whether operators compute on codes themselves: ONNX Runtime's own formats."""
-        return any(name in self.operators for name in _INTEGER)
-
-
-_INTEGER = {
-    "MatMulInteger",
-    "DynamicQuantizeLinear",
-    "QLinearMatMul",
-    "QGemm",
-    "QAttention",
-    "DynamicQuantizeMatMul",
-}
+        return any(row.code in ("unsupported-op", "no-plain-form") for row in self.report.findings)
 
 
 def read_onnx(path: Path) -> OnnxFile:
@@ -101,30 +75,15 @@ def read_onnx(path: Path) -> OnnxFile:
         origin=_origin(model, operators),
         report=report,
         products=products,
-        groups=list(_groups(report, graph, products)),
+        groups=report.groups,
         operators=operators,
         types=types,
-        runtimes_own=[
-            finding_label(node)
-            for node in model.graph.node
-            if node.domain == "com.microsoft" and not _has_own_finding(node)
-        ],
-    )
-
-
-def _has_own_finding(node: onnx.NodeProto) -> bool:
-    """Q and DQ of that domain are as good as ONNX's, and operators on codes are `unsupported-op`."""
-    return (
-        is_quantize(node)
-        or is_dequantize(node)
-        or node.op_type in _INTEGER
-        or node.op_type.startswith("QLinear")
     )
 
 
 def _products(graph: CheckGraph) -> dict[str, Product]:
     sizes: dict[str, tuple[int, int] | None] = {}
-    nodes = [node for node in graph.nodes if node.op_type in _PRODUCTS and node.output]
+    nodes = [node for node in graph.nodes if node.op_type in PRODUCTS and node.output]
     for node in nodes:
         sizes[node.output[0]] = _weight_size(graph, node)
     widths = Counter(size[0] for size in sizes.values() if size)
@@ -144,7 +103,7 @@ def _products(graph: CheckGraph) -> dict[str, Product]:
 
 def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | None:
     """K and N of a weight; None where both operands are activations."""
-    position = _PRODUCTS[node.op_type]
+    position = PRODUCTS[node.op_type]
     if len(node.input) <= position:
         return None
     name = node.input[position]
@@ -158,36 +117,6 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
             return None
         name = maker.input[0]
     return None
-
-
-def _groups(report: CheckReport, graph: CheckGraph | None, products: dict[str, Product]) -> Iterator[Group]:
-    found: dict[str, list[FindingRow]] = defaultdict(list)
-    for row in report.findings:
-        found[row.code].append(row)
-    nodes = {} if graph is None else {finding_label(node): node for node in graph.nodes}
-    for code, rows in found.items():
-        touched: dict[str, None] = {}
-        if code == "slow-weight-order":  # `check` names one of all
-            touched = dict.fromkeys(name for name in report.quantized if products.get(name, _NONE).weighted)
-        for row in rows:
-            node = nodes.get(row.node)
-            if node is not None and graph is not None:
-                touched |= dict.fromkeys(_touched(graph, node, products))
-        yield Group(code, rows, list(touched))
-
-
-_NONE = Product("", False, 0.0)
-
-
-def _touched(graph: CheckGraph, node: onnx.NodeProto, products: dict[str, Product]) -> Iterator[str]:
-    """The product at a node or behind it."""
-    if (name := finding_label(node)) in products:
-        yield name
-    elif is_quantize(node) or is_dequantize(node):
-        for output in node.output[:1]:
-            for reader in graph.reach(output, _THROUGH):
-                if (name := finding_label(reader)) in products:
-                    yield name
 
 
 def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PLR0911  one line a tool

@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.diagnose.advice import FIX, RUN
+from qdqbench.quantize.diagnose.advice import FIX, RUN, with_file
 from qdqbench.quantize.diagnose.evidence import Evidence
 from qdqbench.quantize.diagnose.found import Found, Kind
 from qdqbench.quantize.diagnose.log_file import BuildLog, Shape
-from qdqbench.quantize.diagnose.rules_graph import with_file
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 
@@ -105,7 +104,8 @@ def _found(  # noqa: PLR0913, PLR0917
     nodes: list[str] | None = None,
 ) -> Found:  # fmt: skip
     return Found(
-        code=code, kind=kind, what=what, why=why, fixes=with_file(fixes, evidence.onnx), nodes=nodes or [],
+        code=code, kind=kind, what=what, why=why, nodes=nodes or [],
+        fixes=with_file(fixes, evidence.sources.paths.get("onnx")),
         where=name_list(nodes) if nodes else "", files=[evidence.sources.name("log")],
     )  # fmt: skip
 

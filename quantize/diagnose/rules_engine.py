@@ -5,10 +5,9 @@ from statistics import median
 
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.advice import FIX, RUN
+from qdqbench.quantize.diagnose.advice import FIX, RUN, with_file
 from qdqbench.quantize.diagnose.evidence import Evidence, Share
 from qdqbench.quantize.diagnose.found import Found, Kind
-from qdqbench.quantize.diagnose.rules_graph import with_file
 from qdqbench.quantize.engine.facts import Facts
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import named
@@ -47,7 +46,7 @@ def _found(  # noqa: PLR0913, PLR0917
         kind=kind,
         what=what,
         why=why,
-        fixes=with_file(fixes, evidence.onnx),
+        fixes=with_file(fixes, evidence.sources.paths.get("onnx")),
         nodes=nodes or [],
         where=named(nodes) if nodes else "",
         share=share[0] if share else None,

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from qdqbench.quantize.check.gemms import Group
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.diagnose.advice import ADVICE, FIX, RUN
+from qdqbench.quantize.diagnose.advice import FIX, RUN, of_group, with_file
 from qdqbench.quantize.diagnose.evidence import Evidence
 from qdqbench.quantize.diagnose.found import Found
-from qdqbench.quantize.diagnose.onnx_file import Group, OnnxFile
+from qdqbench.quantize.diagnose.onnx_file import OnnxFile
 from qdqbench.quantize.engine.inspection import named
 
 
@@ -17,62 +18,21 @@ def graph_rules(evidence: Evidence) -> Iterator[Found]:
         return
     for group in onnx.groups:
         yield _of_check(evidence, onnx, group)
-    yield from _runtimes_own(onnx)
     yield from _not_quantized(evidence, onnx)
     yield from _float32(evidence, onnx)
     yield from _long_attention(evidence, onnx)
 
 
-def with_file(texts: tuple[str, ...] | list[str], onnx: OnnxFile | None) -> list[str]:
-    """Fixes with the names of the file in them."""
-    file = onnx.path.name if onnx else "MODEL.onnx"
-    stem = onnx.path.stem if onnx else "MODEL"
-    return [text.replace("{file}", file).replace("{stem}", stem) for text in texts]
-
-
 def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Found:
-    advice = ADVICE[group.code]
-    nodes = group.products or [row.node for row in group.rows]
-    counts = {"n": len(group.rows), "gemms": len(group.products), "all": len(onnx.products)}
-    what = advice.what
-    for key, number in counts.items():
-        what = what.replace(f"{{{key}}}", str(number))
-    first = group.rows[0]
-    why = first.why if len(group.rows) == 1 else f"for example {first.node}: {first.why}"
-    why = "tensor cores read both operands along K" if group.code == "slow-weight-order" else why
-    certain = any(row.severity == "error" for row in group.rows) or advice.kind == "slow"
-    lost = [name for name in evidence.not_int8() if name in {*group.products}]
-    if lost:
-        why += f"; the layer table shows {len(lost)} of these GEMMs outside of INT8"
-    share = evidence.share_of_nodes(group.products) if group.products else None
-    return Found(
-        code=group.code,
-        kind=advice.kind if certain else "note",
-        what=what,
-        why=why,
-        fixes=with_file(advice.fixes, onnx),
-        nodes=nodes,
-        where=named([node.removesuffix("_quant") for node in nodes]),
-        share=share[0] if share else None,
-        basis=share[1] if share else "",
-        files=[onnx.path.name, *([evidence.sources.name("layers")] if lost else [])],
-    )
-
-
-def _runtimes_own(onnx: OnnxFile) -> Iterator[Found]:
-    """Fused operators of a graph that ONNX Runtime or Optimum has optimized."""
-    if onnx.runtimes_own:
-        yield Found(
-            code="onnxruntime-operators",
-            kind="refused",
-            what=f"{len(onnx.runtimes_own)} operators are ONNX Runtime's own (com.microsoft), such as fused "
-            "attention or LayerNorm",
-            why="ONNX Runtime's or Optimum's optimizer wrote them, and TensorRT has no plugin for them",
-            fixes=["export again without optimizing for ONNX Runtime, and quantize that file"],
-            nodes=onnx.runtimes_own,
-            where=named(onnx.runtimes_own),
-            files=[onnx.path.name],
-        )
+    found = of_group(onnx.report, group, onnx.path)
+    share = evidence.share_of_nodes(group.gemms) if group.gemms else None
+    if share:
+        found = found.model_copy(update={"share": share[0], "basis": share[1]})
+    if lost := [name for name in evidence.not_int8() if name in {*group.gemms}]:
+        why = f"{found.why}; the layer table shows {len(lost)} of these GEMMs outside of INT8"
+        files = [*found.files, evidence.sources.name("layers")]
+        found = found.model_copy(update={"why": why, "files": files})
+    return found
 
 
 def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
@@ -97,7 +57,7 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
             files=[onnx.path.name],
         )
         return
-    told = {name for group in onnx.groups for name in group.products}
+    told = {name for group in onnx.groups for name in group.gemms}
     bare = [
         name for name in weighted if name in {*onnx.report.not_quantized} - told and "classifier" not in name
     ]
@@ -131,7 +91,7 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
         "not INT8 in FP32",
         why="weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
         "only, where the file decides",
-        fixes=with_file([FIX], onnx),
+        fixes=with_file([FIX], onnx.path),
         nodes=rest,
         where=named(rest),
         share=share[0] if share else None,

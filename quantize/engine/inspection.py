@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import FP16_MAX, limits_of
+from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
 from qdqbench.quantize.engine.kernels import block_of_node, block_order, kernel_block, kernel_kind, short
@@ -277,7 +278,7 @@ def named(nodes: Sequence[str]) -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for name, numbers in layers.items():
         groups[ranges(numbers)].append(name)
-    texts = [f"layer.{key}: {', '.join(names)}" if key else ", ".join(names) for key, names in groups.items()]
+    texts = [f"layer.{key}: {name_list(names)}" if key else name_list(names) for key, names in groups.items()]
     more = f"; and {len(texts) - MAX_LAYERS_NAMED} more" if len(texts) > MAX_LAYERS_NAMED else ""
     return "; ".join(texts[:MAX_LAYERS_NAMED]) + more
 

@@ -45,7 +45,7 @@ class FixReport(Strict):
     left: list[str]  # what could not be mended, and what to do
     findings_before: dict[str, int]  # code of `check` -> how many
     findings_after: dict[str, int]
-    int8_before: int  # MatMul and Gemm nodes with INT8 behind both inputs, by the graph
+    int8_before: int  # matrix products that TensorRT would run in INT8, by the graph: 0 in a refused file
     int8_after: int
     gemms: int
     outputs: Outputs

@@ -1,7 +1,7 @@
 """Small, shared readings of an ONNX graph: producers, consumers and constants."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -138,8 +138,18 @@ def prune(model: onnx.ModelProto) -> None:
     for node in reversed(graph.node):  # exporters write nodes in topological order
         if any(name in needed for name in node.output):
             kept.append(node)
-            needed.update(node.input)
+            needed.update(_reads(node))
     replace_nodes(model, reversed(kept))
     initializers = [tensor for tensor in graph.initializer if tensor.name in needed]
     del graph.initializer[:]
     graph.initializer.extend(initializers)
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    """Names that a node reads, inside of its subgraphs too."""
+    yield from node.input
+    for item in node.attribute:
+        for graph in (*item.graphs, *([item.g] if item.HasField("g") else [])):
+            yield from (output.name for output in graph.output)
+            for inner in graph.node:
+                yield from _reads(inner)

@@ -40,6 +40,11 @@ def proves_for_gpu(recipe: Recipe) -> bool:
     return recipe.quantizes and recipe.engine.backend == "auto" and backend_of(recipe) in CPU_BACKENDS
 
 
+def checked_path(session: Session) -> Path:
+    """The graph that `check` is about: the one for GPUs where there are two."""
+    return session.folder / GPU_INT8 if proves_for_gpu(session.recipe) else graph_path(session)
+
+
 def cpu_compute(recipe: Recipe) -> Compute:
     """How an engine for this CPU computes what is not quantized."""
     return compute_type(backend_of(recipe), find_cpu(), recipe.precision.compute)

@@ -18,7 +18,7 @@ from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.artifacts import graph_path
+from qdqbench.quantize.rundir.artifacts import checked_path, graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.runtime.cpu import CpuEngine
@@ -61,6 +61,21 @@ def open_target(path: Path, onnx: Path | None = None, recipe: str | None = None)
     if recipe and found.onnx is None:
         raise UserError(f"--recipe needs the ONNX graph that {path} was made from; give --onnx FILE")
     return found
+
+
+def checked_graph(path: Path) -> tuple[Path, str | None]:
+    """The ONNX file that `check` reads, and the recipe that it is held to: of a run directory its own.
+
+    Raises:
+        UserError: a folder that is no run directory, or has no graph yet.
+    """
+    if not path.is_dir():
+        return path, None
+    session = Session(read_config(path), path)
+    graph = checked_path(session)
+    if not graph.is_file():
+        raise UserError(f"{path} has no {graph.name} yet; `qdqbench export {path}` writes it")
+    return graph, str(path / "recipe.yaml")
 
 
 def expectations(target: InspectTarget) -> tuple[list[str] | None, int]:

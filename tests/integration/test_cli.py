@@ -15,6 +15,7 @@ from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe, shipped_recipes
 
 from ..support.families import write_model
+from ..support.foreign_layer import write_dynamic, write_static
 from .tiny import MAIN, entries, environment
 
 RECIPES = sorted(shipped_recipes())
@@ -180,14 +181,55 @@ def test_recipes_validate_names_the_nearest_key(qdqbench, tmp_path):
 
 def test_check_of_a_good_file(finished_run, qdqbench):
     graph = finished_run / "model.int8.onnx"
-    for options in ([], ["--recipe", "bert-int8-linears"]):
-        done = qdqbench("check", graph, *options, "--json")
+    for options in ([graph], [graph, "--recipe", "bert-int8-linears"], [finished_run]):
+        done = qdqbench("check", *options, "--json")
         assert (done.code, done.err) == (0, "")
         assert json.loads(done.out)["findings"] == []
-    shown = qdqbench("check", graph)
-    assert shown.code == 0
     total = len([node for node in onnx.load(graph).graph.node if node.op_type in ("MatMul", "Gemm")])
-    assert f"12 of {total} MatMul/Gemm nodes in INT8" in shown.out
+    for target in (graph, finished_run):
+        shown = qdqbench("check", target)
+        assert shown.code == 0
+        rest = total - 12
+        assert shown.out == f"12 of {total} GEMMs run in INT8; {rest} in floating point\nno findings\n"
+
+
+def test_check_counts_what_tensorrt_refuses(tmp_path, qdqbench):
+    """ONNX Runtime's formats: none of it runs, and equal findings are one."""
+    path = write_dynamic(tmp_path, "dynamic.onnx")
+    done = qdqbench("check", path, "--json")
+    assert done.code == 2
+    counts = json.loads(done.out)["counts"]
+    assert (counts["gemms"], counts["int8"], counts["refused"], counts["floating_point"]) == (7, 0, 5, 2)
+    shown = qdqbench("check", path)
+    assert shown.code == 2
+    text = " ".join(shown.out.split())
+    assert "of 7 GEMMs, 5 in INT8 that it refuses (5 MatMulInteger), 2 in floating point" in text
+    assert "8 findings of 1 kind: 8 errors, 8 of them refusals" in text
+    assert text.count("unsupported-op") == 1
+    assert "\n2. " not in shown.out
+    assert text.count(" - ") == 0
+    every = " ".join(qdqbench("check", path, "--all").out.split())
+    assert every.count("TensorRT does not parse ") == 1 + 8  # an example, and each place
+
+
+def test_check_leaves_out_what_is_allowed(tmp_path, qdqbench):
+    path = write_static(tmp_path, "static.onnx")
+    counts = json.loads(qdqbench("check", path, "--json").out)["counts"]
+    codes = ("quantized-layernorm", "quantized-softmax")
+    allowed = [word for code in codes for word in ("--allow", code)]
+    told = json.loads(qdqbench("check", path, *allowed, "--json").out)
+    assert told["counts"]["findings"] == counts["findings"] - 3
+    assert told["counts"]["gemms"] == counts["gemms"]
+    done = qdqbench("check", path, "--allow", "uint9")
+    assert done.code == 1
+    assert "no finding is called uint9" in done.err
+
+
+def test_check_of_a_run_without_a_graph(a_run, qdqbench):
+    (a_run / "model.int8.onnx").unlink()
+    done = qdqbench("check", a_run)
+    assert done.code == 1
+    assert f"`qdqbench export {a_run}` writes it" in done.err
 
 
 @pytest.mark.parametrize("recipe", ["bert-int8-ffn", "bert-int8-attention", "bert-fp16"])

@@ -140,9 +140,22 @@ def half_scale(model: onnx.ModelProto) -> None:
     old_opset(model, 18)
 
 
+def fused_by_onnxruntime(model: onnx.ModelProto, name: str, operator: str) -> None:
+    node(model, name).op_type, node(model, name).domain = operator, "com.microsoft"
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+
+
 def plugin(model: onnx.ModelProto) -> None:
     node(model, "/layer/norm1").domain = "trt.plugins"
     model.opset_import.append(helper.make_opsetid("trt.plugins", 1))
+
+
+def product_of_codes(model: onnx.ModelProto) -> None:
+    """QLinearMatMul for the query, whose result has the scale of its input."""
+    q, product = node(model, INPUT), node(model, QUERY)
+    product.op_type = "QLinearMatMul"
+    product.input[:] = [q.output[0], *q.input[1:], *node(model, WEIGHT).input, *q.input[1:]]
+    insert(model, "/layer/query/Add", 0, make("DequantizeLinear", "/layer/query/out/DQ", *q.input[1:]))
 
 
 def dynamic(model: onnx.ModelProto) -> None:
@@ -201,6 +214,8 @@ class Case:
     edit: Edit
     form: str = "factored"
     refused: bool = False  # by the parser of TensorRT-RTX 1.7
+    # linears in INT8 in an engine of TensorRT-RTX 1.7.1, built ahead of time; None: none was built
+    int8: int | None = 4
 
     def broken(self) -> onnx.ModelProto:
         model = healthy(self.form)
@@ -210,28 +225,38 @@ class Case:
 
 ONE_BAD = {bad: np.r_[np.full(HIDDEN - 1, 0.01), bad] for bad in (0, np.nan)}
 CASES = [
-    Case("half-quantized", QUERY, unquantized("/layer/query/input")),
-    Case("half-quantized", QUERY, vector_before_matmul),
-    Case("non-zero-zero-point", INPUT, stored("/layer/query/input.zero_point", 3), refused=True),
+    Case("half-quantized", QUERY, unquantized("/layer/query/input"), int8=3),
+    Case("half-quantized", QUERY, vector_before_matmul, int8=3),
+    Case("non-zero-zero-point", INPUT, stored("/layer/query/input.zero_point", 3), refused=True, int8=None),
     Case(
         "non-zero-zero-point",
         WEIGHT,
         stored("/layer/query.weight_zero_point", np.eye(1, HIDDEN, 5)[0]),
         "fp16",
         refused=True,
+        int8=None,
     ),
-    Case("bad-scale", INPUT, stored("/layer/query/input.scale", 0), refused=True),
-    Case("bad-scale", INPUT, stored("/layer/query/input.scale", -0.02), refused=True),
-    Case("bad-scale", INPUT, stored("/layer/query/input.scale", np.nan), refused=True),
+    Case("bad-scale", INPUT, stored("/layer/query/input.scale", 0), refused=True, int8=None),
+    Case("bad-scale", INPUT, stored("/layer/query/input.scale", -0.02), refused=True, int8=None),
+    Case("bad-scale", INPUT, stored("/layer/query/input.scale", np.nan), refused=True, int8=None),
     Case("bad-scale", INPUT, stored("/layer/query/input.scale", np.inf)),
-    Case("bad-scale", WEIGHT, stored("/layer/query.weight_scale", ONE_BAD[0]), "fp32", refused=True),
-    Case("bad-scale", WEIGHT, stored("/layer/query.weight_scale", ONE_BAD[np.nan]), "fp32", refused=True),
-    Case("per-channel-activation", INPUT, vector_activation),
-    Case("wrong-weight-axis", WEIGHT, lambda model: set_axis(model, WEIGHT, 0), "fp16"),
-    Case("wrong-weight-axis", WEIGHT, transposed_weight, "fp32"),
+    Case(
+        "bad-scale", WEIGHT, stored("/layer/query.weight_scale", ONE_BAD[0]), "fp32", refused=True, int8=None
+    ),
+    Case(
+        "bad-scale",
+        WEIGHT,
+        stored("/layer/query.weight_scale", ONE_BAD[np.nan]),
+        "fp32",
+        refused=True,
+        int8=None,
+    ),
+    Case("per-channel-activation", INPUT, vector_activation, int8=3),
+    Case("wrong-weight-axis", WEIGHT, lambda model: set_axis(model, WEIGHT, 0), "fp16", int8=3),
+    Case("wrong-weight-axis", WEIGHT, transposed_weight, "fp32", int8=3),
     Case("wrong-weight-axis", "/classifier/weight/DQ", quantized_gemm, "fp32"),
     Case("uint8", INPUT, stored("/layer/query/input.zero_point", 0, np.uint8)),
-    Case("uint8", INPUT, stored("/layer/query/input.zero_point", 128, np.uint8), refused=True),
+    Case("uint8", INPUT, stored("/layer/query/input.zero_point", 128, np.uint8), refused=True, int8=None),
     Case("quantized-layernorm", NORM, quantized(NORM)),
     Case("quantized-layernorm", NORM, quantized(NORM, 1)),
     Case("quantized-layernorm", "/norm0/ReduceMean", written_out_norm),
@@ -245,9 +270,10 @@ CASES = [
         "/layer/query/Add",
         stored("/layer/query.bias", np.zeros(HIDDEN), np.float32),
         refused=True,
+        int8=None,
     ),
-    Case("mixed-types", NORM, stored(f"{NORM}.scale", np.ones(HIDDEN), np.float32), refused=True),
-    Case("mixed-types", QUERY, rewired(QUERY, 1, f"{WEIGHT}.out"), refused=True),
+    Case("mixed-types", NORM, stored(f"{NORM}.scale", np.ones(HIDDEN), np.float32), refused=True, int8=None),
+    Case("mixed-types", QUERY, rewired(QUERY, 1, f"{WEIGHT}.out"), refused=True, int8=None),
     Case("mixed-types", INPUT, rewired(INPUT, 0, "/layer/norm0.out")),
     Case("mixed-types", "/classifier/Gemm", declared_as_fp32),
     Case("constant-overflows-fp16", "/mask/Mul", stored("fill", -np.inf)),
@@ -262,12 +288,34 @@ CASES = [
     Case("partial-attention", CONTEXT, relu_before_output),
     Case("attention-head-size", "/layer/self/MatMul", wide_heads),
     Case("float-weight", "/layer/query/weight/Q", float_weight, "fp32"),
-    Case("unsupported-op", INPUT, dynamic, refused=True),
-    Case("dynamic-scale", INPUT, computed_scale),
+    Case("unsupported-op", QUERY, product_of_codes, "fp32", refused=True, int8=None),
+    Case("no-plain-form", INPUT, dynamic, refused=True, int8=None),
+    Case(
+        "no-plain-form",
+        QUERY,
+        lambda model: fused_by_onnxruntime(model, QUERY, "QAttention"),
+        refused=True,
+        int8=None,
+    ),
+    Case(
+        "onnxruntime-operators",
+        NORM,
+        lambda model: fused_by_onnxruntime(model, NORM, "SkipLayerNormalization"),
+        refused=True,
+        int8=None,
+    ),
+    Case("dynamic-scale", INPUT, computed_scale, int8=3),
     Case("scale-mismatch", "/layer/query/input/DQ", other_scale),
-    Case("zero-point-shape", WEIGHT, stored("/layer/query.weight_zero_point", 0), "fp16", refused=True),
-    Case("not-int8", WEIGHT, int32_weight, refused=True),
-    Case("blocked-scale", WEIGHT, blocked),
+    Case(
+        "zero-point-shape",
+        WEIGHT,
+        stored("/layer/query.weight_zero_point", 0),
+        "fp16",
+        refused=True,
+        int8=None,
+    ),
+    Case("not-int8", WEIGHT, int32_weight, refused=True, int8=None),
+    Case("blocked-scale", WEIGHT, blocked, int8=None),
     Case("q-without-dq", "/x/Q", cast_instead_of_dq),
     Case("dq-without-q", "/layer/query/input/DQ", cast_instead_of_q),
     Case("opset-too-low", INPUT, half_scale),
@@ -276,6 +324,12 @@ CASES = [
     Case("not-checked", "/if", subgraph),
     Case("not-checked", NORM, plugin),
     Case("invalid-onnx", "/layer/Add", lambda model: node(model, "/layer/Add").input.pop()),
-    Case("invalid-onnx", "/layer/query/Add", changed("/layer/query/Add", "op_type", "Plus"), refused=True),
+    Case(
+        "invalid-onnx",
+        "/layer/query/Add",
+        changed("/layer/query/Add", "op_type", "Plus"),
+        refused=True,
+        int8=None,
+    ),
 ]
 IDS = [f"{number}-{case.code}" for number, case in enumerate(CASES)]

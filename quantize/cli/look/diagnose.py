@@ -52,7 +52,7 @@ def _print(found: "Diagnosis") -> None:
     told: dict[str, int] = {}  # fix -> number of the finding that told it
     for number, each in enumerate(found.findings, 1):
         out.print()
-        _print_one(number, each, told)
+        print_one(number, each, told)
     out.print()
     if found.findings:
         out.print(f"Ranked: {plain(found.ranked_by)}.", highlight=False)
@@ -60,7 +60,8 @@ def _print(found: "Diagnosis") -> None:
         out.print("Nothing was found.")
 
 
-def _print_one(number: int, found: "Found", told: dict[str, int]) -> None:
+def print_one(number: int, found: "Found", told: dict[str, int]) -> None:
+    """A finding: what, its effect, why, where, and fixes that no earlier one told (fix -> its number)."""
     from qdqbench.quantize.diagnose.found import EFFECTS
 
     out = console()
@@ -158,7 +159,9 @@ def _print_fix(report: "FixReport") -> None:
         out.print(f"[red]left[/] {plain(text)}", highlight=False)
     table = Table("", "before", "after", box=None, pad_edge=False)
     table.add_row(
-        "GEMMs in INT8 by the graph", str(report.int8_before), f"{report.int8_after} of {report.gemms}"
+        "GEMMs that run in INT8, by the graph",
+        str(report.int8_before),
+        f"{report.int8_after} of {report.gemms}",
     )
     for code in dict.fromkeys((*report.findings_before, *report.findings_after)):
         numbers = (report.findings_before.get(code, 0), report.findings_after.get(code, 0))

@@ -247,34 +247,3 @@ def _softmax_text(judged: "Inspection") -> str:
     parts += [f"{count} kernels in {name}" for name, count in facts.softmax.items()]
     asked = ", ".join(dict.fromkeys(judged.graph.softmax_types.values()))
     return ", ".join(parts) + (f"; the graph computes it in {asked}" if asked else "") or "none found"
-
-
-def check(
-    onnx_file: Path,
-    recipe: Annotated[str | None, typer.Option(help="Hold the quantized set to this recipe.")] = None,
-    json: Json = False,
-) -> None:
-    """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
-    from qdqbench.eval.api.models import check as check_onnx
-    from qdqbench.quantize.check.check import to_json
-
-    report = check_onnx(onnx_file, recipe)
-    if json:
-        print_json(to_json(report))
-    else:
-        _print_check(report)
-    if report.errors:
-        raise typer.Exit(2)
-
-
-def _print_check(report: Any) -> None:
-    out = console()
-    for row in report.findings:
-        colour = "red" if row.severity == "error" else "yellow"
-        out.print(f"[{colour}]{row.severity}[/] {row.code} at [bold]{plain(row.node)}[/]")
-        out.print(f"  why: {plain(row.why)}\n  fix: {plain(row.fix)}", highlight=False)
-    out.print(
-        f"{len(report.quantized)} of {len(report.quantized) + len(report.not_quantized)} MatMul/Gemm nodes "
-        f"in INT8, {len(report.findings)} findings",
-        highlight=False,
-    )

@@ -1,6 +1,7 @@
 """`check` on a tiny BERT layer: clean when healthy, and each broken one names its node alone."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.check.check import CheckReport, check_model, to_json
 from qdqbench.quantize.check.codes import CODES
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.fix.prove import engine_row
 
 from ...support.broken_layers import (
     CASES,
@@ -61,7 +64,7 @@ def test_a_broken_model_names_the_node_and_nothing_else(case: Case) -> None:
     report = checked(case.broken())
 
     assert found(report) == [(case.code, case.node)]
-    severity, fix = CODES[case.code]
+    severity, _, fix = CODES[case.code]
     fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
     assert report.findings[0].severity == ("warning" if fp32_mask else severity)
     assert report.findings[0].fix == fix
@@ -85,6 +88,44 @@ def test_the_parser_agrees() -> None:
 
     assert not any(refused(healthy(form)) for form in FORMS)
     assert [case.code for case in CASES if refused(case.broken()) != case.refused] == []
+
+
+# No other rule was applied after these, and UINT8 with zero point 0 is read as if it were INT8.
+NOT_COUNTED = [name for name in IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
+
+
+def in_int8(report: CheckReport) -> int | None:
+    """Linears of the layer that `check` counts as INT8; None: it says that no engine is built."""
+    rows = [row for row in report.gemms if row.node in LINEARS]
+    return None if report.refusals else sum(row.state == "INT8" for row in rows)
+
+
+@pytest.mark.parametrize(("name", "case"), [*zip(IDS, CASES, strict=True)], ids=IDS)
+def test_what_is_counted_is_what_the_engine_ran(name: str, case: Case) -> None:
+    report = checked(case.broken())
+
+    if name in NOT_COUNTED:  # less, never more
+        assert (in_int8(report) or 0) <= (case.int8 or 0)
+    else:
+        assert in_int8(report) == case.int8
+    assert report.counts["int8"] == (0 if report.refusals else sum(r.state == "INT8" for r in report.gemms))
+    assert sum(report.counts[key] for key in ("refused", "not_int8", "floating_point")) == sum(
+        row.state != "INT8" for row in report.gemms
+    )
+
+
+@pytest.mark.long
+def test_the_engine_agrees(tmp_path: Path) -> None:
+    """`Case.int8` is what layer tables of TensorRT-RTX say."""
+    pytest.importorskip("tensorrt_rtx")
+    builder = choose_backend("tensorrt_rtx")
+    path, other = tmp_path / "model.onnx", []
+    for name, case in zip(IDS, CASES, strict=True):
+        onnx.save(case.broken(), path)
+        row = engine_row(path, builder)
+        if (None if row.refused else row.int8_gemms) != case.int8:
+            other.append((name, row))
+    assert other == []
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -186,7 +227,7 @@ def test_weights_stored_k_n_are_one_warning(form: str) -> None:
     report = check_model(healthy(form))
 
     assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, QUERY)]
-    assert report.findings[0].fix == CODES[ORDER][1]
+    assert report.findings[0].fix == CODES[ORDER][2]
     assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
     assert set(LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
 
@@ -365,7 +406,9 @@ def test_the_report_is_json() -> None:
     skip_qdq(model, "/layer/query/input")
     report = checked(model)
 
-    assert CheckReport.model_validate_json(json.dumps(to_json(report))) == report
+    told = json.loads(json.dumps(to_json(report)))
+    assert told.pop("counts") == report.counts
+    assert CheckReport.model_validate(told) == report
 
 
 def test_a_code_that_does_not_exist() -> None:

@@ -1,13 +1,18 @@
 """`fix` on every broken layer of `check`, and on what ONNX Runtime's quantizers write."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization import QuantFormat, QuantType
 
 from qdqbench.quantize.check.check import check_file, check_model
+from qdqbench.quantize.check.operators import PLAIN_FORMS
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.diagnose.advice import of_group
 from qdqbench.quantize.fix.fix import FixOptions, fix, rewrite
+from qdqbench.quantize.fix.lift import _FORMS
 from qdqbench.quantize.fix.rebuild import strip
 from qdqbench.quantize.fix.runs import outputs, ranges
 
@@ -17,8 +22,10 @@ from ...support.tiny_layer import healthy, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # What no rewrite can know: a bad scale's range, a mix's right type, a constant's lost value.
-MENDED = {i: c for c, i in zip(CASES, IDS, strict=True) if True}
-HOPELESS = {"mixed-types", "nan-constant", "invalid-onnx", "not-checked", "opset-too-low", "unsupported-op"}
+HOPELESS = {
+    "mixed-types", "nan-constant", "invalid-onnx", "not-checked", "opset-too-low", "no-plain-form",
+    "onnxruntime-operators",
+}  # fmt: skip
 SAID = {"bad-scale", "dynamic-scale"}
 
 
@@ -57,6 +64,34 @@ def test_a_broken_layer_is_clean_afterwards(case: Case):
         assert len(left) == 1
     elif not left and case.code not in ("partial-attention", "attention-head-size"):
         assert len(report.quantized) >= 5
+
+
+def offered(model: onnx.ModelProto) -> set[str]:
+    """Codes of findings for which `qdqbench fix` is named."""
+    report = check_model(model)
+    found = [of_group(report, group, Path("m.onnx")) for group in report.groups]
+    return {each.code for each in found if any(text.startswith("qdqbench fix") for text in each.fixes)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_what_fix_is_offered_for_it_mends(case: Case):
+    if codes := offered(case.broken()):
+        assert not codes & {row.code for row in check_model(mended(case.broken())[0]).findings}
+
+
+@pytest.mark.parametrize("options", [None, {}, {"quant_format": QuantFormat.QOperator}])
+def test_what_fix_is_offered_for_in_files_of_onnxruntime_it_mends(tmp_path, options):
+    path = (
+        write_dynamic(tmp_path, "q.onnx") if options is None else write_static(tmp_path, "q.onnx", **options)
+    )
+    model = onnx.load(path)
+    codes = offered(model)
+    assert codes == {row.code for row in check_model(model).findings}
+    assert not codes & {row.code for row in check_model(mended(model)[0]).findings}
+
+
+def test_plain_forms_are_those_that_check_knows():
+    assert {*_FORMS} == PLAIN_FORMS
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.code in ("mixed-types", "invalid-onnx")][:3],
