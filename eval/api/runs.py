@@ -221,7 +221,7 @@ def _opened(folder: str | Path) -> Session:
 
 
 def _go(session: Session, until: str | None, progress: StageCallback) -> Results | Made:
-    start, ran = follow(session, progress), dict[str, bool]()
+    start, ran = follow(session, progress, until), dict[str, bool]()
 
     def show(name: str, reused: bool) -> None:
         ran[name] = reused

@@ -32,7 +32,7 @@ def trtexec_script(folder: str | Path, progress: StageCallback = silent) -> tupl
     session = Session(read_config(path), path)
     require_tensorrt(session)
     for stage in ("baseline", *(["fake_quant"] if session.recipe.quantizes else []), "export"):
-        run_until(session, stage, follow(session, progress))
+        run_until(session, stage, follow(session, progress, stage))
     made, new = plan_for(session)
     return made / SCRIPT, new
 

@@ -19,6 +19,7 @@ from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.eval.search.latency import measured_source, modelled, runs_here
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.worker import SearchOptions
+from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
@@ -78,8 +79,10 @@ class Ladder:
         """What the run of a step is at."""
 
         def progress(now: StageProgress) -> None:
-            share = f" {now.done / now.total:.0%}" if now.total else ""
-            self.say(f"{name}: {now.stage}{share}")
+            if now.total:
+                doing("", now.done, now.total)
+            else:
+                self.say(f"{name}: stage {now.number} of {now.of}, {now.stage}")
 
         return progress
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from qdqbench.quantize.activity.told import doing, timed
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed
 
@@ -175,7 +176,9 @@ def measure(
     for number, order in enumerate(rotation(len(contestants), effort.rounds)):
         for position in order:
             contestant = contestants[position]
-            burst = _guarded(contestant, partial(_burst, contestant, pace[contestant.name], effort, now))
+            doing("rounds", number, effort.rounds)
+            with timed():
+                burst = _guarded(contestant, partial(_burst, contestant, pace[contestant.name], effort, now))
             found[contestant.name].bursts.append(burst)
         progress(number + 1, effort.rounds)
     return found

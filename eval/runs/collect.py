@@ -13,6 +13,7 @@ from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.eval.gate.gate import gate_of
 from qdqbench.eval.gate.speed import speed_of
 from qdqbench.eval.runs.effects import add_effects
+from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
@@ -40,6 +41,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
     quantized = config.recipe.quantizes
     built, verified = read_built(folder), read_verified(folder)
     for_gpu = read_built(folder / GPU) if proves_for_gpu(config.recipe) else None
+    doing("scoring")
     stages = stage_results(session)
     trained = quantized and config.recipe.qat is not None
     training = files.read_json(folder / QAT / RECORD) if trained else None

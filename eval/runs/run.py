@@ -1,7 +1,7 @@
 """Run a session's stages with progress, and write the report at the end."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.effects.answers import FILE
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = ("results.json", "report.md", "report.html", FILE)
+REPORTED = (None, "report")
 
 
 @dataclass(frozen=True)
@@ -31,24 +32,51 @@ class StageProgress:
     """How far a run is."""
 
     stage: str
-    done: int = 0
-    total: int = 0  # 0: the stage starts
+    done: float = 0
+    total: float = 0  # 0: the stage starts; 1: `done` is a part of it, no number of steps
     reused: bool = False  # what is there is used again
     row: "LogRow | None" = None  # of a training's log
+    number: int = 1  # of the stage, among
+    of: int = 1  # those that are gone through
 
 
-def follow(session: Session, progress: Callable[[StageProgress], None]) -> Callable[[str, bool], None]:
-    """Tell `progress` what the session does; the result is to be told which stage starts."""
-    stage = ""
+def follow(
+    session: Session, progress: Callable[[StageProgress], None], until: str | None = None
+) -> Callable[[str, bool], None]:
+    """Tell `progress` what the session does on its way to a stage; the result is told which stage starts."""
+    names = [stage.name for stage in planned(session, until)]
+    names += ["report"] if until in REPORTED else []
+    now = StageProgress("")
 
     def start(name: str, reused: bool) -> None:
-        nonlocal stage
-        stage = name
-        progress(StageProgress(name, reused=reused))
+        nonlocal now
+        number = names.index(name) + 1 if name in names else 1
+        now = StageProgress(name, reused=reused, number=number, of=len(names))
+        progress(now)
 
-    session.progress = lambda done, total: progress(StageProgress(stage, done, total))
-    session.report = lambda row, steps: progress(StageProgress(stage, row.step, steps, row=row))
+    session.progress = lambda done, total: progress(replace(now, done=done, total=total))
+    session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
     return start
+
+
+def planned(session: Session, until: str | None) -> list[Stage]:
+    """The stages up to one, in their order.
+
+    Args:
+        until: a stage, "evaluate" for all evaluations; None or "report": every stage.
+
+    Raises:
+        UserError: no stage of that name in this run.
+    """
+    listed = stages(session)
+    if until in REPORTED:
+        return [*listed.values()]
+    targets = [name for name in EVALUATED if name in listed] if until == "evaluate" else [until]
+    if unknown := [name for name in targets if name not in listed]:
+        raise UserError(
+            f"this run has no stage {unknown[0]!r}; it has {', '.join(listed)}, evaluate and report"
+        )
+    return ancestors(listed, targets)
 
 
 def run_until(
@@ -67,22 +95,14 @@ def run_until(
         UserError: no stage of that name in this run, data that the recipe's engine would not take, or
             another process is at this run.
     """
-    listed = stages(session)
-    if until in (None, "report"):
-        targets = list(listed)
-    elif until == "evaluate":
-        targets = [name for name in EVALUATED if name in listed]
-    elif until in listed:
-        targets = [until]
-    else:
-        raise UserError(f"this run has no stage {until!r}; it has {', '.join(listed)}, evaluate and report")
+    needed = planned(session, until)
     with held(session.folder):
         # another run may have been here since this one was opened
         files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
-        forget_others(session.folder, listed)
+        forget_others(session.folder, stages(session))
         files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-        timings = _run(session, ancestors(listed, targets), show)
-        if until not in (None, "report"):
+        timings = _run(session, needed, show)
+        if until not in REPORTED:
             return None
         show("report", False)
         results = collect(session, timings)

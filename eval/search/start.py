@@ -61,7 +61,11 @@ def rank(work: Workspace, file: Path | None) -> tuple[Space, str]:
     whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), how))
     everything = session.config.model_copy(update={"recipe": whole})
     samples = min(SAMPLES, work.samples)
-    found = Measurement(Session(everything, session.folder), samples).run()
+
+    def told(done: float, total: float, text: str) -> None:
+        work.progress(f"measuring sensitivity, {done / total:.0%}")
+
+    found = Measurement(Session(everything, session.folder), samples, told).run()
     return from_rows(work.space, found.rows, "the sensitivity"), f"sensitivity on {samples} train rows"
 
 

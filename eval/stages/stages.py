@@ -13,6 +13,7 @@ from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import evaluating, onnxruntime_runner, placed, torch_runner
 from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_stage, verify_stage
 from qdqbench.eval.verify.layer_errors import layer_errors
+from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import read_record, write_record
 from qdqbench.quantize.check.check import check_file, to_json
@@ -55,7 +56,7 @@ def embedded(session: Session) -> list[Path]:
     run = write_embedded(
         session.folder / "embedded",
         seed=session.config.seed,
-        progress=lambda fraction: session.progress(round(1000 * fraction), 1000),
+        progress=lambda fraction: session.progress(fraction, 1),
     )
     return sorted(path for path in run.model_dir.parent.rglob("*") if path.is_file())
 
@@ -100,6 +101,7 @@ def export_stage(session: Session) -> list[Path]:
     recipe = session.recipe
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
+    doing("tracing")
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs = [
         (twin, ExportSettings.of(recipe, backend, "fp32"), folder / FP32),
@@ -111,9 +113,8 @@ def export_stage(session: Session) -> list[Path]:
         if proves_for_gpu(recipe):
             jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
     done = {}
-    for number, (model, settings, path) in enumerate(jobs):
+    for model, settings, path in counted("writing graphs", jobs):
         done[str(path.relative_to(folder))] = write_graph(model, session.plan, settings, path, session.notes)
-        session.progress(number + 1, len(jobs))
     files.write_json(session.folder / REWRITES, done)
     return [*(path for _, _, path in jobs), session.folder / REWRITES]
 

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.activity.told import counted
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
@@ -56,7 +57,7 @@ def correct_biases(
         with quantizers_off(model):
             exact, given = _calls(model, runs, _some(batches))
         states = exact
-        for name, times in runs.items():
+        for name, times in counted("bias correction", runs.items()):
             run = partial(_run, model.get_submodule(name), times, given[name])
             groups = _steps(name, linears, family)
             with (

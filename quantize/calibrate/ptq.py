@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.calibrate import given, smoothing, softmax, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_biases
 from qdqbench.quantize.calibrate.record import (
@@ -126,7 +127,9 @@ def calibrate(
 
     quantizers = insert_quantizers(model, plan)
     fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
+    doing("looking at ranges")
     moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
+    doing("looking at softmax")
     chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
     centers = {name: center for name, center in chosen.centers.items() if name not in straight(plan)}
     added = softmax.deltas_of(model, plan, centers) | moved_biases(model, plan)
@@ -134,10 +137,11 @@ def calibrate(
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install(quantizers, plan)
+    doing("calibrating")
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_shared_notes(model, plan), *chosen.notes, *_revive_dead_channels(model, quantizers)]
-    for name in plan.int8:
+    for name in counted("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())

@@ -112,7 +112,7 @@ def bench(
             raise UserError("--trtexec takes what trtexec measured of a run; give the run directory alone")
         found = trtexec_bench(target, written=written.append, command=command_line())
     else:
-        with status(quiet=json) as announce:
+        with status() as announce:
             found = measure(
                 target,
                 **asdict(wanted),

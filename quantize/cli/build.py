@@ -29,7 +29,7 @@ def build(
         return
     from qdqbench.eval.api.runs import build_made
 
-    with progress.stages(quiet=json) as shown:
+    with progress.stages() as shown:
         found = build_made(folder, shown)
     answer(found, folder, json=json)
 
@@ -39,7 +39,7 @@ def _print_trtexec(folder: RunFolder, json: bool) -> None:
 
     from qdqbench.eval.api.trtexec import trtexec_script
 
-    with progress.stages(quiet=json) as shown:
+    with progress.stages() as shown:
         script, new = trtexec_script(folder, shown)
     text = script.read_text(encoding="utf-8")
     if json:

@@ -4,12 +4,12 @@ All of it goes to stderr. Heavy libraries are imported inside.
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qdqbench.quantize.cli.terminal import plain
+from qdqbench.quantize.activity import pulse, told
+from qdqbench.quantize.cli.terminal import clean
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -17,142 +17,183 @@ if TYPE_CHECKING:
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.quantize.core.training_results import LogRow
 
-EVERY_S = 30.0
 Show = Callable[[int, "LogRow", int], None]
+REDRAWN_S = 0.25
 
 
-class Log:
-    """Lines with the time, one in half a minute at most: what quick commands do stays silent."""
+class Display:
+    """What is being done now: on a terminal bars, and lines below them; in a log file lines."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet, self.last = quiet, time.monotonic()
+    def __init__(self, bars: "Progress | None", *, quiet: bool = False) -> None:
+        self.bars, self.now = bars, pulse.Now()
+        self.step, self.note = (
+            "",
+            "",
+        )  # what a terminal is shown beside the bars: what is done, what came of it
+        self.refresh: Callable[[], None] = lambda: None
+        if bars is None:
+            self.pulse = pulse.log(lambda: "" if quiet else clean(self.now.line()))
+        else:
+            self.pulse = pulse.Pulse(self._draw, REDRAWN_S)
 
-    def __call__(self, text: str) -> None:
-        """What is being done."""
-        if not self.quiet and time.monotonic() - self.last >= EVERY_S:
-            self.last = time.monotonic()
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-            sys.stderr.flush()
+    def hear(self, phase: str, done: float = 0, total: float = 0) -> None:
+        """What `told.doing` says."""
+        self.now.hear(phase, done, total)
+        self.pulse.beat()
 
+    def begin(self, what: str) -> None:
+        """Something else begins."""
+        self.now.begin(what)
+        self.pulse.beat()
 
-def hidden(quiet: bool) -> bool:
-    """Whether no bar is shown: unwanted, or not a terminal."""
-    return quiet or not sys.stderr.isatty()
+    def whole(self, done: float, total: float) -> str:
+        """How far all of it is; the time that is left, with a comma behind it."""
+        self.now.whole.tell(done, total)
+        left = self.now.whole.left()
+        return "" if left is None else f"{pulse.duration(left)} left, "
+
+    def add(self, text: str, total: float | None = None, **fields: Any) -> Any:
+        """A new bar, where there are bars."""
+        return None if self.bars is None else self.bars.add_task(clean(text), total=total, **fields)
+
+    def update(self, bar: Any, **fields: Any) -> None:
+        """What is new of a bar."""
+        if self.bars is not None:
+            texts = {name: clean(text) for name, text in fields.items() if isinstance(text, str)}
+            self.bars.update(bar, **(fields | texts))
+
+    def _draw(self) -> None:
+        self.refresh()
+
+    def renderable(self) -> Any:
+        """Bars, and below them what is done now."""
+        from rich.console import Group
+        from rich.text import Text
+
+        below = (Text(clean(each), "dim", no_wrap=True, overflow="ellipsis") for each in self._below())
+        return Group(*filter(None, (self.bars,)), *below)
+
+    def _below(self) -> list[str]:
+        done = ": ".join(text for text in (self.step, self.now.details()) if text)
+        return [text for text in (done, self.note) if text]
 
 
 @contextmanager
-def status(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """One changing line."""
-    if hidden(quiet):
-        yield Log(quiet=quiet)
+def _display(*columns: str | int, quiet: bool = False) -> Iterator[Display]:
+    """A display that hears what is done, until the block ends.
+
+    Args:
+        columns: of the bars: the width of the bar itself, "spinner", "elapsed", or a template of text.
+        quiet: nothing is shown, as another process of a launcher does.
+    """
+    if quiet:
+        yield Display(None, quiet=True)
+        return
+    if not sys.stderr.isatty():
+        shown = Display(None)
+        with told.listening(shown.hear), pulse.beating(shown.pulse.beat):
+            yield shown
         return
     from rich.console import Console
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Console(stderr=True).status("") as shown:
-        yield lambda text: shown.update(plain(text))
+    named = {"spinner": SpinnerColumn, "elapsed": TimeElapsedColumn}
+    made = [
+        BarColumn(bar_width=each)
+        if isinstance(each, int)
+        else named[each]()
+        if each in named
+        else TextColumn(each, markup=False)
+        for each in columns
+    ]
+    console = Console(stderr=True)
+    shown = Display(Progress(*made, console=console, auto_refresh=False))
+    with Live(console=console, auto_refresh=False, get_renderable=shown.renderable) as live:
+        shown.refresh = live.refresh
+        with told.listening(shown.hear), pulse.beating(shown.pulse.beat, REDRAWN_S):
+            yield shown
+        shown.now.hear("")  # nothing is done any more
 
 
 @contextmanager
-def time_left(*, quiet: bool) -> Iterator[Callable[[float, float, str], None]]:
+def status() -> Iterator[Callable[[str], None]]:
+    """One changing line."""
+    with _display("spinner", "{task.description}", "elapsed") as shown:
+        bar = shown.add("")
+
+        def say(text: str) -> None:
+            shown.update(bar, description=text)
+            shown.begin(text)
+
+        yield say
+
+
+@contextmanager
+def time_left() -> Iterator[Callable[[float, float, str], None]]:
     """A bar with the time that is left: called with what is done, all, and what is done now."""
-    if hidden(quiet):
-        log = Log(quiet=quiet)
-        yield lambda done, total, text: log(f"{done / total if total else 0:.0%} {text}")
-        return
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    with _display(24, "{task.percentage:>3.0f}%", "elapsed", "{task.description}") as shown:
+        bar = shown.add("")
 
-    columns = (
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with _bars(*columns) as bars:
-        bar = bars.add_task("", total=None)
-        yield lambda done, total, text: bars.update(bar, completed=done, total=total, description=text)
+        def tell(done: float, total: float, text: str) -> None:
+            left = shown.whole(done, total)
+            shown.update(bar, completed=done, total=total, description=left + text)
+            shown.begin(text)
+
+        yield tell
 
 
 @contextmanager
-def stages(*, quiet: bool) -> Iterator[Callable[["StageProgress"], None]]:
+def stages() -> Iterator[Callable[["StageProgress"], None]]:
     """One bar per stage."""
-    if hidden(quiet):
-        log = Log(quiet=quiet)
-        yield lambda now: log(_stage_text(now))
-        return
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-    )
-    with _bars(*columns) as bars:
-        current: list[Any] = []
+    with _display("spinner", "{task.description:<28}", 20, "elapsed") as shown:
+        bars: list[Any] = []
 
         def finish() -> None:
-            if current:
-                bars.update(current[-1], total=1, completed=1)
+            if bars:
+                shown.update(bars[-1], total=1, completed=1)
+            shown.note = ""
 
         def show(now: "StageProgress") -> None:
+            name = f"stage {now.number} of {now.of}: {now.stage}"
             if not now.total:
                 finish()
-                label = f"{now.stage} (unchanged)" if now.reused else now.stage
-                current.append(bars.add_task(label, total=1 if now.reused else None))
+                bars.append(
+                    shown.add(f"{name} (unchanged)" if now.reused else name, 1 if now.reused else None)
+                )
+                shown.begin(name)
                 return
-            loss = now.row.loss if now.row else None
-            description = None if loss is None else f"{now.stage} {now.done}/{now.total} loss {loss:.4g}"
-            bars.update(current[-1], completed=now.done, total=now.total, description=description)
+            if now.row and now.row.loss is not None:
+                shown.note = f"loss {now.row.loss:.4g}"
+                shown.now.what = f"{name}, {shown.note}"
+            shown.update(bars[-1], completed=now.done, total=now.total)
+            shown.hear("", now.done, now.total)
 
         yield show
         finish()
 
 
-def _stage_text(now: "StageProgress") -> str:
-    """A line of a log."""
-    if not now.total:
-        return now.stage
-    from qdqbench.quantize.core.training_results import training_line
-
-    done = training_line(now.row, now.total) if now.row else f"{now.done} of {now.total}"
-    return f"{now.stage}: {done}"
-
-
 @contextmanager
 def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
     """One bar per seed of a fine-tuning: called with the seed, the row of its log, and its steps."""
-    if hidden(quiet):
-        from qdqbench.quantize.core.training_results import training_line
-
-        log = Log(quiet=quiet)
-        yield lambda seed, row, steps: log(f"seed {seed}: {training_line(row, steps)}")
-        return
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}  {task.fields[judged]}"),
-    )
-    with _bars(*columns) as bars:
-        tasks: dict[int, Any] = {}
+    columns = "{task.description:<10}", 24, "elapsed", "{task.fields[left]}{task.fields[loss]}"
+    with _display(*columns, quiet=quiet) as shown:
+        bars: dict[int, Any] = {}
 
         def show(seed: int, row: "LogRow", steps: int) -> None:
-            if seed not in tasks:
-                name = f"seed {seed}" if count > 1 else "training"
-                tasks[seed] = bars.add_task(name, total=steps, loss="", judged="")
-            fields: dict[str, Any] = {"completed": row.step}
+            from qdqbench.quantize.core.training_results import training_line
+
+            name = f"seed {seed}" if count > 1 else "training"
+            if seed not in bars:
+                bars[seed] = shown.add(name, steps, left="", loss="")
+                shown.now.whole = pulse.Count()
+            shown.update(bars[seed], completed=row.step, left=shown.whole(row.step, steps))
             if row.loss is not None:
-                fields["loss"] = f"loss {row.loss:.4f}"
+                shown.update(bars[seed], loss=f"loss {row.loss:.4f}")
             if row.score is not None:
                 values = ", ".join(f"{name} {value:.4f}" for name, value in row.values.items())
-                fields["judged"] = plain(f"held out: {values}")
-            bars.update(tasks[seed], **fields)
+                shown.note = f"held out: {values}"
+            shown.begin(f"{name}: {training_line(row, steps)}")
 
         yield show
 
@@ -165,33 +206,21 @@ class Trials(NamedTuple):
 
 
 @contextmanager
-def trials(total: int, *, quiet: bool) -> Iterator[Trials]:
+def trials(total: int) -> Iterator[Trials]:
     """One bar over the trials of a search."""
-    if hidden(quiet):
-        log = Log(quiet=quiet)
-        yield Trials(log, lambda done, total, best: log(f"{done} of {total} trials; {best}"))
-        return
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    with _display("spinner", "{task.description}", 20, "elapsed", "{task.fields[left]}") as shown:
+        head = "preparing"
+        bar = shown.add(head, total, left="")
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<28}"),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[best]}"),
-    )
-    with _bars(*columns) as bars:
-        bar = bars.add_task("preparing", total=total, best="")
+        def say(text: str) -> None:
+            shown.step = text
+            shown.begin(f"{head}: {text}")
 
         def trial(done: int, total: int, best: str) -> None:
-            name = f"trial {min(done + 1, total)} of {total}"
-            bars.update(bar, completed=done, description=name, best=plain(best))
+            nonlocal head
+            left, name = shown.whole(done, total), f"trial {min(done + 1, total)} of {total}"
+            shown.update(bar, completed=done, description=name, left=left.removesuffix(", "))
+            head, shown.step, shown.note = f"{done} of {total} trials; {best}", "", best
+            shown.begin(head)
 
-        yield Trials(lambda text: bars.update(bar, description=plain(text)), trial)
-
-
-def _bars(*columns: Any) -> "Progress":
-    from rich.console import Console
-    from rich.progress import Progress
-
-    return Progress(*columns, console=Console(stderr=True))
+        yield Trials(say, trial)

@@ -135,7 +135,7 @@ def run(  # noqa: PLR0913  (a command's options)
         subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
     )
     folder = run_folder(config, out)
-    with progress.stages(quiet=json) as shown:
+    with progress.stages() as shown:
         found = start(config, folder, until, shown)
     answer(found, folder, json=json)
 
@@ -176,11 +176,11 @@ def qat(  # noqa: PLR0913  (a command's options)
     if plan:
         _plan(session, json)
         return
-    with progress.stages(quiet=json) as shown:
+    with progress.stages() as shown:
         start = follow(session, shown)
         train_on_all(session, lambda stage: run_until(session, stage, start))
     if leads():
-        with progress.stages(quiet=json) as shown:
+        with progress.stages() as shown:
             results = run_until(session, None, follow(session, shown))
         assert results is not None
         answer(results, folder, json=json)
@@ -199,7 +199,7 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
     def command(folder: RunFolder, json: Json = False) -> None:
         from qdqbench.eval.api.runs import resume
 
-        with progress.stages(quiet=json) as shown:
+        with progress.stages() as shown:
             found = resume(folder, target, shown)
         answer(found, folder, json=json)
 

@@ -16,11 +16,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
 
+def clean(text: str) -> str:
+    """Text with nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
 def plain(text: str) -> str:
-    """Text without markup, and with nothing in it that a terminal would obey."""
+    """The same, without markup."""
     from rich.markup import escape
 
-    return escape("".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text))
+    return escape(clean(text))
 
 
 def print_json(value: Any) -> None:

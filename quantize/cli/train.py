@@ -78,7 +78,7 @@ def finetune(  # noqa: PLR0913  (a command's options)
     given.check_out(folder, "a fine-tuning", _ours)
     with held(folder), _processes(settings.precision) as accelerator:
         base, source = _base(subject, folder, accelerator)
-        with progress.seeds(seeds, quiet=json or not accelerator.is_main_process) as report:
+        with progress.seeds(seeds, quiet=not accelerator.is_main_process) as report:
             request = Request(
                 base=base,
                 task=chosen,
@@ -127,7 +127,7 @@ def study(  # noqa: PLR0913  (a command's options)
     chosen = subject.found_task()
     folder = out or Path("runs") / f"study-{chosen.name}"
     given.check_out(folder, "a fine-tuning", _ours)
-    with held(folder), _processes(settings.precision) as accelerator, progress.status(quiet=json) as say:
+    with held(folder), _processes(settings.precision) as accelerator, progress.status() as say:
         base, source = _base(subject, folder, accelerator)
         request = Request(
             base=base,

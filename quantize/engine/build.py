@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 
+from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, limits_of
@@ -200,6 +201,7 @@ def _build_for_cpu(
     sizes = ({end[axis] for each in profiles for end in (each.min, each.max)} for axis in (0, 1))
     batch, length = (next(iter(known)) if len(known) == 1 else None for known in sizes)
     data = onnx_path.read_bytes()
+    doing("compiling")
     model = compiled(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
     first_run(model, profiles[0].opt)
     return BuiltEngine(

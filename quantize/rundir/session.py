@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core.errors import UserError
@@ -98,7 +99,7 @@ class Session:
 
     config: RunConfig
     folder: Path
-    progress: Callable[[int, int], None] = lambda done, total: None  # of the current stage
+    progress: Callable[[float, float], None] = lambda done, total: None  # of the current stage
     notes: list[str] = field(default_factory=list)
     report: Callable[[LogRow, int], None] = lambda row, steps: None  # a line of the training log
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
@@ -137,6 +138,7 @@ class Session:
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
         asked = self.config
+        doing("loading the model")
         model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
         config = model.config
         require_teachable(self.recipe, asked.task)
@@ -176,6 +178,7 @@ class Session:
     def new_qat_model(self) -> "PreTrainedModel":
         """The trained fake-quant model, rebuilt from the files of the QAT stage."""
         name = str(self.folder / QAT / "model")
+        doing("loading the model")
         model = load_model(name, kind=self.config.task.kind)
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, name)
@@ -221,6 +224,7 @@ class Session:
         """Evaluation splits with their tokens (MNLI has two)."""
         task, found = self.config.task, {}
         for name in task.eval_splits:
+            doing(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
                 require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))

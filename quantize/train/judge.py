@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.activity.told import counted
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.kinds.encoded import Encoded
@@ -27,7 +28,7 @@ def own_batches(
 
     order = np.argsort(-encoded.lengths, kind="stable")
     mine = order[accelerator.process_index :: accelerator.num_processes]
-    for start in range(0, len(mine), BATCH):
+    for start in counted("answering", range(0, len(mine), BATCH)):
         rows = mine[start : start + BATCH]
         _, batch = encoded.batch(rows.tolist(), pad_id)
         given = inputs_of(model, batch)

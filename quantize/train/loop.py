@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.training_results import LogRow
@@ -207,6 +208,7 @@ def _advance(
     norms: list[Any] = []
     seen, start, epoch, batches = 0, time.perf_counter(), -1, []
     while state.step < until:
+        doing("training", state.step, steps)
         if state.step // per_epoch != epoch:
             epoch = state.step // per_epoch
             batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)

@@ -37,7 +37,7 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
 @pytest.fixture(autouse=True)
 def _no_progress_lines(monkeypatch) -> None:
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
-    monkeypatch.setattr("qdqbench.quantize.cli.progress.EVERY_S", float("inf"))
+    monkeypatch.setattr("qdqbench.quantize.activity.pulse.EVERY_S", float("inf"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -69,7 +69,7 @@ def auto(  # noqa: PLR0913  (a command's options)
 
     folder = out or Path("runs") / f"auto-{subject.found_task().name}"
     options.check_out(folder, "a ladder", options.left_by(LEDGER, "embedded"))
-    with progress.status(quiet=json) as say:
+    with progress.status() as say:
         found = climb(
             **asdict(subject),
             **asdict(gate),

@@ -10,7 +10,7 @@ import typer
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.cli.options import check_out, grouped
-from qdqbench.quantize.cli.terminal import Json, console, say, show
+from qdqbench.quantize.cli.terminal import Json, console, print_json, say, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def search(  # noqa: PLR0913  (a command's options)
     (folder / WORK).mkdir(parents=True, exist_ok=True)
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(wanted))
-    found = _search(session, options, folder, quiet=json)
+    found = _search(session, options, folder, json=json)
     if found is None:  # other workers go on
         return
     show(found, json, search_summary, f"report: {folder / 'search.html'}")
@@ -121,7 +121,7 @@ def _require_own(out: Path, study: str) -> None:
         )
 
 
-def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet: bool) -> "Search | None":
+def _search(session: "Session", options: "SearchOptions", folder: Path, *, json: bool) -> "Search | None":
     from qdqbench.eval.search.finish import finish
     from qdqbench.eval.search.trials import open_worker, run_trials
     from qdqbench.eval.stages import stages
@@ -129,13 +129,15 @@ def _search(session: "Session", options: "SearchOptions", folder: Path, *, quiet
 
     with ExitStack() as stack:
         stack.enter_context(held(session.folder))
-        shown = stack.enter_context(progress.trials(options.trials, quiet=quiet))
+        shown = stack.enter_context(progress.trials(options.trials))
         if session.config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
             shown.say("training the embedded default")
             stages.embedded(session)
         worker = open_worker(session, options, stack, shown.say)
         if not run_trials(worker, shown.trial):
-            if not quiet:
+            if json:
+                print_json({"study": worker.study.study_name, "finished": False})
+            else:
                 console().print(
                     "other workers run the last trials, and the last of them writes the report; "
                     "if none does, run this command again"

@@ -42,7 +42,7 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
     folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, "a sensitivity run", options.left_by(LEDGER_FILE, "embedded"))
-    found = _measure(config, folder, samples, quiet=json)
+    found = _measure(config, folder, samples)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
     show(found, json, sensitivity_summary, *written)
     if not found.choice.reached:
@@ -50,24 +50,24 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
 
 
 @contextmanager
-def _opened(config: "RunConfig", folder: Path, *, quiet: bool) -> "Iterator[tuple[Session, Progress]]":
+def _opened(config: "RunConfig", folder: Path) -> "Iterator[tuple[Session, Progress]]":
     """A session that nobody else is at, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.rundir.session import Session
 
-    with held(folder), time_left(quiet=quiet) as told:
+    with held(folder), time_left() as told:
         session = Session(config, folder, progress=lambda done, total: told(done, total, "embedded default"))
         if config.model is None:
             stages.embedded(session)
         yield session, told
 
 
-def _measure(config: "RunConfig", folder: Path, samples: int, *, quiet: bool) -> "Sensitivity":
+def _measure(config: "RunConfig", folder: Path, samples: int) -> "Sensitivity":
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.report import write_sensitivity
 
-    with _opened(config, folder, quiet=quiet) as (session, told):
+    with _opened(config, folder) as (session, told):
         measurement = Measurement(session, samples, told)
         ledger = measurement.ledger
         if ledger.anew:
@@ -115,13 +115,13 @@ def methods(  # noqa: PLR0913  (a command's options)
     )
     folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
     options.check_out(folder, "a table of methods", options.left_by(METHODS_FILE, "embedded", METHODS_RECIPE))
-    found = _compare(config, folder, samples, method or [], smooth or [], quiet=json)
+    found = _compare(config, folder, samples, method or [], smooth or [])
     written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
     show(found, json, methods_summary, *written)
 
 
-def _compare(  # noqa: PLR0913
-    config: "RunConfig", folder: Path, samples: int, methods: list[str], smooths: list[str], *, quiet: bool
+def _compare(
+    config: "RunConfig", folder: Path, samples: int, methods: list[str], smooths: list[str]
 ) -> "Methods":
     from qdqbench.eval.methods.measure import Comparing, require_quantized
     from qdqbench.eval.methods.report import write_methods
@@ -129,7 +129,7 @@ def _compare(  # noqa: PLR0913
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
     require_quantized(config.recipe)
-    with _opened(config, folder, quiet=quiet) as (session, told):
+    with _opened(config, folder) as (session, told):
         found = Comparing(session, samples, methods, smooths, told).run()
     write_methods(found, folder)
     return found

@@ -1,15 +1,17 @@
-"""Progress: bars on a terminal, a line every half minute in a log, nothing where it is unwanted."""
+"""Progress: bars on a terminal, a line every half minute in a log."""
 
 import re
 from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.runs.run import follow
+from qdqbench.eval.runs import run
+from qdqbench.quantize.activity import pulse, told
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.core.training_results import LogRow
 
 ROW = LogRow(step=7, epoch=0.5, learning_rate=1e-5, loss=0.25)
+STAGES = ["baseline", "quantize", "qat", "export"]
 
 
 class Clock:
@@ -25,92 +27,116 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", made)
+    monkeypatch.setattr(pulse.time, "monotonic", made)
     return made
 
 
-def test_a_log_gets_a_line_in_half_a_minute_at_most(clock, capsys):
-    log = progress.Log()
-    for second in range(100):
-        clock.now = second
-        log(f"at {second}")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == ["at 30", "at 60", "at 90"]
-    assert all(re.fullmatch(r"\d\d:\d\d:\d\d at \d+", line) for line in lines)
+@pytest.fixture
+def session(monkeypatch):
+    """Of a run with a few stages."""
+    stages = [SimpleNamespace(name=name) for name in STAGES]
+    monkeypatch.setattr(run, "planned", lambda session, until: stages)
+    return SimpleNamespace(progress=None, report=None)
 
 
-def test_quick_commands_and_unwanted_progress_are_silent(clock, capsys):
-    with progress.status(quiet=False) as say:
-        clock.now = 29
+def test_quick_commands_and_other_processes_are_silent(clock, capsys):
+    with progress.status() as say:
+        clock.now = 24
         say("building")
-    with progress.status(quiet=True) as say:
+    with progress.seeds(3, quiet=True) as show:
         clock.now = 200
-        say("building")
-    assert capsys.readouterr().err == ""
+        show(1, ROW, 90)
+        told.doing("answering")
+    assert capsys.readouterr() == ("", "")
 
 
-def test_a_log_says_what_each_display_says(clock, capsys):
-    session = SimpleNamespace(progress=None, report=None)
-    with (
-        progress.stages(quiet=False) as stages,
-        progress.seeds(3, quiet=False) as show,
-        progress.time_left(quiet=False) as left,
-        progress.trials(40, quiet=False) as trials,
-    ):
-        follow(session, stages)("qat", False)
-        for n, call in enumerate(
-            (
-                lambda: session.report(ROW, 90),
-                lambda: session.progress(3, 12),
-                lambda: show(2, ROW, 90),
-                lambda: left(1, 4, "one linear"),
-                lambda: trials.say("calibrating"),
-                lambda: trials.trial(8, 40, "best so far: trial 3"),
-            )
-        ):
-            clock.now = 31 * (n + 1)
-            call()
-    said = [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
-    assert said == [
-        "qat: step 7 of 90, loss 0.25",
-        "qat: 3 of 12",
-        "seed 2: step 7 of 90, loss 0.25",
-        "25% one linear",
-        "calibrating",
-        "8 of 40 trials; best so far: trial 3",
+def test_a_log_says_what_each_display_says(clock, session, capsys):
+    def later(call, *given) -> None:
+        clock.now += 31
+        call(*given)
+
+    with progress.stages() as stages:
+        announce = run.follow(session, stages)
+        later(announce, "baseline", False)
+        later(told.doing, "answering", 32, 64)
+        announce("qat", False)
+        later(session.report, ROW, 90)
+        later(session.report, ROW.model_copy(update={"step": 38}), 90)
+        later(session.progress, 3, 12)
+    with progress.seeds(3, quiet=False) as show:
+        later(show, 2, ROW, 90)
+    with progress.time_left() as left:
+        left(0, 4, "FP32")
+        later(left, 1, 4, "one linear")
+    with progress.trials(40) as trials:
+        later(trials.say, "calibrating")
+        trials.trial(0, 40, "none holds")
+        later(trials.trial, 8, 40, "best so far: trial 3")
+        later(trials.say, "building")
+    said = capsys.readouterr().err.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in said)
+    assert [line.split(" ", 1)[1] for line in said] == [
+        "stage 1 of 5: baseline",
+        "stage 1 of 5: baseline: answering, 32 of 64",
+        "stage 3 of 5: qat, loss 0.25: 7 of 90",
+        "stage 3 of 5: qat, loss 0.25: 38 of 90, 52 s left",
+        "stage 3 of 5: qat, loss 0.25: 3 of 12",
+        "8%: seed 2: step 7 of 90, loss 0.25",
+        "25%, 93 s left: one linear",
+        "preparing: calibrating",
+        "20%, 2 min left: 8 of 40 trials; best so far: trial 3",
+        "20%, 93 s left: 8 of 40 trials; best so far: trial 3: building",
     ]
 
 
-def test_a_terminal_gets_bars(monkeypatch, capsys):
+def test_a_terminal_gets_bars(monkeypatch, session, capsys):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "REDRAWN_S", 0.0)  # each event is drawn
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-    session = SimpleNamespace(progress=None, report=None)
-    with progress.stages(quiet=False) as stages:
-        announce = follow(session, stages)
-        announce("fp32", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.stages() as stages:
+        announce = run.follow(session, stages)
+        announce("baseline", True)
         announce("qat", False)
+        told.doing("training")
         session.progress(1, 2)
         session.report(ROW, 90)
     with progress.seeds(2, quiet=False) as show:
         show(1, ROW, 90)
         show(1, LogRow(step=8, epoch=0.5, learning_rate=1e-5, score=0.5, values={"f1": 0.5}), 90)
-    with progress.time_left(quiet=False) as left:
+    with progress.time_left() as left:
         left(1, 4, "one [linear]")
-    with progress.trials(40, quiet=False) as trials:
+    with progress.trials(40) as trials:
         trials.say("calibrating")
         trials.trial(8, 40, "best so far: trial 3")
-    with progress.status(quiet=False) as say:
+        trials.say("building")
+    with progress.status() as say:
         say("building [engine]")
-    said = capsys.readouterr().err
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
     for part in (
-        "fp32 (unchanged)",
-        "qat 7/90 loss 0.25",
+        "stage 1 of 5: baseline (unchanged)",
+        "stage 3 of 5: qat",
+        "training, 1 of 2",
+        "loss 0.25",
         "seed 1",
         "loss 0.2500",
         "held out: f1 0.5000",
         "one [linear]",
         "trial 9 of 40",
         "best so far: trial 3",
+        "building [engine]",
     ):
         assert part in said, part
+    assert max(map(len, said.replace("\r", "\n").split("\n"))) <= 80
+
+
+def test_the_first_numbered_stage_is_one_of_the_way(session):
+    seen = []
+    announce = run.follow(session, seen.append, "export")
+    announce("quantize", False)
+    session.progress(2, 4)
+    assert [(now.stage, now.number, now.of, now.done, now.total) for now in seen] == [
+        ("quantize", 2, 4, 0, 0),
+        ("quantize", 2, 4, 2, 4),
+    ]
