@@ -36,11 +36,12 @@ class Count:
         self.done, self.total, self._told = done, total, now
 
     def left(self) -> float | None:
-        """Seconds; None where that is not known yet."""
+        """Seconds; None where that is not known yet, or no more."""
         gained, spent = self.done - self._first, self._told - self._since
         if gained <= 0 or spent < LEAST_S or self.done >= self.total:
             return None
-        return max(0.0, spent / gained * (self.total - self.done) - (time.monotonic() - self._told))
+        left = spent / gained * (self.total - self.done) - (time.monotonic() - self._told)
+        return left if left >= 0.5 else None
 
     @property
     def silent_s(self) -> float:

@@ -34,10 +34,12 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
     return lambda *arguments: call(capsys, *arguments)
 
 
-@pytest.fixture(autouse=True)
-def _no_progress_lines(monkeypatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _no_progress_lines() -> Iterator[None]:
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
-    monkeypatch.setattr("qdqbench.quantize.activity.pulse.EVERY_S", float("inf"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qdqbench.quantize.activity.pulse.EVERY_S", float("inf"))
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
