@@ -9,6 +9,9 @@ import pytest
 from qdqbench.quantize.activity import pulse, told
 
 
+EVERY_S = pulse.EVERY_S  # integration tests silence it for all that follow
+
+
 class Clock:
     """Seconds that pass when told."""
 
@@ -23,6 +26,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(pulse.time, "monotonic", made)
+    monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
     return made
 
 

@@ -14,6 +14,9 @@ ROW = LogRow(step=7, epoch=0.5, learning_rate=1e-5, loss=0.25)
 STAGES = ["baseline", "quantize", "qat", "export"]
 
 
+EVERY_S = pulse.EVERY_S  # integration tests silence it for all that follow
+
+
 class Clock:
     """Seconds that pass when told."""
 
@@ -28,6 +31,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(pulse.time, "monotonic", made)
+    monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
     return made
 
 
