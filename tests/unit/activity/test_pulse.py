@@ -8,7 +8,6 @@ import pytest
 
 from qdqbench.quantize.activity import pulse, told
 
-
 EVERY_S = pulse.EVERY_S  # integration tests silence it for all that follow
 
 
