@@ -23,6 +23,7 @@ from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runreport import charts
 from qdqbench.eval.runreport.agreement_chart import agreement_svg, agreements
+from qdqbench.eval.runreport.handoff import refresh, where_to_begin
 from qdqbench.eval.runreport.training_report import section_of
 from qdqbench.eval.runreport.verdict import (
     delta_text,
@@ -55,7 +56,11 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
         UserError: the folder cannot be written.
     """
     words = {"value": metric_text, "noise": noise, "share": share}
-    return write("report", folder, _context(printable(results)) | {"bench": bench_of(folder)} | words)
+    return write(
+        "report",
+        folder,
+        _context(printable(results)) | {"bench": bench_of(folder), "deploy": where_to_begin(folder)} | words,
+    )
 
 
 def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
@@ -74,6 +79,7 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
     speed = speed_of(folder)
     gate = with_speed(results.gate, speed)
     results = results.model_copy(update={"speed": speed, "gate": gate})
+    results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_text(path, results.model_dump_json(indent=2) + "\n")
     return write_reports(results, folder), None
 

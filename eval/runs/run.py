@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.effects.answers import FILE
+from qdqbench.eval.runreport.handoff import hand_off
 from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runs.collect import collect
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Timing
+from qdqbench.quantize.deploy.folder import remove
+from qdqbench.quantize.deploy.write import DEPLOY
 from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import dump_recipe
@@ -106,6 +109,7 @@ def run_until(
             return None
         show("report", False)
         results = collect(session, timings)
+        results.warnings[:0] = hand_off(session, results)
         files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
         write_reports(results, session.folder)
         return results
@@ -119,6 +123,7 @@ def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None
         if not reused:  # an interrupted run must not leave the report of another one beside its files
             for file in REPORT:
                 (session.folder / file).unlink(missing_ok=True)
+            remove(session.folder / DEPLOY)
 
     made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = run_stages(session, made, announce)

@@ -16,13 +16,17 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
     Raises:
         CheckFailed: something of it does not hold.
     """
+    from qdqbench.eval.runreport.handoff import where_to_begin
     from qdqbench.eval.runreport.report import summary_lines
     from qdqbench.eval.runs.made_lines import made_lines
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.core.results import Results
+    from qdqbench.quantize.deploy.write import DEPLOY
 
     if isinstance(found, Results):
-        show(found, json, summary_lines, f"report: {plain(str(folder / 'report.html'))}")
+        begin = where_to_begin(folder, folder / DEPLOY)
+        told = {"report": str(folder / "report.html"), **({"deploy": begin} if begin else {})}
+        show(found, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in told.items()))
         if not found.gate.passed:
             raise CheckFailed(f"the gate does not hold: {'; '.join(found.gate.failures)}")
         return

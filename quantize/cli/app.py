@@ -46,7 +46,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for,
         "search": search.search,
     },
     "Train": {"qat": run.qat, "finetune": train.finetune},
-    "Deploy": {"serve": serve.serve, "export-triton": serve.export_triton},
+    "Deploy": {"deploy": serve.deploy, "serve": serve.serve, "export-triton": serve.export_triton},
     "Maintain qdqbench": {"tables": bench.tables, "study": train.study},
 }
 for panel, commands in COMMANDS.items():

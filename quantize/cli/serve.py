@@ -83,6 +83,21 @@ def serve(
     server.serve(served, settings, listening)
 
 
+def deploy(
+    run: RunFolder,
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Folder for copies; none: RUN/deploy.", show_default=False),
+    ] = None,
+) -> None:
+    """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
+    from qdqbench.eval.runreport.handoff import begin_in
+    from qdqbench.eval.runreport.handoff import deploy as write
+
+    made = write(run, out)
+    say(f"deploy: {plain(begin_in(made, made))}")
+
+
 def export_triton(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.", show_default=False)],

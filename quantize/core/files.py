@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +44,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         if path.exists():
-            shutil.rmtree(path)
+            path.rename(
+                temporary.with_name("replaced")
+            )  # goes with the private folder, and is never half gone
         temporary.rename(path)
 
 

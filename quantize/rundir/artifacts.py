@@ -68,6 +68,19 @@ def engine_profiles(session: Session) -> list[Any]:
     """
     if session.recipe.auto_shapes:
         return auto_profiles(session)
-    bounds = (zip(each.batch, each.length, strict=True) for each in session.recipe.engine.profiles)
-    profiles = [Profile(*sizes) for sizes in bounds]
+    profiles = recipe_profiles(session.recipe)
     return [spanning(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
+
+
+def recipe_profiles(recipe: Recipe) -> list[Profile]:
+    """Optimization profiles that a recipe lists; none with `shapes: auto`."""
+    bounds = (zip(each.batch, each.length, strict=True) for each in recipe.engine.profiles)
+    return [Profile(*sizes) for sizes in bounds]
+
+
+def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
+    """The run's graph in the form for TensorRT: its own, or the one beside a graph for CPUs."""
+    if backend_of(session.recipe) not in CPU_BACKENDS:
+        return graph
+    beside = session.folder / GPU_INT8
+    return beside if beside.is_file() else None

@@ -12,9 +12,8 @@ import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
-from qdqbench.quantize.rundir.artifacts import GPU_INT8, backend_of, engine_profiles, graph_path
+from qdqbench.quantize.rundir.artifacts import backend_of, engine_profiles, graph_for_tensorrt, graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, engine_file, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.facts import Facts, read_facts
@@ -74,7 +73,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
     engine, sidecar = _plan(folder, graph)
     profiles = list(sidecar.profiles) if sidecar else engine_profiles(session)
     facts = read_facts(session, graph, profiles)
-    for_tensorrt = _graph_for_tensorrt(session, graph)
+    for_tensorrt = graph_for_tensorrt(session, graph)
     plan: Plan = "built" if engine else "script" if for_tensorrt else "none"
     on_cpu = "openvino" if backend_of(session.recipe) == "openvino" else "onnxruntime"
     backend = "tensorrt" if plan == "built" else on_cpu
@@ -140,14 +139,6 @@ def _plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
             f"{engine} is not the engine that was built from {graph.name}; `qdqbench build {folder}` makes it"
         )
     return engine, sidecar
-
-
-def _graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
-    """The run's graph in the form for TensorRT: its own, or the one beside a graph for CPUs."""
-    if backend_of(session.recipe) not in CPU_BACKENDS:
-        return graph
-    beside = session.folder / GPU_INT8
-    return beside if beside.is_file() else None
 
 
 def _preferred(facts: Facts) -> list[int]:

@@ -15,6 +15,8 @@ from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.machine.cpu import Cpu
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
+from ..support.deployed import answers
+from .test_deploy import texts_of
 from .tiny import results
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
@@ -36,6 +38,9 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     assert found["lengths"] is None
     with np.load(out / "logits" / "engine.npz") as before:
         shipped = before["validation.logits"]
+    said = answers(out / "deploy" / f"run_{backend}.py", tmp_path / "blocked", lines=texts_of(out))
+    shares = np.exp(shipped - np.logaddexp.reduce(shipped, axis=1, keepdims=True))[: len(said)]
+    np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=5e-3)
     again = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
     done = qdqbench(*again, "--shapes", "auto")
     assert (done.code, done.err) == (0, ""), done.err

@@ -162,6 +162,29 @@ def test_every_quantizer_is_plausible(finished_run):
         assert (amax > 0).all()
 
 
+DEPLOYED = [  # of a run for TensorRT-RTX
+    f"deploy/{name}"
+    for name in (
+        "README.md",
+        "SHA256SUMS",
+        "build_tensorrt.sh",
+        "config.json",
+        "model.json",
+        "model.onnx",
+        "model.py",
+        "recipe.yaml",
+        "requirements.txt",
+        "run_onnxruntime.py",
+        "run_openvino.py",
+        "run_tensorrt.py",
+        "run_tensorrt_rtx.py",
+        "tensorrt_rtx.engine",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    )
+]
+
+
 def files_of(folder):
     written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json", "changed.csv")
     return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
@@ -325,6 +348,7 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
         "report": [
             "changed.csv",
             "check.json",
+            *DEPLOYED,
             "layer_errors.json",
             "parity.json",
             "report.html",

@@ -30,6 +30,7 @@ MODULES = (
     "engine/profiles",
 )
 SOURCES = [ROOT / "quantize" / f"{name}.py" for name in MODULES]
+DEPLOYED = ROOT / "quantize" / "deploy" / "templates" / "run_tensorrt.py.j2"  # a script for users
 VERSIONS = ["10.16.0.72", "11.4.0.106"]
 SYMBOLS = (
     "createInferBuilder_INTERNAL",
@@ -70,6 +71,7 @@ PLAIN = {
     "names",
     "node",
     "parsed",
+    "profiles",
     "serialized",
     "shape",
     "sizes",
@@ -132,7 +134,8 @@ def dotted(node: ast.AST) -> str | None:
 
 @functools.cache
 def tree() -> ast.Module:
-    return ast.parse("\n".join(path.read_text(encoding="utf-8") for path in SOURCES))
+    deployed = DEPLOYED.read_text(encoding="utf-8").replace("{{ backend }}", "tensorrt")
+    return ast.parse("\n".join([*(path.read_text(encoding="utf-8") for path in SOURCES), deployed]))
 
 
 def used() -> set[str]:

@@ -1,0 +1,71 @@
+"""The folder `deploy` of a finished run, with its verdict in words; and where to begin with it."""
+
+import shlex
+from pathlib import Path
+
+from qdqbench.eval.report.formats import cleaned
+from qdqbench.eval.runreport.verdict import verdict
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.deploy.write import DEPLOY, TOLD, Said, write_deploy
+from qdqbench.quantize.machine.lock import held
+from qdqbench.quantize.rundir.session import Session, read_config
+
+
+def hand_off(session: Session, results: Results) -> list[str]:
+    """Write or refresh the folder of a finished run; why that could not be, as warnings."""
+    try:
+        _write(session, results, None)
+    except UserError as error:  # the run is done, whatever lies in this folder
+        return [str(error)]
+    return []
+
+
+def refresh(folder: Path, results: Results) -> list[str]:
+    """As `hand_off`, of a run whose bench changed what it says; nothing where it has no such folder."""
+    if not (folder / DEPLOY / TOLD).is_file():
+        return []
+    return hand_off(Session(read_config(folder), folder), results)
+
+
+def deploy(folder: Path, out: Path | None = None) -> Path:
+    """Write the folder of a finished run again, or copies of its files elsewhere; where it is.
+
+    Raises:
+        UserError: no finished run, or as `write_deploy`.
+    """
+    session = Session(read_config(folder), folder)
+    if not (folder / "results.json").is_file():
+        raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
+    results = read(folder / "results.json", Results, "report", f"run `qdqbench report {folder}`")
+    with held(folder):
+        _write(session, results, out)
+    return out or folder / DEPLOY
+
+
+def _write(session: Session, results: Results, out: Path | None) -> None:
+    results = cleaned(results)
+    said = verdict(results)
+    failed = "; ".join(said.failures) if said.state == "failed" else ""
+    lines = [*said.notes] if failed else [*said.failures, *said.notes]
+    write_deploy(session, results, Said(said.title, said.sentence, failed, lines), out)
+
+
+def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> str | None:
+    """A clause on a run's folder `deploy` and the command to try it; None where there is none.
+
+    Args:
+        folder: of the run.
+        called: path of the other as a reader has it; the report stands beside it.
+    """
+    return begin_in(folder / DEPLOY, called) if (folder / DEPLOY / TOLD).is_file() else None
+
+
+def begin_in(place: Path, called: Path) -> str:
+    """The same of a folder that is there, wherever it is."""
+    told = files.read_json(place / TOLD)
+    mark = "" if told["ran"] else "the engine never ran; "
+    mark = "NOT FOR USE, the run failed; " if told["failed"] else mark
+    return f"{called}; {mark}try it: python {shlex.quote(str(called / told['script']))} {told['example']}"

@@ -1,0 +1,167 @@
+"""The folder `deploy` of a finished run: its scripts answer as the run did, without qdqbench."""
+
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from qdqbench.eval.runreport.handoff import hand_off, refresh
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.rundir.session import Session, read_config
+
+from ..support.deployed import answers, run_script
+from .test_run import DEPLOYED
+from .tiny import listing, results
+
+ROWS = 40
+
+
+@pytest.fixture
+def blocked(tmp_path):
+    return tmp_path / "blocked"
+
+
+def probabilities(run, stage):
+    """Of each class, as a stage of the run gave them, [rows, classes]."""
+    with np.load(run / "logits" / f"{stage}.npz") as saved:
+        logits = saved["validation.logits"].astype(np.float64)
+    return np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+
+
+def texts_of(run):
+    split, _ = Session(read_config(run), run).eval_splits["validation"]
+    return split.dataset["sentence"][:ROWS]
+
+
+def test_scripts_answer_as_the_run_did(finished_run, tmp_path, blocked):
+    shutil.copytree(finished_run / "deploy", tmp_path / "elsewhere")  # with no run around it
+    known, texts = probabilities(finished_run, "onnxruntime")[:ROWS], texts_of(finished_run)
+    for backend, most in (("onnxruntime", 1e-4), ("openvino", 2e-2)):
+        pytest.importorskip(backend)
+        made = answers(tmp_path / "elsewhere" / f"run_{backend}.py", blocked, lines=texts)
+        assert [[*each["scores"]] for each in made] == [["LABEL_0", "LABEL_1"]] * ROWS
+        np.testing.assert_allclose([[*each["scores"].values()] for each in made], known, atol=most)
+        assert [each["label"] for each in made] == [f"LABEL_{place}" for place in known.argmax(axis=1)]
+    (made,) = answers(tmp_path / "elsewhere" / "run_onnxruntime.py", blocked, texts[0])
+    np.testing.assert_allclose([*made["scores"].values()], known[0], atol=1e-4)
+
+
+def test_it_holds_all_that_is_needed(finished_run):
+    folder = finished_run / "deploy"
+    assert [f"deploy/{name}" for name in listing(folder)] == DEPLOYED
+    checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=folder, check=False)
+    assert checked.returncode == 0
+    for name, source in (
+        ("model.onnx", "model.int8.onnx"),
+        ("tensorrt_rtx.engine", "engine/model.int8.engine"),
+    ):
+        assert (folder / name).read_bytes() == (finished_run / source).read_bytes()
+    assert str(finished_run) not in "".join(
+        path.read_text()
+        for path in folder.rglob("*")
+        if path.suffix in (".md", ".json", ".py", ".sh", ".txt")
+    )
+    script = (folder / "build_tensorrt.sh").read_text()
+    assert "--onnx=model.onnx \\\n" in script
+    assert "--maxShapes=input_ids:128x128,attention_mask:128x128,token_type_ids:128x128 \\\n" in script
+    assert script.endswith("--skipInference\n")
+    assert subprocess.run(["sh", "-n", folder / "build_tensorrt.sh"], check=False).returncode == 0
+    page, found = (folder / "README.md").read_text(), results(finished_run)
+    stage = found["stages"]["onnxruntime"]
+    assert f"{stage['metrics']['accuracy']:.4f} ± {stage['stderr']['accuracy']:.4f}" in page
+    assert "12 of 12 matrix products in INT8" in page
+    assert "NEVER RUN" in page  # it was built ahead of time
+    for line in (folder / "requirements.txt").read_text().splitlines():
+        assert line.startswith("#") or "==" in line
+
+
+def test_the_line_for_trtexec_is_one_that_it_takes(finished_run, tmp_path):
+    """The stand-in of trtexec in the other tests knows its options; here only the words are looked at."""
+    from qdqbench.quantize.engine.sidecar import read_sidecar
+
+    folder = shutil.copytree(finished_run / "deploy", tmp_path / "deploy")
+    said = tmp_path / "trtexec"
+    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > said.txt\n')
+    said.chmod(0o755)
+    done = subprocess.run(
+        ["sh", folder / "build_tensorrt.sh"],
+        env={"TRTEXEC": str(said), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+    assert done.returncode == 0
+    words = (folder / "said.txt").read_text().splitlines()
+    assert (folder / words[0].removeprefix("--onnx=")).is_file()
+    assert "--saveEngine=tensorrt.engine" in words
+    profiles = read_sidecar(next((finished_run / "engine").glob("*.engine"))).profiles
+    assert sum(word.startswith("--profile=") for word in words) >= len(profiles)
+
+
+def test_the_summary_and_the_report_say_where_to_begin(a_run, qdqbench):
+    done = qdqbench("report", a_run)
+    assert (done.code, done.err) == (0, "")
+    told = " ".join(done.out.split())
+    script = a_run / "deploy" / "run_onnxruntime.py"
+    assert f'deploy: {a_run / "deploy"}; the engine never ran; try it: python {script} "a text"' in told
+    page = (a_run / "report.md").read_text()
+    assert 'deploy; the engine never ran; try it: python deploy/run_onnxruntime.py "a text"' in page
+
+
+def test_copies_go_elsewhere(finished_run, tmp_path, qdqbench, blocked):
+    out = tmp_path / "there"
+    done = qdqbench("deploy", finished_run, out)
+    assert (done.code, done.err) == (0, "")
+    assert f"python {out / 'run_onnxruntime.py'}" in " ".join(done.out.split())
+    assert listing(out) == listing(finished_run / "deploy")
+    assert not (out / "model.onnx").samefile(finished_run / "model.int8.onnx")
+    (out / "mine.txt").write_text("years of work")
+    (out / "model.json").unlink()
+    done = qdqbench("deploy", finished_run, out)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "mine.txt in it is not of qdqbench" in done.err
+    assert not (out / "model.json").exists()
+
+
+def test_what_somebody_put_there_stays_and_is_told(a_run, qdqbench):
+    mine = a_run / "deploy" / "run_onnxruntime.py"
+    mine.write_text("# my own\n")
+    done = qdqbench("report", a_run)
+    assert (done.code, done.err) == (0, "")
+    assert "run_onnxruntime.py in it is not of qdqbench or changed since" in results(a_run)["warnings"][0]
+    assert mine.read_text() == "# my own\n"
+    mine.unlink()
+    assert qdqbench("deploy", a_run).code == 0
+    assert mine.read_text() != "# my own\n"
+
+
+def test_it_goes_as_soon_as_the_run_changes(a_run, qdqbench):
+    (a_run / "parity.json").unlink()
+    done = qdqbench("evaluate", a_run)
+    assert done.code == 0, done.err
+    assert (a_run / "deploy" / "model.json").exists()  # parity is no part of it
+    (a_run / "engine.json").unlink()
+    assert qdqbench("evaluate", a_run).code == 0
+    assert not (a_run / "deploy").exists()
+    done = qdqbench("deploy", a_run)
+    assert done.code == 1
+    assert "qdqbench report" in done.err
+
+
+def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
+    found = Results.model_validate(results(a_run))
+    gate = found.gate.model_copy(update={"passed": False, "failures": ["accuracy drops by 0.2"]})
+    assert refresh(a_run, found.model_copy(update={"gate": gate})) == []
+    page = (a_run / "deploy" / "README.md").read_text()
+    assert "**NOT FOR USE. Gate failed: accuracy drops by 0.2**" in page
+    done = run_script(a_run / "deploy" / "run_onnxruntime.py", blocked, "a good film")
+    assert (done.returncode, done.stderr) == (0, "warning: not for use, accuracy drops by 0.2\n")
+    assert json.loads(done.stdout)["label"] in ("LABEL_0", "LABEL_1")
+    assert hand_off(Session(read_config(a_run), a_run), found) == []
+    assert "NOT FOR USE" not in (a_run / "deploy" / "README.md").read_text()
+
+
+def test_a_run_without_results_has_nothing_to_hand_over(sst2, tmp_path, qdqbench):
+    done = qdqbench("deploy", tmp_path)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "no run directory" in done.err

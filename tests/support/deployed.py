@@ -1,0 +1,37 @@
+"""Scripts of a run's folder `deploy`, as they are, in a fresh Python without what they must not need."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FORBIDDEN = ("qdqbench", "torch", "transformers", "onnx", "datasets")
+
+
+def run_script(script: Path, blocked: Path, *texts: str, lines: list[str] | None = None) -> Any:
+    """The finished process; texts on its command line, or lines of its standard input.
+
+    Args:
+        blocked: folder for modules that refuse to be imported.
+    """
+    blocked.mkdir(exist_ok=True)
+    for name in FORBIDDEN:
+        (blocked / f"{name}.py").write_text(f"raise ImportError('{name} is not to be needed')\n")
+    return subprocess.run(
+        [sys.executable, str(script), *texts],
+        input="".join(f"{line}\n" for line in lines or []),
+        cwd="/",
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(blocked), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def answers(script: Path, blocked: Path, *texts: str, lines: list[str] | None = None) -> list[dict]:
+    """What a script says; it must end well and say nothing else."""
+    done = run_script(script, blocked, *texts, lines=lines)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
