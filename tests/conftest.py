@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -57,3 +58,15 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from .support.tiny_bert import write_tiny_bert
 
     return write_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Generator[object, None, None]:
+    """Chromium without a window."""
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    options = {"executable_path": path, "args": ["--no-sandbox"]}
+    with playwright.sync_playwright() as started, started.chromium.launch(**options) as opened:
+        yield opened

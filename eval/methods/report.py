@@ -26,6 +26,7 @@ METHOD_MEANING = {
 class MethodLine:
     """One row in words."""
 
+    name: str
     settings: list[str]  # method, smooth, weights, bias correction, split
     cells: list[str]
     marks: str  # best, recipe
@@ -198,6 +199,7 @@ def _line(found: Methods, row: MethodRow) -> MethodLine:
     tie = row.measured is not None and row.measured.ties and not row.best
     marks = [("best", row.best), ("=", tie), ("the recipe", row.recipe)]
     return MethodLine(
+        name=row.name,
         settings=settings,
         cells=_cells(found, row.measured) if row.measured else [],
         marks=", ".join(mark for mark, holds in marks if holds),

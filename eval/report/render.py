@@ -8,12 +8,14 @@ from qdqbench.eval.report.formats import (
     _number,
     _share_text,
     code,
+    dotted,
     fenced,
     flat,
     label,
     seconds,
     size,
     text,
+    ticked,
     types,
     yaml_text,
 )
@@ -44,7 +46,20 @@ def _templates() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (label, size, seconds, types, text, code, fenced, flat, yaml_text, contents):
+    for function in (
+        label,
+        size,
+        seconds,
+        types,
+        text,
+        code,
+        fenced,
+        flat,
+        yaml_text,
+        contents,
+        ticked,
+        dotted,
+    ):
         environment.filters[function.__name__] = function
     environment.globals |= {"number": _number, "share_text": _share_text}
     return environment

@@ -1,18 +1,14 @@
-"""What a training says: `finetune.md` and `finetune.html`, the terminal, and the section on QAT of a run."""
+"""What a training says: `finetune.md` and `finetune.html`, and the section on QAT of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from qdqbench.eval.report.formats import clean, count_of, first, flat, label, model_label, seconds
+from qdqbench.eval.report.formats import clean, count_of, flat, label, model_label, seconds
 from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runreport.training_charts import charts_of, labelled_measure, points_of, score_name
 from qdqbench.eval.runreport.verdict import metric_text
 from qdqbench.quantize.core.training_results import Finetuning, TrainingRun
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 SEED_COLUMNS = ("samples", "held-out {}", "steps", "best step", "samples/s", "time", "trained on", "stopped")
 Pairs = list[tuple[str, str]]
@@ -43,6 +39,7 @@ class FinetuningView:
     explanation: list[str]
     notes: list[str]
     warnings: list[str]
+    tiles: list[tuple[str, str, str, bool]]
     settings: Pairs
     inputs: Pairs
     environment: Pairs
@@ -74,32 +71,6 @@ def write_finetuning(result: Finetuning, folder: Path) -> None:
     facts = {"Settings": shown.settings, "Base, task and data": shown.inputs}
     page = page_of(result, "fine-tuning", title, about, "finetune.json", facts=facts)
     write("finetune", folder, {"r": result, "s": shown, "page": page, "charts": charts_of(result.runs)})
-
-
-def finetune_lines(result: Finetuning) -> "Group":
-    """One screen for the end of the command, as a rich renderable: verdict, seeds, the first warnings."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = finetuning_view(result)
-    colour = {"passed": "green", "partly": "yellow", "failed": "red"}[shown.status]
-    kept = ["steps", "best step", "samples/s", "time"]  # what fits beside two metrics
-    table = Table(box=None, pad_edge=False)
-    for name in ("seed", *shown.metrics, *kept):
-        table.add_column(Text(name), no_wrap=name in shown.metrics)  # Text: names are never read as markup
-    for line in shown.lines:
-        cells = dict(zip(shown.columns, line.cells, strict=False))
-        values = [*line.metrics, *(cells.get(name, "") for name in kept)]
-        if line.failure:
-            values = ["failed", *[""] * (len(shown.metrics) + len(kept) - 1)]  # the headline says why
-        table.add_row(*(Text(cell) for cell in (line.seed + (" *" if line.best else ""), *values)))
-    if shown.spread:
-        table.add_row(*map(Text, ["mean", *shown.spread, *[""] * len(kept)]))
-    warned = [Text(f"warning: {line}", style="yellow") for line in first(shown.warnings, 3, "finetune.md")]
-    panel = Panel(Text(shown.headline), title=Text(shown.title), border_style=colour, title_align="left")
-    return Group(panel, table, *warned)
 
 
 def training_headline(result: Finetuning) -> str:
@@ -147,6 +118,7 @@ def finetuning_view(result: Finetuning) -> FinetuningView:
         spread=[_spread(result, name) for name in names] if len(runs) > 1 and result.spread else [],
         explanation=_explanation(result),
         notes=[f"Seed {run.seed}: {line}" for run in runs for line in run.notes],
+        tiles=_tiles(result),
         warnings=[line for line in result.warnings if line not in said],
         settings=[("seeds", ", ".join(str(run.seed) for run in runs)), *settings],
         inputs=[
@@ -204,6 +176,23 @@ def section_of(run: TrainingRun | None) -> TrainingSection | None:
         settings=flat(run.settings),
         notes=list(run.notes),
     )
+
+
+def _tiles(result: Finetuning) -> list[tuple[str, str, str, bool]]:
+    done = [run for run in result.runs if run.status == "done"]
+    tiles = [
+        (label(name), f"{at.mean:.4f}", "one seed" if at.sd is None else f"mean, sd {at.sd:.4f}", True)
+        for name, at in result.spread.items()
+    ]
+    return [
+        *tiles,
+        (
+            "time in steps",
+            seconds(sum(run.seconds for run in done)),
+            f"of {len(done)} of {count_of(len(result.runs), 'seed')}",
+            True,
+        ),
+    ]
 
 
 def _metrics(result: Finetuning) -> list[str]:

@@ -81,7 +81,6 @@ def _heat_map(  # noqa: PLR0913
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.tick_params(length=0)
     axes.set_ylabel("encoder layer")
-    axes.yaxis.label.set(color=svg.INK, fontsize=8.5)
     svg.dress(axes, title, grid=None)
     for side in axes.spines.values():
         side.set_visible(False)

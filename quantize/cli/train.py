@@ -67,7 +67,8 @@ def finetune(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
-    from qdqbench.eval.runreport.training_report import finetune_lines, write_finetuning
+    from qdqbench.eval.runreport.training_report import write_finetuning
+    from qdqbench.eval.runreport.training_screen import finetune_lines
     from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all

@@ -110,14 +110,3 @@ def finished_run(given, made_once) -> Path:
 def a_run(finished_run, tmp_path) -> Path:
     """A copy of the finished run, to do anything with."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator:
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    options = {"executable_path": path, "args": ["--no-sandbox"]}
-    with playwright.sync_playwright() as started, started.chromium.launch(**options) as opened:
-        yield opened

@@ -3,8 +3,13 @@
 const leading = text => { const found = text.replaceAll(",", "").match(/^[+−-]?\d+(\.\d+)?(e[+-]?\d+)?/); return found ? Number(found[0]) : NaN; };
 for (const table of document.querySelectorAll("table.cards, table.sortable")) {
   const headings = [...table.querySelectorAll("thead th")], body = table.tBodies[0];
-  if (table.matches(".cards")) for (const row of body.rows) for (const cell of row.cells)
-    if (cell.cellIndex && cell.colSpan === 1) cell.dataset.label ??= headings[cell.cellIndex].textContent.trim();
+  if (table.matches(".cards")) for (const row of table.rows) {
+    let column = 0;
+    for (const cell of row.cells) {
+      if (column && cell.colSpan === 1) cell.dataset.label = headings[column].textContent.trim();
+      column += cell.colSpan;
+    }
+  }
   if (!table.matches(".sortable") || body.rows.length < 2) continue;
   headings.forEach((heading, column) => {
     if (!heading.textContent.trim()) return;

@@ -331,7 +331,7 @@ Rendered = Callable[[str], tuple[str, str]]
 class Page(HTMLParser):
     """Tags that fetch something, scripts, and tags left open."""
 
-    VOID = frozenset({"meta", "br"})
+    VOID = frozenset({"meta", "br", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -393,7 +393,8 @@ def terminal(results: Results, width: int = 100) -> str:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Without the backticks, which a page turns into code."""
+    return " ".join(text.replace("`", "").split())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -751,7 +752,7 @@ def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
         row.metrics, row.stderr = dict.fromkeys(row.metrics, 0.9391), dict.fromkeys(row.metrics, error)
     svg = charts.accuracy_svg(results, formats.LABELS)
     ticks = re.findall(r'xtick_.*?<text [^>]* x="([\d.]+)"[^>]*>([^<]+)</text>', svg, re.DOTALL)
-    middles = [(float(x), len(number) * 8 * 0.64 / 2) for x, number in ticks]  # DejaVu Sans, 8 points
+    middles = [(float(x), len(number) * plots.TEXT * 0.64 / 2) for x, number in ticks]  # DejaVu Sans
     assert len(middles) >= 2
     for (left, half), (right, other) in pairwise(middles):
         assert right - left > half + other or right < left  # the next metric's

@@ -14,6 +14,7 @@ from rich.console import Console
 from qdqbench.eval.report import formats
 from qdqbench.eval.runreport import training_charts, training_report
 from qdqbench.eval.runreport import verdict as wording
+from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.tables.write import tables_markdown
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
@@ -186,7 +187,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def shown(result: Finetuning, width: int = 110) -> str:
     stream = StringIO()
     console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    console.print(training_report.finetune_lines(result))
+    console.print(finetune_lines(result))
     return stream.getvalue()
 
 

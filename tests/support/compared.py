@@ -1,0 +1,98 @@
+"""Two runs side by side; every number is invented."""
+
+from qdqbench.eval.compare.results import (
+    Compared,
+    ComparedLayer,
+    ComparedRun,
+    ComparedSample,
+    Latency,
+    Pair,
+    SampleAnswer,
+)
+
+
+def sample_comparison() -> Compared:
+    """Two runs of one model on the same samples, three of them answered otherwise."""
+    names = ("int8-linears", "int8-attention")
+    runs = [
+        ComparedRun(
+            name=name,
+            folder=f"runs/{name}",
+            model="minilm-l6-sst2",
+            recipe=f"bert-{name}",
+            task="sst2",
+            stage="engine",
+            n=872,
+            metrics={"accuracy": 0.8956 - 0.004 * place},
+            stderr={"accuracy": 0.0103},
+            fp32={"accuracy": 0.8968},
+            delta={"accuracy": -0.0012 - 0.004 * place},
+            delta_stderr={"accuracy": 0.0021},
+            backend="tensorrt_rtx",
+            int8=36,
+            expected_int8=36,
+            planned_int8=36,
+            onnx_bytes=35_200_000,
+            engine_bytes=34_900_000,
+            gate="failed" if place else "passed",
+            failures=[],
+            warnings=[],
+            device="NVIDIA H200",
+            latency=[
+                Latency(
+                    cell="b32 s128",
+                    contestant="int8",
+                    median_ms=1.5 - place / 2,
+                    over="FP16 engine",
+                    speedup=0.97 + place / 2,
+                    low=0.96 + place / 2,
+                    high=0.98 + place / 2,
+                )
+            ],
+        )
+        for place, name in enumerate(names)
+    ]
+    answers = {name: SampleAnswer(answer="positive", margin=0.03, right=True) for name in names}
+    answers[names[1]] = SampleAnswer(answer="negative", margin=0.21, right=False)
+    samples = [
+        ComparedSample(
+            task="sst2",
+            sample=number,
+            text=f"{number} times a gorgeous, witty, seductive movie " * 3,
+            label="positive",
+            answers=answers,
+            distance=0.1 / number,
+        )
+        for number in (3, 17, 401)
+    ]
+    layers = [
+        ComparedLayer(
+            what="amax",
+            name=f"bert.encoder.layer.{layer}.{kind}",
+            values={names[0]: (7 * layer) % 4 + 0.5, names[1]: None if layer else 2.5},
+        )
+        for layer in range(4)
+        for kind in ("attention.self.query", "intermediate.dense", "output.dense")
+    ]
+    return Compared(
+        created="2026-07-01T12:00:00+00:00",
+        command="qdqbench compare runs/int8-linears runs/int8-attention",
+        runs=runs,
+        pairs=[
+            Pair(
+                first=names[0],
+                second=names[1],
+                not_paired=None,
+                delta={"accuracy": -0.004},
+                delta_stderr={"accuracy": 0.002},
+                n=872,
+                disagreements=3,
+                mcnemar_p=0.25,
+                within_noise=True,
+            )
+        ],
+        samples=samples,
+        samples_found=3,
+        layers=layers,
+        notes=["both have the same calibration data"],
+    )
