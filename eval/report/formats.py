@@ -108,11 +108,6 @@ def ticked(value: Any) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(str(value)))
 
 
-def dotted(value: Any) -> str:
-    """A name of a module or node as HTML, which may be broken behind dots and slashes, but in numbers."""
-    return re.sub(r"((?<!\d)[./](?=\w)|[./](?=[A-Za-z_]))", r"\1<wbr>", html.escape(str(value)))
-
-
 def code(value: Any) -> str:
     """Any text as one Markdown code span, in a table too."""
     line = " ".join(str(value).split()).replace("`", "'").replace("|", r"\|")

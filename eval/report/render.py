@@ -8,7 +8,6 @@ from qdqbench.eval.report.formats import (
     _number,
     _share_text,
     code,
-    dotted,
     fenced,
     flat,
     label,
@@ -58,7 +57,6 @@ def _templates() -> "Environment":
         yaml_text,
         contents,
         ticked,
-        dotted,
     ):
         environment.filters[function.__name__] = function
     environment.globals |= {"number": _number, "share_text": _share_text}

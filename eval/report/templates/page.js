@@ -34,6 +34,13 @@ for (const table of document.querySelectorAll("table.cards, table.sortable")) {
   if (body.rows.length > 12 || table.dataset.filter) filter(table);
 }
 
+// Names of modules and nodes may be broken behind dots and slashes, numbers may not.
+for (const cell of document.querySelectorAll("tbody code, tbody th")) for (const node of [...cell.childNodes])
+  if (node.nodeType === 3) {
+    const parts = node.data.split(/(?<=(?<!\d)[./])(?=\w)|(?<=[./])(?=[A-Za-z_])/);
+    node.replaceWith(...parts.flatMap((part, at) => at ? [document.createElement("wbr"), part] : [part]));
+  }
+
 function filter(table) {
   const input = document.createElement("input"), count = document.createElement("span"), line = document.createElement("p");
   input.type = "search";

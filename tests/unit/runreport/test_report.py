@@ -331,7 +331,7 @@ Rendered = Callable[[str], tuple[str, str]]
 class Page(HTMLParser):
     """Tags that fetch something, scripts, and tags left open."""
 
-    VOID = frozenset({"meta", "br", "wbr"})
+    VOID = frozenset({"meta", "br"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
