@@ -1,5 +1,6 @@
 """The public Python API: docs/api.md runs as it is written, and what it says holds."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import qdqbench
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "api.md").read_text()
+NOTEBOOK = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())
+CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -38,6 +41,31 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     assert len(proof.to_frame()) == len(proof.engine.layers)
     assert [*seen["bench"].to_frame().batch.unique()] == [1]
     assert seen["changed"].name == "mine"
+    assert_the_notebook_runs()  # where its run is finished already
+
+
+def assert_the_notebook_runs():
+    seen: dict = {}
+    for number, cell in enumerate(CELLS):
+        exec(compile(cell, f"docs/quickstart.ipynb, cell {number}", "exec"), seen)
+    assert {"fp32", "fake_quant", "onnxruntime"} <= {*seen["accuracy"].stage}
+    assert seen["proof"].engine.not_int8 == []
+    assert len(seen["kernels"]) == len(seen["proof"].engine.layers)
+    assert not seen["report"].errors
+    assert len(seen["scales"]) == len(seen["quantized"].record.quantizers)
+
+
+@pytest.mark.long
+def test_the_notebook_runs_by_itself(tmp_path, monkeypatch):
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    monkeypatch.chdir(tmp_path)
+    assert_the_notebook_runs()
+
+
+def test_the_notebook_keeps_no_outputs():
+    for cell in NOTEBOOK["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
 
 
 def test_every_function_is_documented():

@@ -11,7 +11,9 @@ import yaml
 
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.families import known
+from qdqbench.quantize.recipe.figures import figures, start_with
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.supported import start_with as start_by_device
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.unknown import config_for
@@ -85,6 +87,39 @@ def test_first_block_is_two_commands():
         usage = re.search(r'"""(.*?)"""', (ROOT / words[1]).read_text(), re.DOTALL)[1]
         assert command in usage
     assert commands[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_readme_is_one_short_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    first_heading = text.index("\n## ")
+    assert text.index("<picture>") < first_heading
+
+
+def test_the_figure_of_the_readme_is_measured():
+    """The recipe to start with on a GPU, at all shapes that were timed, and its largest loss."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    chosen = start_with("gpu", figures())
+    (figure,) = (each for each in figures() if (each.recipe, each.device) == (chosen, "gpu"))
+    said = text[text.index("**BERT-base with ") :].partition("## ")[0]
+    assert said.startswith(f"**BERT-base with `{chosen}` is ")
+    speeds = {f"{row.value:.2f}x" for row in figure.speed if row.model == "bert-base"}
+    assert {*re.findall(r"\d\.\d\dx", said)} == speeds
+    assert f"{-figure.worst.points:.2f} ± {figure.worst.stderr:.2f} points" in said
+    assert f"n = {figure.worst.n}" in said
+    assert {row.where for row in figure.speed} == {"NVIDIA H200, TensorRT-RTX 1.4.0.76"}
+    free = start_by_device()
+    assert f"On a GPU start with `{free['gpu']}`, on a CPU with `{free['cpu']}`" in text
+
+
+def test_every_tool_of_the_table_has_a_source():
+    rows = re.findall(
+        r"^\| \[([\w ]+)\]\((https://[^)]+)\) \|(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert {name for name, _, _ in rows} == {
+        "ModelOpt", "Optimum", "ONNX Runtime", "NNCF", "Neural Compressor", "Polygraphy",
+    }  # fmt: skip
+    assert len({row.count("|") for _, _, row in rows}) == 1
 
 
 def test_documents_show_commands():
@@ -207,7 +242,9 @@ def test_named_files_and_targets_exist(document):
 
 @pytest.mark.slow
 def test_every_file_of_the_stage_table_is_written(finished_run):
-    table = re.findall(r"^\| (`?\w+`?) \|[^|]*\|([^|]*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| (`?\w+`?) \|[^|]*\|([^|]*)\|$", (ROOT / "docs" / "start.md").read_text(), re.MULTILINE
+    )
     named = {stage.strip("`"): re.findall(r"`([^`]+)`", written) for stage, written in table}
     named = {stage: written for stage, written in named.items() if stage in UNTIL}
     manifest = json.loads((finished_run / "stages.json").read_text())["stages"]

@@ -14,9 +14,11 @@ def test_the_document_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "supported.md").read_text() == supported.markdown(), f"run `{supported.COMMAND}`"
 
 
-def test_the_readme_names_every_model_type() -> None:
+def test_the_readme_names_every_model_type_and_kind_of_task() -> None:
     types = ", ".join(f"`{name}`" for family in FAMILIES for name in family.model_types)
-    assert f"- Model types: {types}." in " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"- Model types: {types}." in text
+    assert f"- Kinds of tasks: {', '.join(KINDS)}." in text
 
 
 def test_every_model_type_and_recipe_is_told() -> None:
