@@ -22,7 +22,7 @@ ANSWERS = {
     REGRESSION.name: ("score", TEXTS),
     RERANKING.name: ("score", ("a query", "a passage")),
     TOKENS.name: ("words", ("words with spaces between them",)),
-    QUESTIONS.name: ("span", ("a question", "the context of its answer")),
+    QUESTIONS.name: ("span", ("a question", "its context")),
     PAIRS.name: ("embedding", TEXTS),
     TEXTS_ALONE.name: ("embedding", TEXTS),
 }
