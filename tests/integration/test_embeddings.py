@@ -9,6 +9,7 @@ import pytest
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.export import export_triton
 
+from ..support.deployed import answers
 from ..support.families import HIDDEN, write_model
 from ..support.tiny_embedder import MEAN, write_modules
 from ..support.triton_stub import BINDINGS, Repository
@@ -98,6 +99,15 @@ class TestTexts:
         given = np.array([[text.encode()] for text in texts], dtype=np.object_)
         answer = Repository(tmp_path / "out" / "models").run("embed", {"TEXT": given})
         np.testing.assert_allclose(answer["sentence_embedding"], known, atol=2e-2)
+
+    def test_deployed_scripts_embed_as_the_run_was_evaluated(self, folder, tmp_path):
+        texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
+        with np.load(folder / "logits" / "onnxruntime.npz") as saved:
+            known = saved["validation.logits"][:8]
+        made = answers(folder / "deploy" / "run_onnxruntime.py", tmp_path / "blocked", lines=texts)
+        np.testing.assert_allclose([each["embedding"] for each in made], known, atol=1e-4)
+        page = (folder / "deploy" / "README.md").read_text()
+        assert "Pooling in the graph: mean, normalized to length 1" in page
 
     def test_sensitivity_measures_by_cosine(self, qdqbench, embedder, lines, tmp_path):
         recipe = tmp_path / "short.yaml"

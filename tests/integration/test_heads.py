@@ -10,6 +10,7 @@ import pytest
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.export import export_triton
 
+from ..support.deployed import answers, run_script
 from ..support.triton_stub import BINDINGS, Repository
 from . import heads
 from .test_run import edited
@@ -223,3 +224,29 @@ def test_triton_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
             assert context == context[spans[inside][0, 0] : spans[inside][-1, 1]]
             ends = np.stack([answer["start_logits"][place], answer["end_logits"][place]], axis=1)
             np.testing.assert_allclose(ends[: len(wanted)], wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deployed_scripts_answer_as_the_run_was_evaluated(runs, kind, tmp_path):
+    session = Session(read_config(runs[kind]), runs[kind])
+    split, encoded = session.eval_splits["validation"]
+    with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:
+        known = session.config.task.kind.predict(saved["validation.logits"], encoded.gold)
+    columns = session.config.task.text_columns
+    rows = [[split.dataset[row][name] for name in columns] for row in range(64)]
+    script, blocked = runs[kind] / "deploy" / "run_onnxruntime.py", tmp_path / "blocked"
+    if kind == "tokens":
+        made = answers(script, blocked, lines=[" ".join(words) for (words,) in rows])
+        assert [[word for word, _ in each["words"]] for each in made] == [words for (words,) in rows]
+        told = [" ".join(str(heads.TAGS.index(tag)) for _, tag in each["words"]) for each in made]
+        (long,) = answers(script, blocked, " ".join(["good"] * 300))
+        assert (len(long["words"]), long["words"][-1]) == (300, ["good", None])
+    else:
+        assert max(np.bincount(encoded.samples)) > 1  # several windows
+        made = answers(script, blocked, lines=["\t".join(row) for row in rows])
+        told = [each["answer"] for each in made]
+        assert all(each["score"] > -np.inf and each["score_without_answer"] < np.inf for each in made)
+        refused = run_script(script, blocked, "a question alone")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert refused.stderr == "give a question and its context, in a line with a tab between\n"
+    assert told == known.tolist()

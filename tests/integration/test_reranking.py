@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from ..support.deployed import answers
 from ..support.families import write_model
 from .tiny import entries, results, sentences, write_split
 
@@ -58,6 +59,11 @@ def test_the_path_of_a_cross_encoder(given, tmp_path, qdqbench):
     ranks = 1 + (scores > scores[:, 2:3]).sum(axis=1)
     metrics = found["stages"]["fp32"]["metrics"]
     assert [*metrics] == ["mrr@10", "ndcg@10", "average_precision"]
+    pairs = [text for pair in zip(table["query"][:8], table["passage"][:8], strict=True) for text in pair]
+    made = answers(out / "deploy" / "run_onnxruntime.py", tmp_path / "blocked", *pairs)
+    with np.load(out / "logits" / "onnxruntime.npz") as saved:
+        known = saved["validation.logits"][:8, 0]
+    np.testing.assert_allclose([each["score"] for each in made], known, atol=1e-4)
     assert metrics["mrr@10"] == pytest.approx(np.mean(1 / ranks), abs=1e-6)
     assert metrics["ndcg@10"] == pytest.approx(ndcg_score(gold, scores, k=10), abs=1e-6)
     for stage in ("fp32", "fake_quant", "onnxruntime"):
