@@ -1,6 +1,7 @@
 """How numbers, names and text are written in reports."""
 
 import html
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -88,6 +89,11 @@ def seconds(count: float) -> str:
     if count >= 119.5:
         return f"{round(count) // 60} min {round(count) % 60:02d} s"
     return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
+
+
+def decibel(error: float) -> str:
+    """Signal to noise of a relative error: 0.01 is 40.0."""
+    return f"{-20 * math.log10(error):.1f}" if error else ""
 
 
 def types(names: list[str]) -> str:

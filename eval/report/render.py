@@ -8,6 +8,7 @@ from qdqbench.eval.report.formats import (
     _number,
     _share_text,
     code,
+    decibel,
     fenced,
     flat,
     label,
@@ -47,6 +48,7 @@ def _templates() -> "Environment":
     )
     for function in (
         label,
+        decibel,
         size,
         seconds,
         types,

@@ -211,7 +211,7 @@ def ranges_svg(results: Results, measure: str) -> str:
     title = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}[
         measure
     ]
-    return _layer_chart(points, title, measure, None)
+    return layer_chart(points, title, measure, None)
 
 
 def parity_svg(results: Results) -> str:
@@ -224,10 +224,10 @@ def parity_svg(results: Results) -> str:
         if layer is not None:
             points[kind][layer] = 100 * row.differing / max(row.codes, 1)
     limit = 100 * results.parity.limit_fraction
-    return _layer_chart(points, "INT8 codes that differ by a step, %", "parity", limit)
+    return layer_chart(points, "INT8 codes that differ by a step, %", "parity", limit)
 
 
-def _layer_chart(points: dict[str, dict[int, float]], title: str, name: str, limit: float | None) -> str:
+def layer_chart(points: dict[str, dict[int, float]], title: str, name: str, limit: float | None) -> str:
     """One line per kind over the encoder layers; kinds with the same values share a line."""
     if not points:
         return ""

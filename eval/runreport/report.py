@@ -23,6 +23,7 @@ from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.runreport import charts
 from qdqbench.eval.runreport.agreement_chart import agreement_svg, agreements
+from qdqbench.eval.runreport.effects import effects_context
 from qdqbench.eval.runreport.handoff import refresh, where_to_begin
 from qdqbench.eval.runreport.training_report import section_of
 from qdqbench.eval.runreport.verdict import (
@@ -56,11 +57,10 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
         UserError: the folder cannot be written.
     """
     words = {"value": metric_text, "noise": noise, "share": share}
-    return write(
-        "report",
-        folder,
-        _context(printable(results)) | {"bench": bench_of(folder), "deploy": where_to_begin(folder)} | words,
-    )
+    shown, bench = printable(results), bench_of(folder)
+    effects = effects_context(shown, bench.measured if bench else None)
+    own = {"bench": bench, "deploy": where_to_begin(folder)}
+    return write("report", folder, _context(shown) | effects | own | words)
 
 
 def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
