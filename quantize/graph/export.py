@@ -219,11 +219,12 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
         CheckFailed: onnx.checker refuses the graph.
     """
     onnx.helper.set_model_props(model, {"qdqbench.recipe": recipe})
+    data = model.SerializeToString(deterministic=True)
     try:
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(data, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckFailed(f"the exported graph for {path.name} is not valid ONNX: {error}") from error
-    files.write_bytes(path, model.SerializeToString(deterministic=True))
+    files.write_bytes(path, data)
 
 
 @contextlib.contextmanager

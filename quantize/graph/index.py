@@ -1,5 +1,6 @@
 """Small, shared readings of an ONNX graph: producers, consumers and constants."""
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
@@ -10,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.core.arrays import Array
 
+MAX_SHAPE = 64  # values of a constant that a shape may come from
 MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
 # The exporter writes equal initializers once, the others as Identity; a Reciprocal is of smoothing's factors.
 FOLDED = ("Identity", "Cast", "Reciprocal")
@@ -124,10 +126,33 @@ def replace_nodes(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> No
 
 
 def tensor_values(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
-    """Type and shape of every tensor of a graph, by shape inference."""
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    """Type and shape of every tensor of a graph but the constants, by shape inference."""
+    inferred = onnx.shape_inference.infer_shapes(_without_weights(model), strict_mode=True).graph
     values = [*inferred.value_info, *inferred.input, *inferred.output]
     return {value.name: value.type.tensor_type for value in values}
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same graph; its large constants have no values, which say nothing about shapes."""
+    own = model.graph
+    constants = [
+        tensor
+        if math.prod(tensor.dims) <= MAX_SHAPE
+        else TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        for tensor in own.initializer
+    ]
+    graph = onnx.GraphProto(
+        name=own.name,
+        node=own.node,
+        input=own.input,
+        output=own.output,
+        value_info=own.value_info,
+        initializer=constants,
+        sparse_initializer=own.sparse_initializer,
+    )
+    return onnx.ModelProto(
+        ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions, graph=graph
+    )
 
 
 def prune(model: onnx.ModelProto) -> None:

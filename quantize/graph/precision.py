@@ -13,8 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.encoders.attention import MASK_FILL
-from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes
+from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes, tensor_values
 
+LOWEST = np.finfo(np.float32).min
 QDQ = ("QuantizeLinear", "DequantizeLinear")
 _SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
 
@@ -39,8 +40,7 @@ def drop_noop_casts(model: onnx.ModelProto) -> None:
     ModelOpt's INT8 symbolic leaves one behind each quantizer, and the next layer then reads that Cast: it no
     longer shows that q, k and v share an input, and an engine does not merge them.
     """
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    types = {v.name: v.type.tensor_type.elem_type for v in (*inferred.value_info, *inferred.input)}
+    types = {name: value.elem_type for name, value in tensor_values(model).items()}
     source: dict[str, str] = {}
     kept = []
     outputs = {output.name for output in model.graph.output}
@@ -85,9 +85,8 @@ class _Typer:
     def __init__(self, model: onnx.ModelProto, fp32_modules: Collection[str]) -> None:
         self.graph = model.graph
         self.fp32_modules = fp32_modules
-        inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-        values = [*inferred.value_info, *inferred.input, *inferred.output]
-        self.floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+        values = tensor_values(model).items()
+        self.floats = {name for name, value in values if value.elem_type == TensorProto.FLOAT}
         self.constants = {i.name: i for i in model.graph.initializer if i.data_type == TensorProto.FLOAT}
         self.exact = _before(model, ("Sin", "Cos")) | _means(model)
         self.types = dict.fromkeys(self.floats | set(self.constants), TensorProto.FLOAT)
@@ -142,8 +141,10 @@ class _Typer:
     def _fp16_constant(self, name: str, target: str) -> onnx.TensorProto:
         value = numpy_helper.to_array(self.constants[name])
         # what an attention of its own hides padding with; FP16 would make -inf of it, and NaN of 0 times it
-        value = np.where(value == np.finfo(np.float32).min, np.float32(MASK_FILL), value)
-        if not np.isfinite(value).all() or np.abs(value).max(initial=0.0) > FP16_MAX:
+        if value.min(initial=0.0) == LOWEST:
+            value = np.where(value == LOWEST, np.float32(MASK_FILL), value)
+        # a NaN is no such number either
+        if not -FP16_MAX <= value.min(initial=0.0) <= value.max(initial=0.0) <= FP16_MAX:
             self.too_large.append(name)
             value = np.zeros_like(value)
         return numpy_helper.from_array(value.astype(np.float16), target)

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
+from onnx.shape_inference import infer_shapes
 
-from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.graph.index import GraphIndex, tensor_values
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,29 @@ def test_text_and_a_circle_are_no_constants():
     index = GraphIndex(helper.make_model(helper.make_graph(nodes, "g", [], [])))
     assert index.constant("text") is None
     assert index.constant("a") is None
+
+
+def test_shapes_need_no_weights():
+    constants = [
+        numpy_helper.from_array(np.ones((16, 12), np.float32), "weight"),
+        numpy_helper.from_array(np.array([0, -1, 3, 4]), "shape"),
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "weight"], ["y"]),
+        helper.make_node("Reshape", ["y", "shape"], ["z"]),
+        helper.make_node("Cast", ["z"], ["half"], to=TensorProto.FLOAT16),
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, kind, shape)
+        for name, kind, shape in (
+            ("x", TensorProto.FLOAT, ["batch", 8, 16]),
+            ("half", TensorProto.FLOAT16, ["batch", 8, 3, 4]),
+        )
+    ]
+    model = helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], constants))
+    before = model.SerializeToString(deterministic=True)
+    inferred = infer_shapes(model, strict_mode=True).graph
+    wanted = [*inferred.value_info, *inferred.input, *inferred.output]
+    assert tensor_values(model) == {value.name: value.type.tensor_type for value in wanted}
+    assert [d.dim_value for d in tensor_values(model)["z"].shape.dim][2:] == [3, 4]
+    assert model.SerializeToString(deterministic=True) == before
