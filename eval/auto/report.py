@@ -108,7 +108,8 @@ def _tiles(found: Auto) -> list[tuple[str, str, str, bool]]:
         value, error = versus.delta[found.metric] + 0.0, versus.delta_stderr[found.metric]
         noise = "within noise" if versus.within_noise else "beyond noise"
         title, change = f"{label(found.metric)} against FP32", in_points(value, error, "+")
-        tiles.append((title, change, f"points, {noise}", found.choice.passed))
+        held = versus.within_noise or value >= -found.gate.max_drop
+        tiles.append((title, change, f"points, {noise}", held))
         if measured.latency:
             twin = f"over {found.source.twin}{_modelled(found)}" if found.source else ""
             tiles.append(("speed", f"{measured.latency.speedup:.2f}x", twin, measured.latency.speedup >= 1))
