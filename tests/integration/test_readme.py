@@ -122,6 +122,22 @@ def test_every_tool_of_the_table_has_a_source():
     assert len({row.count("|") for _, _, row in rows}) == 1
 
 
+def test_what_the_readme_says_of_other_tools_was_measured():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = text[text.index("MiniLM-L6 on SST-2 (FP32") :].partition("## ")[0]
+    rows = json.loads((ROOT / "docs/measured-foreign/sst2.json").read_text())["rows"]
+    ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/results.json").read_text())
+    quoted = [rows["fp32"]["accuracy"], ours["stages"]["engine"]["metrics"]["accuracy"]]
+    quoted += [rows[name]["accuracy_before"] for name in ("modelopt", "nncf", "ort-dynamic")]
+    assert sorted({f"{value:.4f}" for value in quoted}) == sorted({*re.findall(r"0\.\d{4}", said)})
+    built = {name: row["report"]["engine_before"] for name, row in rows.items() if "report" in row}
+    assert f"{built['modelopt']['int8_gemms']} of {built['modelopt']['gemms']} linears in INT8" in said
+    assert {name for name, engine in built.items() if engine["refused"]} == {*built} - {"modelopt"}
+    assert (
+        f"{ours['engine']['int8_gemms']} of {ours['engine']['expected_int8_gemms']} of the encoder's" in said
+    )
+
+
 def test_documents_show_commands():
     assert len([*shown_commands()]) > 5
 
