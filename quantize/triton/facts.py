@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.load import class_names
+from qdqbench.quantize.deploy.asked import read_asked
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.rundir.session import Session
@@ -56,7 +56,7 @@ def read_facts(session: Session, graph: Path, profiles: Sequence[Profile]) -> Fa
     Raises:
         UserError: the profiles take no single row.
     """
-    task, kind = session.config.task, session.config.task.kind
+    kind = session.config.task.kind
     read = onnx.load(graph, load_external_data=False).graph
     longest = min(session.recipe.export.max_length, max(profile.max[1] for profile in profiles))
     sizes = dict[int, int]()  # most rows of each length
@@ -69,18 +69,16 @@ def read_facts(session: Session, graph: Path, profiles: Sequence[Profile]) -> Fa
             "no profile of the engine takes a batch of one row, and Triton pads no batches; set the smallest "
             "batch of engine.shapes to 1 and build again"
         )
-    texts = 1 if kind.texts_apart else len(task.text_columns)
+    asked = read_asked(session)
     extra = EXTRAS.get(kind.name)
-    classifies = kind is CLASSIFICATION
-    names = class_names(session.model_name, session.config.revision, kind) if classifies else []
     return Facts(
         tokens=[_tensor(value) for value in read.input],
         outputs=[_tensor(value) for value in read.output],
-        texts=["TEXT", "TEXT_PAIR"][:texts],
+        texts=["TEXT", "TEXT_PAIR"][: len(asked.texts)],
         extras=[Tensor(extra, "TYPE_INT64", (-1, 2) if extra == "SPANS" else (-1,))] if extra else [],
-        labels=[re.sub(r"\s+", " ", name) for name in names],
-        words=bool(kind.tokenizing.get("is_split_into_words")),
-        truncation="only_second" if kind.windows else "longest_first",
+        labels=[re.sub(r"\s+", " ", name) for name in asked.labels if kind is CLASSIFICATION],
+        words=asked.words,
+        truncation=asked.truncation,
         pad_id=session.pad_id,
         profiles=[*profiles],
         lengths=[*sizes],

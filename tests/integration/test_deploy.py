@@ -66,7 +66,7 @@ def test_it_holds_all_that_is_needed(finished_run):
     script = (folder / "build_tensorrt.sh").read_text()
     assert "--onnx=model.onnx \\\n" in script
     assert "--maxShapes=input_ids:128x128,attention_mask:128x128,token_type_ids:128x128 \\\n" in script
-    assert script.endswith("--skipInference\n")
+    assert script.endswith("--skipInference\nmv built.engine tensorrt.engine\n")
     assert subprocess.run(["sh", "-n", folder / "build_tensorrt.sh"], check=False).returncode == 0
     page, found = (folder / "README.md").read_text(), results(finished_run)
     stage = found["stages"]["onnxruntime"]
@@ -83,7 +83,10 @@ def test_the_line_for_trtexec_is_one_that_it_takes(finished_run, tmp_path):
 
     folder = shutil.copytree(finished_run / "deploy", tmp_path / "deploy")
     said = tmp_path / "trtexec"
-    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > said.txt\n')
+    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > said.txt\necho new > built.engine\n')
+    kept = tmp_path / "engine"  # of the run; the folder has a link to it where it is TensorRT's
+    kept.write_text("old")
+    (folder / "tensorrt.engine").hardlink_to(kept)
     said.chmod(0o755)
     done = subprocess.run(
         ["sh", folder / "build_tensorrt.sh"],
@@ -93,7 +96,8 @@ def test_the_line_for_trtexec_is_one_that_it_takes(finished_run, tmp_path):
     assert done.returncode == 0
     words = (folder / "said.txt").read_text().splitlines()
     assert (folder / words[0].removeprefix("--onnx=")).is_file()
-    assert "--saveEngine=tensorrt.engine" in words
+    assert "--saveEngine=built.engine" in words
+    assert ((folder / "tensorrt.engine").read_text(), kept.read_text()) == ("new\n", "old")
     profiles = read_sidecar(next((finished_run / "engine").glob("*.engine"))).profiles
     assert sum(word.startswith("--profile=") for word in words) >= len(profiles)
 

@@ -135,6 +135,7 @@ def dotted(node: ast.AST) -> str | None:
 @functools.cache
 def tree() -> ast.Module:
     deployed = DEPLOYED.read_text(encoding="utf-8").replace("{{ backend }}", "tensorrt")
+    deployed = "\n".join(line for line in deployed.splitlines() if not line.startswith("{%"))
     return ast.parse("\n".join([*(path.read_text(encoding="utf-8") for path in SOURCES), deployed]))
 
 
