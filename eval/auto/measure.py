@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from qdqbench.eval.accuracy.logits import Logits, read_logits
-from qdqbench.eval.auto.costs import Pace, of_run, probed
 from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
 from qdqbench.eval.auto.results import Measured, Step, Wanted
 from qdqbench.eval.bench.engines import EngineTimer, Latency, ReadyGraph, alone_on_cpu, alone_on_gpu
 from qdqbench.eval.runreport.verdict import last_measured
+from qdqbench.eval.runs.pace import Pace, of_run, probed
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.eval.search.latency import measured_source, modelled, runs_here
 from qdqbench.eval.search.results import Source

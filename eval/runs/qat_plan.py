@@ -1,38 +1,43 @@
 """What a QAT run would train, cost and buy, before it is started."""
 
-import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.runs.collect import scored
-from qdqbench.eval.runs.run import run_until
+from qdqbench.eval.runs.pace import probed
+from qdqbench.eval.runs.run import planned, run_until
 from qdqbench.eval.stages import engine as engine_stages
 from qdqbench.eval.stages import stages
+from qdqbench.quantize.activity.told import doing
+from qdqbench.quantize.calibrate.ptq import calibrate
+from qdqbench.quantize.calibrate.record import write_record
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import attention_count
-from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
+from qdqbench.quantize.rundir.pipeline import Stage, unchanged
 from qdqbench.quantize.rundir.session import Session
+from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.train.loop import measure_steps
 from qdqbench.quantize.train.processes import group, leads, matrix_products, new_accelerator, precision_here
-from qdqbench.quantize.train.rows import evaluation_steps, total_steps
+from qdqbench.quantize.train.rows import divide, evaluation_steps, held_of, steps_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from rich.console import Group
 
-MEASURED = 8  # optimizer steps
+MEASURED, MEASURED_S = 8, 6.0  # optimizer steps, and seconds after which no further one is measured
+DRAWN = 128  # train rows at least that all of it is measured on
+CALIBRATED = 8  # samples: scales do not change what a step costs
 FOLDER = "plan"
 BYTES_PER_PARAMETER = 12  # a weight and the two moments of AdamW
 CHECKPOINTS_ON_DISK = 4  # two, the best, and one being written
@@ -63,10 +68,11 @@ class TrainingCost(Strict):
     measured_steps: int
     step_s: float  # median
     step_s_sd: float
+    drawn: int  # train rows that all of this was measured on
     teacher_s: float  # answers of the FP32 model to every row, once
     evaluation_s: float  # all of them
     total_s: float
-    memory_bytes: int  # peak with the longest batch: of the GPU, else of this process
+    memory_bytes: int  # peak with the longest batch of these: of the GPU, else of this process
     memory_of: Literal["GPU", "process"]
     disk_bytes: int  # of checkpoints
     disk_free_bytes: int
@@ -82,35 +88,79 @@ class QatPlan(Strict):
     high_precision: list[str]
     attention: list[str]
     settings: dict[str, Any]
-    engine: Runs
+    engine: Runs | None  # None: PTQ was not asked for
     metric: str
-    fp32: float
-    gap: Comparison  # PTQ minus FP32, to be closed
+    fp32: float | None  # None: not evaluated yet
+    gap: Comparison | None  # PTQ minus FP32, to be closed; None: not evaluated yet
+    ptq_s: float | None  # estimate of what is missing for that; None: nothing
     cost: TrainingCost
+    plan_s: float  # that the plan itself took
     findings: list[str]
     notes: list[str]
 
 
-def make_plan(session: Session) -> QatPlan | None:
-    """Run PTQ, build its engine in `OUT/plan`, and measure a few training steps on all processes.
-
-    What PTQ wrote is taken up again by the training.
+def make_plan(
+    session: Session,
+    show: Callable[[str, bool], None] = lambda name, reused: None,
+    *,
+    with_ptq: bool = False,
+) -> QatPlan | None:
+    """Measure a few training steps on a draw of the data, on all processes.
 
     Args:
         session: of a recipe with a QAT section, opened by the main process.
+        show: as of `run_until`.
+        with_ptq: run PTQ first and build its engine in `OUT/plan`, to say what there is to win back; the
+            training takes up what PTQ wrote. Without it PTQ is said to be what an earlier call left, if any.
 
     Returns:
         The plan in the main process, None in the others.
     """
-    engine = None
+    start, engine, findings = time.monotonic(), None, list[str]()
+    draft = _draft(session)
     if leads():
-        for stage in ("baseline", "ptq"):
-            run_until(session, stage)
-        engine = _engine(session)
-    with group():
-        # the others wait to meet
-        cost = measure_training(session, new_accelerator(settings_of(session).precision))
-    return _plan(session, *engine, cost) if engine else None
+        if session.config.model is None:
+            run_until(session, "embedded", show)
+        if with_ptq:
+            for stage in ("baseline", "ptq"):
+                run_until(session, stage, show)
+            engine, findings = _engine(session)
+        _rough_scales(draft)
+    try:
+        with group():  # the others wait to meet
+            cost = measure_training(draft, new_accelerator(settings_of(session).precision))
+    finally:
+        if leads():
+            shutil.rmtree(draft.folder, ignore_errors=True)
+            with suppress(OSError):  # the engine of `with_ptq` stays
+                draft.folder.parent.rmdir()
+    if not leads():
+        return None
+    known = with_ptq or unchanged(session, _scoring(session))
+    plan = _plan(session, engine, findings, cost, known=known)
+    return plan.model_copy(update={"plan_s": time.monotonic() - start})
+
+
+def _scoring(session: Session) -> list[Stage]:
+    """The stages that say what PTQ loses."""
+    both = {stage.name: stage for name in ("baseline", "ptq") for stage in planned(session, name)}
+    return [stage for name, stage in stages.stages(session).items() if name in both]
+
+
+def _draft(session: Session) -> Session:
+    """The same run with a record of its own; in a folder that all processes know."""
+    update = {"model": session.model_name, "data": session.data_source}
+    return Session(session.config.model_copy(update=update), session.folder / FOLDER / "draft")
+
+
+def _rough_scales(draft: Session) -> None:
+    """A calibration on a few samples: scales do not change what a step costs."""
+    few = draft.recipe.calibration.model_copy(update={"samples": CALIBRATED, "bias_correction": False})
+    config = draft.config.model_copy(update={"recipe": draft.recipe.model_copy(update={"calibration": few})})
+    draft.folder.mkdir(parents=True, exist_ok=True)
+    rough = Session(config, draft.folder)
+    record = calibrate(placed(rough.new_int8_model()), rough.plan, rough.calibration_batches(), few)
+    write_record(draft.folder / "calibration.json", record)
 
 
 def _engine(session: Session) -> tuple[Runs, list[str]]:
@@ -142,24 +192,32 @@ def _engine(session: Session) -> tuple[Runs, list[str]]:
 
 
 def measure_training(session: Session, accelerator: "Accelerator") -> TrainingCost:
-    """Time and memory of the training, from a few steps on every process."""
-    from qdqbench.quantize.qat.job import new_job, prepare_student, training_data
+    """Time and memory of the training, from a few steps on every process, on a draw of the train split."""
+    from qdqbench.quantize.qat.job import new_job, prepare_student
 
-    settings = settings_of(session)
-    data, _ = training_data(session, settings)
+    settings, task = settings_of(session), session.config.task
+    split = session.split(task.train_split, limit=None)
+    drawn = max(DRAWN, MEASURED // 2 * settings.batch_size)
+    part = session.split(task.train_split, limit=min(drawn, split.rows), seed=settings.seed)
+    encoded = encode(part, task, session.tokenizer, session.recipe.export.max_length)
+    data = divide(encoded, session.pad_id, settings.holdout, settings.seed)
+    more = split.rows / len(part.dataset)  # of everything that grows with the rows
     model = prepare_student(session, settings)
     parameters = sum(p.numel() for p in model.parameters())
     start = time.perf_counter()
     job = new_job(session, settings, accelerator, model, data)  # asks the teacher
-    teacher_s = time.perf_counter() - start
-    steps = total_steps(data, settings)
+    teacher_s = more * (time.perf_counter() - start)
+    doing("measuring steps")
     with _peak_memory(accelerator) as memory, matrix_products(settings.precision):
-        seconds = measure_steps(job, accelerator, MEASURED)
+        seconds = measure_steps(job, accelerator, MEASURED, MEASURED_S)
     job.model.eval()
     start = time.perf_counter()
     job.judge(job.model)
+    held_out = held_of(round(more * len(encoded.gold)), settings.holdout)
+    rows = round(more * encoded.rows) - round(held_out * encoded.rows / len(encoded.gold))
+    steps = steps_of(rows, settings)
     evaluations = len(evaluation_steps(steps, settings.evaluations)) + 1  # the weights before training too
-    evaluation_s = evaluations * (time.perf_counter() - start)
+    evaluation_s = evaluations * (time.perf_counter() - start) * held_out / len(data.held_out)
     step_s = float(np.median(seconds))
     return TrainingCost(
         **memory,
@@ -167,8 +225,9 @@ def measure_training(session: Session, accelerator: "Accelerator") -> TrainingCo
         precision=precision_here(settings.precision),
         steps=steps,
         evaluations=evaluations,
-        rows=len(data.rows),
-        held_out=len(data.held_out),
+        rows=rows,
+        held_out=held_out,
+        drawn=encoded.rows,
         measured_steps=len(seconds),
         step_s=step_s,
         step_s_sd=float(np.std(seconds, ddof=1)),
@@ -197,10 +256,14 @@ def _peak_memory(accelerator: "Accelerator") -> Iterator[dict[str, Any]]:
     found |= {"memory_bytes": cost.peak_rss_bytes, "memory_of": "process", "device": "CPU"}
 
 
-def _plan(session: Session, runs: Runs, findings: list[str], cost: TrainingCost) -> QatPlan:
-    metric = session.config.task.metrics[0]
-    fp32, gap = scored(session, "fp32"), scored(session, "ptq").vs_fp32
-    assert gap is not None  # PTQ is compared with FP32
+def _plan(
+    session: Session, runs: Runs | None, findings: list[str], cost: TrainingCost, *, known: bool
+) -> QatPlan:
+    metric, ptq_s = session.config.task.metrics[0], None
+    if not known:
+        doing("timing a few rows")
+        pace, rows = probed(session), sum(each.rows for _, each in session.eval_splits.values())
+        ptq_s = pace.calibrated(1, session.recipe.calibration.samples) + rows * (pace.fp32_s + pace.fake_s)
     settings = session.recipe.qat
     return QatPlan(
         recipe=session.recipe.name,
@@ -211,80 +274,11 @@ def _plan(session: Session, runs: Runs, findings: list[str], cost: TrainingCost)
         settings=settings.model_dump(mode="json") if settings else {},
         engine=runs,
         metric=metric,
-        fp32=fp32.metrics[metric],
-        gap=gap,
+        fp32=scored(session, "fp32").metrics[metric] if known else None,
+        gap=scored(session, "ptq").vs_fp32 if known else None,
+        ptq_s=ptq_s,
         cost=cost,
+        plan_s=0.0,
         findings=findings,
         notes=list(session.notes),
     )
-
-
-def plan_lines(plan: QatPlan) -> "Group":
-    """The plan on a terminal, as a rich renderable."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in _lines(plan):
-        table.add_row(Text(name, style="bold"), Text(text))  # Text: names are never read as markup
-    warned = [Text(line, style="yellow") for line in [*plan.findings, *plan.notes]]
-    return Group(Text(f"QAT plan of {plan.recipe}; nothing was trained", style="bold"), table, *warned)
-
-
-def _lines(plan: QatPlan) -> list[tuple[str, str]]:
-    runs, cost, gap = plan.engine, plan.cost, plan.gap
-    if runs.int8_gemms is None:
-        proof = f"not known, no engine was built: {runs.reason}"
-    else:
-        proof = f"{runs.int8_gemms} of {runs.expected} GEMMs"
-        if runs.expected_attention_int8:
-            proof += f", {runs.attention_int8} of {runs.expected_attention_int8} attentions"
-        proof += f" in INT8 ({runs.backend}, from its layer table)"
-        if runs.not_int8:
-            proof += f"; NOT in INT8: {', '.join(runs.not_int8)}"
-    kinds = Counter(map(family_named(plan.family).kind, plan.quantized))
-    delta, error = gap.delta[plan.metric], gap.delta_stderr[plan.metric]
-    noise = " (within noise: there may be nothing to win back)" if gap.within_noise else ""
-    settings = plan.settings
-    per_step = settings["batch_size"] / cost.step_s
-    epochs = cost.steps * settings["batch_size"] / cost.rows
-    return [
-        ("quantized", f"{len(plan.quantized)} linears ({', '.join(f'{n} {k}' for k, n in kinds.items())})"),
-        ("attention", f"{len(plan.attention)} in INT8"),
-        ("high precision", ", ".join(plan.high_precision) or "no linear"),
-        ("engine", proof),
-        ("gap to close", f"{plan.metric} {plan.fp32:.4f} in FP32, PTQ {delta:+.4f} ± {error:.4f}{noise}"),
-        (
-            "training",
-            f"{cost.steps} steps of {settings['batch_size']} samples "
-            f"({epochs:.2g} epochs of "
-            f"{cost.rows} rows, {cost.held_out} held out), {cost.evaluations} evaluations",
-        ),
-        (
-            "time",
-            f"{_duration(cost.total_s)}: steps {_duration(cost.steps * cost.step_s)} "
-            f"({1000 * cost.step_s:.0f} ± {1000 * cost.step_s_sd:.0f} ms each, median of "
-            f"{cost.measured_steps}; {per_step:.0f} samples/s), FP32 answers "
-            f"{_duration(cost.teacher_s)}, evaluations {_duration(cost.evaluation_s)}",
-        ),
-        (
-            "memory",
-            f"{cost.memory_bytes / 1e9:.2f} GB at most, of the {cost.memory_of}, with the longest batch",
-        ),
-        (
-            "disk",
-            f"{cost.disk_bytes / 1e9:.2f} GB of checkpoints, {cost.disk_free_bytes / 1e9:.0f} GB are free",
-        ),
-        (
-            "device",
-            f"{cost.device}, {cost.processes} process{'es'[: 2 * (cost.processes > 1)]}, {cost.precision}",
-        ),
-    ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = math.ceil(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
-Listener = Callable[[str, float, float], None]  # phase, steps done, steps in all (0: not known)
+Listener = Callable[[str, float, float], None]  # phase, steps done, steps in all (0: not known; 1: a share)
 
 _listeners: list[Listener] = []  # the innermost display is the last
 _timed: list[float] = []  # when what is being timed began
@@ -33,8 +33,9 @@ def doing(phase: str, done: float = 0, total: float = 0) -> None:
 
 def counted(phase: str, items: Collection[T]) -> Iterator[T]:
     """Items, one by one, each of them a step of a phase."""
+    steps = len(items) if len(items) > 1 else 0
     for done, item in enumerate(items):
-        doing(phase, done, len(items))
+        doing(phase, done, steps)
         yield item
 
 

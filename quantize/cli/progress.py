@@ -166,7 +166,8 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
             if now.row and now.row.loss is not None:
                 shown.note = f"loss {now.row.loss:.4g}"
                 shown.now.what = f"{name}, {shown.note}"
-            shown.update(bars[-1], completed=now.done, total=now.total)
+            if bars:
+                shown.update(bars[-1], completed=now.done, total=now.total)
             shown.hear("", now.done, now.total)
 
         yield show

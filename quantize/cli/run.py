@@ -149,6 +149,9 @@ def qat(  # noqa: PLR0913  (a command's options)
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
     ] = False,
+    with_ptq: Annotated[
+        bool, typer.Option("--with-ptq", help="A plan that runs PTQ first, for what there is to win back.")
+    ] = False,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
     shapes: options.ShapesOfData = None,
@@ -173,8 +176,8 @@ def qat(  # noqa: PLR0913  (a command's options)
     settings_of(session)  # before anything is written
     if leads():
         session = open_run(config, folder)
-    if plan:
-        _plan(session, json)
+    if plan or with_ptq:
+        _plan(session, with_ptq, json)
         return
     with progress.stages() as shown:
         start = follow(session, shown)
@@ -186,10 +189,14 @@ def qat(  # noqa: PLR0913  (a command's options)
         answer(results, folder, json=json)
 
 
-def _plan(session: "Session", json: bool) -> None:
-    from qdqbench.eval.runs.qat_plan import make_plan, plan_lines
+def _plan(session: "Session", with_ptq: bool, json: bool) -> None:
+    from qdqbench.eval.runs.qat_plan import make_plan
+    from qdqbench.eval.runs.qat_plan_lines import plan_lines
+    from qdqbench.eval.runs.run import follow
 
-    if (found := make_plan(session)) is not None:  # None: not the main process
+    with progress.stages() as shown:
+        found = make_plan(session, follow(session, shown, "ptq"), with_ptq=with_ptq)
+    if found is not None:  # None: not the main process
         show(found, json, plan_lines)
 
 

@@ -121,10 +121,10 @@ def _train(job: Job, accelerator: "Accelerator") -> Trained:
     )
 
 
-def measure_steps(job: Job, accelerator: "Accelerator", count: int) -> list[float]:
+def measure_steps(job: Job, accelerator: "Accelerator", count: int, most_s: float) -> list[float]:
     """Seconds of `count` optimizer steps, after one of the longest batch of the first epoch.
 
-    The model is of no use afterwards.
+    One process alone ends after `most_s`, with two at least. The model is of no use afterwards.
     """
     import torch
 
@@ -144,6 +144,8 @@ def measure_steps(job: Job, accelerator: "Accelerator", count: int) -> list[floa
         if accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        if accelerator.num_processes == 1 and len(seconds) > 2 and sum(seconds) > most_s:
+            break
     return seconds[1:]
 
 

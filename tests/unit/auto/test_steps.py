@@ -3,9 +3,9 @@
 import pytest
 
 from qdqbench.eval.api.auto import duration
-from qdqbench.eval.auto.costs import Pace
 from qdqbench.eval.auto.steps import further, islands_of, qat_settings, same_but_steps
 from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.runs.pace import Pace
 from qdqbench.eval.search.results import Accuracy, Trial
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.errors import CheckFailed, UserError
