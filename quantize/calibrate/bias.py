@@ -66,25 +66,33 @@ def correct_biases(
             ):
                 exact = run(exact)
             with rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
-                corrected, states = _correct_layer(model, groups, targets, partial(run, states), exact)
+                corrected, states = _correct_layer(
+                    model, groups, targets, partial(run, states), exact, once=times == 1
+                )
             added |= corrected
     return added
 
 
-def _correct_layer(
+def _correct_layer(  # noqa: PLR0913
     model: "PreTrainedModel",
     groups: list[list[str]],
     targets: "dict[str, torch.Tensor]",
     run: "Callable[[], list[torch.Tensor]]",
     exact: "list[torch.Tensor]",
+    *,
+    once: bool,
 ) -> "tuple[dict[str, list[float]], list[torch.Tensor]]":
     """Correct the groups of one layer, each for what it gets after the one before was corrected.
+
+    Args:
+        once: the layer runs once for a batch, so that what linears before a group make is known by then.
 
     Returns:
         What was added to each bias, and the output of the layer with it for every batch.
     """
     added: dict[str, list[float]] = {}
-    with _means(model, chain.from_iterable(groups)) as means:
+    read_again = groups[:-1] if once else []
+    with _means(model, chain.from_iterable(groups)) as means, _made(model, read_again) as made:
         states = run()
     error = _error(states, exact)
     for number, group in enumerate(groups):
@@ -92,10 +100,15 @@ def _correct_layer(
         linears: dict[str, Any] = {name: model.get_submodule(name) for name in group}
         before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
         apply_biases(model, step)
-        with _means(model, chain.from_iterable(groups[number + 1 :])) as new_means:
+        with (
+            _replayed(model, read_again[:number], made),
+            _means(model, chain.from_iterable(groups[number + 1 :])) as new_means,
+            _made(model, read_again[number:]) as new_made,
+        ):
             new_states = run()
         if (now := _error(new_states, exact)) < error:
             added, error, means, states = added | step, now, new_means, new_states
+            made |= new_made
         else:
             for name, bias in before.items():
                 linears[name].bias.copy_(bias)
@@ -199,3 +212,34 @@ def _means(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str
             hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(watch, name)))
         yield result
     result.update({name: total / counts[name] for name, total in sums.items()})
+
+
+@contextmanager
+def _made(model: "PreTrainedModel", groups: list[list[str]]) -> "Iterator[dict[str, list[torch.Tensor]]]":
+    """Outputs of linears for every batch."""
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        found.setdefault(name, []).append(output.clone())
+
+    with ExitStack() as hooks:
+        for name in chain.from_iterable(groups):
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
+        yield found
+
+
+@contextmanager
+def _replayed(
+    model: "PreTrainedModel", groups: list[list[str]], made: "dict[str, list[torch.Tensor]]"
+) -> Iterator[None]:
+    """Let linears give what they made before, without computing it again."""
+    names = list(chain.from_iterable(groups))
+    linears: list[Any] = [model.get_submodule(name) for name in names]
+    for name, linear in zip(names, linears, strict=True):
+        outputs = iter(made[name])
+        linear.forward = lambda _, outputs=outputs: next(outputs).clone()
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
