@@ -27,6 +27,7 @@ from qdqbench.eval.benchreport.words import (
     milliseconds,
     ratio_rows,
     slow_lines,
+    without_interval,
 )
 from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, size
 from qdqbench.eval.report.page import page_of
@@ -36,6 +37,9 @@ from qdqbench.quantize.core.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+
+SHAPES = 4  # columns of shapes that a terminal has room for
 
 
 @dataclass(frozen=True)
@@ -145,29 +149,30 @@ def bench_view(bench: Bench) -> BenchView:
 
 
 def bench_summary(bench: Bench) -> "Group":
-    """One screen for the terminal."""
+    """One screen for the terminal, 80 columns wide or more."""
     from rich.console import Group, RenderableType
-    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     bench = cleaned(bench)
     shown = bench_view(bench)
-    tables = (
-        Table(shown.headline, "", "INT8, ms", "over, ms", box=None, pad_edge=False),
-        Table("median, ms", *map(escape, shown.columns), box=None, pad_edge=False),
-    )
-    for table, rows in zip(tables, (shown.headlines, shown.rows), strict=True):
+    lines: list[RenderableType] = [Text(shown.title, style="bold"), Text(shown.subtitle)]
+
+    def add_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Mark]]], widest: int) -> None:
+        table = Table(box=None, pad_edge=False)
+        for number, name in enumerate(columns):
+            table.add_column(Text(name), min_width=0 if number else widest)  # Text: no markup in names
         for name, marks in rows:
             table.add_row(Text(name), *(Text(mark.text, style="red" if mark.bad else "") for mark in marks))
-    lines: list[RenderableType] = [
-        Text(shown.title, style="bold"),
-        Text(shown.subtitle),
-        tables[0],
-        Text(),
-        tables[1],
-        Text(shown.clocks),
-    ]
+        lines.extend((table, Text()))
+
+    add_table([shown.headline, "", "INT8, ms", "over, ms"], shown.headlines, 0)
+    for start in range(0, len(shown.columns), SHAPES):
+        of = slice(start, start + SHAPES)
+        rows = [(name, [without_interval(mark) for mark in marks[of]]) for name, marks in shown.rows]
+        widest = max(len(word) for name, _ in rows for word in name.split())
+        add_table(["median, ms", *shown.columns[of]], rows, widest)
+    lines.append(Text(shown.clocks))
     lines += [Text(f"note: {line}", style="yellow") for line in bench.notes]
     lines += [Text(f"✗ {line}", style="red") for line in shown.slow]
     lines += [Text(f"warning: {line}", style="yellow") for line in bench.warnings]

@@ -133,6 +133,12 @@ def milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+def without_interval(mark: Mark) -> Mark:
+    """The cell for a narrow table: 0.90x ✗ for 0.90x [0.88, 0.92] ✗ slower."""
+    value, interval, _ = mark.text.partition(" [")
+    return Mark(f"{value}{' ✗' if mark.bad else ''}", mark.bad) if interval else mark
+
+
 def latency_mark(bench: Bench, cell: BenchCell, name: str) -> Mark:
     """The median of a contestant, marked where it is a peer not in its best form, or why there is none."""
     row = row_of(cell, name)

@@ -147,27 +147,25 @@ def methods_summary(found: Methods) -> "Group":
     shown = methods_view(found)
     head = Panel(Text(shown.headline), title=Text(shown.title), border_style="green", title_align="left")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-    for name in (*shown.settings, *_screen(shown.columns), ""):
-        table.add_column(name, no_wrap="FP32" not in name)
+    for name in ("method", *_screen(shown.columns)):
+        table.add_column(name)
     for line in shown.lines:
-        cells = (
-            _screen(line.cells) if not line.failure else ["failed", *[""] * (len(_screen(shown.columns)) - 1)]
-        )
+        cells = _screen(line.cells) if not line.failure else ["failed"]
         style = "green" if line.best else "red" if line.failure else ""
-        table.add_row(*(Text(cell) for cell in (*line.settings, *cells, line.marks)), style=style)
+        marks = f" ({line.marks})" if line.marks else ""
+        table.add_row(Text(f"{line.name}{marks}"), *(Text(cell, no_wrap=True) for cell in cells), style=style)
     failed = [
-        Text(f"failed: {', '.join(line.settings)}: {line.failure}", style="red")
-        for line in shown.lines
-        if line.failure
+        Text(f"failed: {line.name}: {line.failure}", style="red") for line in shown.lines if line.failure
     ]
     notes = [Text(f"note: {note}", style="yellow") for note in shown.notes]
-    parts: list[RenderableType] = [head, table, Text(shown.caption), *failed, *notes]
+    told = Text(f"{shown.caption} ~ marks differences within noise.")
+    parts: list[RenderableType] = [head, table, told, *failed, *notes]
     return Group(*parts)
 
 
 def _screen(cells: list[str]) -> list[str]:
     """What fits 80 columns: the divergence without its error, and the difference to FP32 of every split."""
-    return [cells[0].split(" ± ")[0], *cells[5:-1:2]]
+    return [cells[0].split(" ± ")[0], *(cell.replace(" (noise)", " ~") for cell in cells[5:-1:2])]
 
 
 def _tiles(found: Methods) -> list[tuple[str, str, str, bool]]:

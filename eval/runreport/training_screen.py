@@ -20,7 +20,7 @@ def finetune_lines(result: Finetuning) -> "Group":
     shown = finetuning_view(result)
     colour = {"passed": "green", "partly": "yellow", "failed": "red"}[shown.status]
     kept = ["steps", "best step", "samples/s", "time"]  # what fits beside two metrics
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("seed", *shown.metrics, *kept):
         table.add_column(Text(name), no_wrap=name in shown.metrics)  # Text: names are never read as markup
     for line in shown.lines:

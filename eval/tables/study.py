@@ -2,13 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.report.formats import in_points, text, versions_text
+from qdqbench.eval.report.formats import in_points, label, model_label, text, versions_text
 from qdqbench.eval.runs.study_results import Study, StudySummary
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed
 from qdqbench.quantize.core.training_results import Spread
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 def study_tables(studies: Sequence[Study], changed: Changed) -> list[str]:
@@ -35,6 +38,26 @@ def study_tables(studies: Sequence[Study], changed: Changed) -> list[str]:
         )
         parts += [title, table([*header, "where"], numbered), "\n".join(notes)]
     return parts
+
+
+def study_summary(study: Study) -> "Group":
+    """One study for the terminal: a row per recipe."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    name = label(study.task["metrics"][0])
+    done = next(iter(study.summary.values()))
+    head = (
+        f"QAT over seeds: {model_label(str(study.base['name']))}, {label(str(study.task['name']))}. FP32 has "
+        f"{name} {_percent(done.fp32)} (mean ± standard deviation over {done.fp32.n} seeds, n = {study.n})."
+    )
+    table = Table("recipe", name, "PTQ - FP32", "QAT - FP32", box=None, pad_edge=False)
+    for recipe, row in study.summary.items():
+        cells = _percent(row.qat), _percent(row.ptq_minus_fp32, "+"), _percent(row.qat_minus_fp32, "+")
+        table.add_row(*map(Text, (recipe, *cells)))
+    notes = [Text(line) for line in (_where(study), *study.warnings)]
+    return Group(Text(head), table, *notes)
 
 
 def _row(study: Study, recipe: str, summary: StudySummary, changed: Changed) -> tuple[Study, list[str]]:

@@ -16,7 +16,6 @@ from qdqbench.quantize.cli.terminal import Json, command_line, show
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from qdqbench.eval.runs.study_results import Study
     from qdqbench.quantize.recipe.training import Training
 
 
@@ -119,6 +118,7 @@ def study(  # noqa: PLR0913  (a command's options)
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
     from qdqbench.eval.runs.study import StudyPlan, study
     from qdqbench.eval.runs.study_results import STUDY_FILE
+    from qdqbench.eval.tables.study import study_summary
     from qdqbench.quantize.machine.lock import held
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all
@@ -144,19 +144,9 @@ def study(  # noqa: PLR0913  (a command's options)
             revision=subject.revision,
         )
         found = study(StudyPlan(request, recipes, folder, say), accelerator)
-    show(found, json, _study_summary, f"results: {folder / STUDY_FILE}")
+    show(found, json, study_summary, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)
-
-
-def _study_summary(found: "Study") -> Any:
-    from rich.markdown import Markdown
-
-    from qdqbench.eval.tables.changed import Changed
-    from qdqbench.eval.tables.study import study_tables
-
-    changed = Changed()
-    return Markdown("\n\n".join([*study_tables([found], changed), changed.text()]))
 
 
 def _ours(names: set[str]) -> bool:

@@ -1,0 +1,83 @@
+"""What every command prints as a table is whole in a terminal of 80 columns: no cut word, no lost cell."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.auto.screen import auto_summary
+from qdqbench.eval.bench.results import Bench, read_bench
+from qdqbench.eval.benchreport.report import bench_summary
+from qdqbench.eval.compare.report import comparison_summary
+from qdqbench.eval.methods.report import methods_summary
+from qdqbench.eval.runreport.report import summary_lines
+from qdqbench.eval.runreport.training_screen import finetune_lines
+from qdqbench.eval.runs.study_results import read_study
+from qdqbench.eval.search.report import search_summary
+from qdqbench.eval.search.results import read_search
+from qdqbench.eval.sensitivity.report import sensitivity_summary
+from qdqbench.eval.tables.study import study_summary
+
+from ...support.compared import sample_comparison
+from ..auto.test_report import sample as sample_auto
+from ..bench.test_results import sample_bench
+from ..methods.test_measure import table
+from ..runreport.test_report import mnli
+from ..runreport.test_report import sample as sample_run
+from ..runreport.test_training_report import failed_run, finetuning, run_of
+from ..search.test_results import sample_search
+from ..sensitivity.test_report import sample as sample_sensitivity
+
+MEASURED = Path(__file__).parents[3] / "docs" / "measured"
+FRAME = re.compile(r"[─-╿]")  # of panels
+
+
+def many_shapes() -> Bench:
+    """Twelve shapes."""
+    bench = sample_bench()
+    cells = [
+        cell.model_copy(update={"length": cell.length // part})
+        for part in (1, 2, 4, 8)
+        for cell in bench.cells
+    ]
+    return bench.model_copy(update={"cells": cells})
+
+
+SHOWN: dict[str, Callable[[], Any]] = {
+    "run": lambda: summary_lines(sample_run()),
+    "run of two splits": lambda: summary_lines(mnli()),
+    "sensitivity": lambda: sensitivity_summary(sample_sensitivity()),
+    "auto": lambda: auto_summary(sample_auto()),
+    "search": lambda: search_summary(sample_search()),
+    "search, measured": lambda: search_summary(read_search(MEASURED / "mrpc-search" / "search.json")),
+    "methods": lambda: methods_summary(table()),
+    "methods, two splits": lambda: methods_summary(
+        table(splits=("validation_matched", "validation_mismatched"))
+    ),
+    "bench": lambda: bench_summary(sample_bench()),
+    "bench of many shapes": lambda: bench_summary(many_shapes()),
+    "bench, measured": lambda: bench_summary(read_bench(MEASURED / "base-attention" / "bench.json")),
+    "finetune": lambda: finetune_lines(finetuning([run_of(0), run_of(1), failed_run(2)])),
+    "study": lambda: study_summary(read_study(MEASURED / "mrpc-qat" / "study.json")),
+    "compare": lambda: comparison_summary(sample_comparison()),
+}
+
+
+def printed(shown: Any, width: int) -> str:
+    stream = StringIO()
+    Console(file=stream, width=width).print(shown)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_80_columns_hold_every_word_of_it(name: str) -> None:
+    shown = SHOWN[name]()
+    narrow, wide = (FRAME.sub(" ", printed(shown, width)) for width in (80, 400))
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "…" not in narrow
+    assert Counter(wide.split()) - Counter(narrow.split()) == Counter()
