@@ -15,7 +15,7 @@ from qdqbench.quantize.core.results import Results, StageResult
 WIDEST = 12  # classes whose confusion is shown as tables
 RIGHT_BEFORE: tuple[Change, ...] = ("right to wrong", "still right")
 RIGHT_NOW: tuple[Change, ...] = ("wrong to right", "still right")
-EVALUATE_FP16 = "qdqbench evaluate RUN --fp16"
+EVALUATE_FP16 = "qdqbench report RUN --fp16"
 STYLES = {"int8": (GREEN, "^"), "fp16": (ORANGE, "s"), "fp32": (BLUE, "o")}
 
 

@@ -8,7 +8,7 @@ from qdqbench.eval.effects.answers import FILE
 from qdqbench.eval.runreport.handoff import hand_off
 from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runs.collect import collect
-from qdqbench.eval.stages.stages import stages
+from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Timing
@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
-from qdqbench.quantize.rundir.pipeline import Stage, ancestors, forget_others, run_stages
+from qdqbench.quantize.rundir.pipeline import Stage, ancestors, finished, forget_others, run_stages
 from qdqbench.quantize.rundir.session import CONFIG, Session
 
 if TYPE_CHECKING:
@@ -66,14 +66,15 @@ def planned(session: Session, until: str | None) -> list[Stage]:
     """The stages up to one, in their order.
 
     Args:
-        until: a stage, "evaluate" for all evaluations; None or "report": every stage.
+        until: a stage, "evaluate" for all evaluations; None or "report": all, "fp16" if it was run before.
 
     Raises:
         UserError: no stage of that name in this run.
     """
     listed = stages(session)
     if until in REPORTED:
-        return [*listed.values()]
+        asked = finished(session.folder)  # once it was asked for, it is kept up to date
+        return [stage for name, stage in listed.items() if name != FP16_STAGE or name in asked]
     targets = [name for name in EVALUATED if name in listed] if until == "evaluate" else [until]
     if unknown := [name for name in targets if name not in listed]:
         raise UserError(

@@ -48,6 +48,7 @@ from qdqbench.quantize.trtexec.plan import FOLDER, state
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FP16_STAGE = "fp16"  # is run only where it is asked for
 PARITY_SAMPLES, PARITY_BATCH, LAYER_BATCHES = 64, 16, 1
 
 
@@ -145,6 +146,11 @@ def onnxruntime(session: Session) -> list[Path]:
     return [evaluate_stage(session, "onnxruntime", onnxruntime_runner(graph_path(session)))]
 
 
+def fp16(session: Session) -> list[Path]:
+    """Evaluate the FP16 twin in ONNX Runtime."""
+    return [evaluate_stage(session, FP16_STAGE, onnxruntime_runner(session.folder / FP16))]
+
+
 def _evaluate_torch(session: Session, stage: str, model: "PreTrainedModel") -> Path:
     with evaluating(model):
         return evaluate_stage(session, stage, torch_runner(model))
@@ -233,6 +239,7 @@ def stages(session: Session) -> dict[str, Stage]:
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
         Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
+        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation): quantized,
         Stage("build", build_stage, ("export",), _built): True,
         Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,

@@ -22,12 +22,12 @@ STAGE_COMMANDS = {
     "quantize": "Calibrate: write calibration.json (amax, data, lengths).",
     "export": "Write the INT8 ONNX file and its FP32 and FP16 twins.",
     "evaluate": "Measure accuracy of every stage.",
-    "report": "Write results.json, report.md and report.html.",
 }
 
 run.recipes_app.command("from-cache")(from_cache.from_cache)
 app.add_typer(run.recipes_app, name="recipes", rich_help_panel="Run")
 STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
+STAGES["report"] = run.report
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
     "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": build.build, "verify": build.verify},
     "Look": {

@@ -214,6 +214,22 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
     return command
 
 
+def report(
+    folder: RunFolder,
+    fp16: Annotated[
+        bool, typer.Option("--fp16", help="Evaluate the FP16 twin too, to see INT8 beside it.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Write results.json, report.md and report.html."""
+    from qdqbench.eval.api.runs import resume
+
+    for target in (["fp16"] if fp16 else []) + ["report"]:
+        with progress.stages() as shown:
+            found = resume(folder, target, shown)
+    answer(found, folder, json=json)
+
+
 def profile(folder: RunFolder, json: Json = False) -> None:
     """Wall time, CPU time and peak memory of each stage of a finished run."""
     from qdqbench.quantize.core.results import Results

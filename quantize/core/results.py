@@ -264,7 +264,7 @@ class Results(Tabular):
     classes: Classes | None = None  # None: answers are no classes
     layer_errors: LayerErrors | None = None  # None: nothing is quantized
     model_changes: list[ModelChange] = []  # besides Q/DQ
-    fp16: StageResult | None = None  # the FP16 twin; None: not evaluated
+    fp16: StageResult | None = None  # the FP16 twin; None: not asked for
     vs_fp16: Comparison | None = None  # the stage nearest to deployment against the FP16 twin
     training: TrainingRun | None = None  # None: the recipe has no QAT
     qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
