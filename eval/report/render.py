@@ -20,7 +20,7 @@ from qdqbench.eval.report.formats import (
     yaml_text,
 )
 from qdqbench.eval.report.page import contents
-from qdqbench.quantize.core.files import write_text
+from qdqbench.quantize.core.files import LOOK, write_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -39,7 +39,7 @@ def _templates() -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader([TEMPLATES, LOOK.parent]),
         autoescape=select_autoescape(enabled_extensions=("html.j2",)),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -10,6 +10,8 @@ from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
 
+LOOK = Path(__file__).parent / "look.css"  # colours and letters of all pages
+
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import LOOK
 from qdqbench.quantize.serve.endpoints import Columns, Request
 from qdqbench.quantize.serve.guard import Guard, Refused, failure, json_bytes, refusal
 from qdqbench.quantize.serve.metrics import Metrics
@@ -30,6 +31,7 @@ PAGES = {  # by path: file, type
     "/docs": ("docs.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
     "/docs.js": ("docs.js", "text/javascript"),
+    "/look.css": (str(LOOK), "text/css"),
     "/style.css": ("style.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
