@@ -70,7 +70,9 @@ def _part(found: Split, task: Task, split: str) -> Split:
     samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
     rows = part_of_one_file(samples, judged=split != task.train_split)
     note = f"{found.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
-    return replace(found, dataset=found.dataset.select(rows), rows=len(rows), notes=(*found.notes, note))
+    with quiet("datasets"):
+        kept = found.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all
+    return replace(found, dataset=kept, rows=len(rows), notes=(*found.notes, note))
 
 
 @lru_cache

@@ -94,6 +94,17 @@ def test_one_file_is_split_the_same_way_each_time(tmp_path):
     assert "one file" in read(OWN, path)[2][0]
 
 
+def test_labels_of_one_file_stay_with_their_texts(tmp_path, capfd):
+    names = ("bad", "good")
+    path = write(tmp_path, "all.csv", [(f"{names[n % 2]} {n}", names[n % 2]) for n in range(50)])
+    task = with_values_of(OWN, str(path))
+    for split, rows in (("validation", 10), ("train", 40)):
+        texts, labels, _ = read(task, path, split)
+        assert [names[label] for label in labels] == [text.split()[0] for text in texts]
+        assert len(texts) == rows
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_has_another_form_is_not_called_damaged_alone(tmp_path):
     (tmp_path / "validation.csv").write_text(json.dumps({"text": ["a"], "label": [1]}))
     with pytest.raises(UserError, match="another form than its name says"):
