@@ -14,7 +14,9 @@ from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes, short_
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
+    from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.results import Sensitivity
+    from qdqbench.quantize.machine.usage import Progress
 
 SAMPLES = 128  # enough to tell the worst units from the others
 PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units out of INT8
@@ -53,20 +55,25 @@ def rank(work: Workspace, file: Path | None) -> tuple[Space, str]:
     if file is not None:
         measured = read_ranking(work.session, file)
         return from_rows(work.space, measured.rows, str(file)), f"sensitivity file {file.name}"
-    from qdqbench.eval.sensitivity.measure import Measurement
-
     work.progress("measuring sensitivity")
-    session = work.session
-    how = {"method": "max", "smooth": "none", "weights_method": "max"}
-    whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), how))
-    everything = session.config.model_copy(update={"recipe": whole})
-    samples = min(SAMPLES, work.samples)
 
     def told(done: float, total: float, text: str) -> None:
         work.progress(f"measuring sensitivity, {done / total:.0%}")
 
-    found = Measurement(Session(everything, session.folder), samples, told).run()
+    measurement = own_ranking(work, told)
+    found, samples = measurement.run(), measurement.samples
     return from_rows(work.space, found.rows, "the sensitivity"), f"sensitivity on {samples} train rows"
+
+
+def own_ranking(work: Workspace, progress: "Progress" = lambda done, total, text: None) -> "Measurement":
+    """The sensitivity that ranks a search which is given none; not measured yet."""
+    from qdqbench.eval.sensitivity.measure import Measurement
+
+    session = work.session
+    how = {"method": "max", "smooth": "none", "weights_method": "max"}
+    whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), how))
+    everything = session.config.model_copy(update={"recipe": whole})
+    return Measurement(Session(everything, session.folder), min(SAMPLES, work.samples), progress)
 
 
 def read_ranking(session: Session, file: Path) -> "Sensitivity":

@@ -14,6 +14,7 @@ import pytest
 from qdqbench.eval.placement.cost_fit import fit_costs
 from qdqbench.eval.search import trials as search_module
 from qdqbench.eval.search.results import read_search
+from qdqbench.quantize.activity.pulse import duration
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
@@ -58,6 +59,36 @@ def searched(given, files, made_once, tmp_path_factory):
 
     made = shutil.copytree(made_once("searched", search), tmp_path_factory.mktemp("searched") / "made")
     return made / "out", Outcome(**json.loads((made / "told.json").read_text()))
+
+
+def test_the_plan_says_about_what_it_takes(searched, given, files, tmp_path, qdqbench):
+    """Of a machine that other tests use too: right to within a factor."""
+    out, _ = searched
+    fresh = tmp_path / "fresh"
+    told = qdqbench(*options(given, files, fresh, "--plan", "--json"))
+    assert (told.code, told.err) == (0, "")
+    plan = json.loads(told.out)
+    assert not fresh.exists()
+    found = read_search(out / "search.json")
+    took = [trial.seconds for trial in found.trials if trial.seconds]
+    assert (plan["trials"], plan["done"], plan["confirmed"]) == (TRIALS, 0, len(found.confirmed))
+    assert sum(took) / 30 < plan["trials_s"] < 30 * sum(took)
+    parts = plan["ranking_s"] + plan["trials_s"] + plan["confirm_s"]
+    assert plan["total_s"] == pytest.approx(parts)
+    assert plan["source"]["mode"] == "model"
+    kept = sum((out / name).stat().st_size for name in listing(out))
+    assert kept / 10 < plan["disk_bytes"] < 100 * kept
+    # what an earlier call has done says more
+    more = options(given, files, out, "--plan", trials=TRIALS + 5)
+    plan = json.loads(qdqbench(*more, "--json").out)
+    assert (plan["done"], plan["ranking_s"]) == (TRIALS, 0)
+    assert plan["trials_s"] == pytest.approx(5 * sum(took) / len(took))
+    assert plan["basis"] == f"{len(took)} trials of this study"
+    said = " ".join(qdqbench(*more).out.split())
+    assert f"5 trials of about {duration(plan['trial_s'])}" in said
+    assert f"{TRIALS} of {TRIALS + 5} are done" in said
+    assert "nothing was tried" in said
+    assert len(read_search(out / "search.json").trials) == len(found.trials)
 
 
 def test_the_outcome_is_whole(searched):

@@ -63,6 +63,9 @@ def search(  # noqa: PLR0913  (a command's options)
     subject: given.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
     wanted: Wanted,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what it would take; try nothing.", show_default=False)
+    ] = False,
     max_length: given.MaxLength = None,
     backend: given.Backend = None,
     batch_size: given.BatchSize = 32,
@@ -84,15 +87,31 @@ def search(  # noqa: PLR0913  (a command's options)
     _require_inputs(wanted.sensitivity, wanted.cost_model)
     _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
     check_out(folder, "a search", lambda _: (folder / WORK).is_dir())
-    (folder / WORK).mkdir(parents=True, exist_ok=True)
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(wanted))
+    if plan:
+        _plan(session, options, folder, json=json)
+        return
+    (folder / WORK).mkdir(parents=True, exist_ok=True)
     found = _search(session, options, folder, json=json)
     if found is None:  # other workers go on
         return
     show(found, json, search_summary, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
         raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
+
+
+def _plan(session: "Session", options: "SearchOptions", folder: Path, *, json: bool) -> None:
+    from qdqbench.eval.search.plan import plan_lines, plan_search
+    from qdqbench.eval.stages import stages
+
+    with progress.status() as say:
+        if session.config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
+            say("training the embedded default")
+            stages.embedded(session)
+        say("timing a few rows")
+        found = plan_search(session, options, folder)
+    show(found, json, plan_lines)
 
 
 def _require_inputs(sensitivity: Path | None, cost_model: Path | None) -> None:
