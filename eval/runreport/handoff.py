@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from qdqbench.eval.report.formats import cleaned
 from qdqbench.eval.runreport.verdict import verdict
@@ -53,8 +54,19 @@ def _write(session: Session, results: Results, out: Path | None) -> None:
     write_deploy(session, results, Said(said.title, said.sentence, failed, lines), out)
 
 
-def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> str | None:
-    """A clause on a run's folder `deploy` and the command to try it; None where there is none.
+class Begin(NamedTuple):
+    """Where to begin with a folder of these."""
+
+    folder: str
+    mark: str  # what to know before; may be empty
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}; {self.mark}try it: {self.command}"
+
+
+def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> Begin | None:
+    """The folder `deploy` of a run and the command to try it; None where there is none.
 
     Args:
         folder: of the run.
@@ -63,9 +75,9 @@ def where_to_begin(folder: Path, called: Path = Path(DEPLOY)) -> str | None:
     return begin_in(folder / DEPLOY, called) if (folder / DEPLOY / TOLD).is_file() else None
 
 
-def begin_in(place: Path, called: Path) -> str:
+def begin_in(place: Path, called: Path) -> Begin:
     """The same of a folder that is there, wherever it is."""
     told = files.read_json(place / TOLD)
     mark = "" if told["ran"] else "the engine never ran; "
     mark = "NOT FOR USE, the run failed; " if told["failed"] else mark
-    return f"{called}; {mark}try it: python {shlex.quote(str(called / told['script']))} {told['example']}"
+    return Begin(str(called), mark, f"python {shlex.quote(str(called / told['script']))} {told['example']}")

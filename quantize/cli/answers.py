@@ -25,7 +25,7 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
 
     if isinstance(found, Results):
         begin = where_to_begin(folder, folder / DEPLOY)
-        told = {"report": str(folder / "report.html"), **({"deploy": begin} if begin else {})}
+        told = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
         show(found, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in told.items()))
         if not found.gate.passed:
             raise CheckFailed(f"the gate does not hold: {'; '.join(found.gate.failures)}")

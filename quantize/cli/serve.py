@@ -95,7 +95,7 @@ def deploy(
     from qdqbench.eval.runreport.handoff import deploy as write
 
     made = write(run, out)
-    say(f"deploy: {plain(begin_in(made, made))}")
+    say(f"deploy: {plain(str(begin_in(made, made)))}")
 
 
 def export_triton(

@@ -109,7 +109,7 @@ def test_the_summary_and_the_report_say_where_to_begin(a_run, qdqbench):
     script = a_run / "deploy" / "run_onnxruntime.py"
     assert f'deploy: {a_run / "deploy"}; the engine never ran; try it: python {script} "a text"' in told
     page = (a_run / "report.md").read_text()
-    assert 'deploy; the engine never ran; try it: python deploy/run_onnxruntime.py "a text"' in page
+    assert '`deploy`; the engine never ran; try it with `python deploy/run_onnxruntime.py "a text"`' in page
 
 
 def test_copies_go_elsewhere(finished_run, tmp_path, qdqbench, blocked):
