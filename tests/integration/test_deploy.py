@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.runreport.handoff import hand_off, refresh
+from qdqbench.quantize.core.comparison import Speed
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.rundir.session import Session, read_config
 
@@ -161,8 +162,11 @@ def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     done = run_script(a_run / "deploy" / "run_onnxruntime.py", blocked, "a good film")
     assert (done.returncode, done.stderr) == (0, "warning: not for use, accuracy drops by 0.2\n")
     assert json.loads(done.stdout)["label"] in ("LABEL_0", "LABEL_1")
-    assert hand_off(Session(read_config(a_run), a_run), found) == []
-    assert "NOT FOR USE" not in (a_run / "deploy" / "README.md").read_text()
+    speed = Speed(cell="b1 s16", over="FP32", value=1.5, low=1.25, high=1.75)
+    assert hand_off(Session(read_config(a_run), a_run), found.model_copy(update={"speed": [speed]})) == []
+    page = (a_run / "deploy" / "README.md").read_text()
+    assert "NOT FOR USE" not in page
+    assert "| b1 s16 | FP32 | 1.50 [1.25, 1.75] |" in page
 
 
 def test_a_run_without_results_has_nothing_to_hand_over(sst2, tmp_path, qdqbench):
