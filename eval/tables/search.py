@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from qdqbench.eval.report.formats import code, drop_points, label, text, versions_text
 from qdqbench.eval.search.results import Confirmed, Search
 from qdqbench.eval.tables.accuracy import table
-from qdqbench.eval.tables.changed import Changed
+from qdqbench.eval.tables.changed import Changed, differences
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.recipe.schema import shipped_recipes
 
@@ -19,8 +19,9 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
         _row(found, confirmed, changed, places.index(_where(found)) + 1)
         for found in searches
         for confirmed in found.confirmed
-        if confirmed.status == "done"
+        if confirmed.status == "done" and not (confirmed.recipe and differences(confirmed.recipe))
     ]
+    gone = sum(bool(row.recipe and differences(row.recipe)) for found in searches for row in found.confirmed)
     title = (
         "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
         "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error. "
@@ -30,6 +31,8 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", f"over {over}", "trials"]
     notes = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
     notes += [f"- {text(label(found.task))}: {text(line)}" for found in searches for line in _said(found)]
+    if gone:
+        notes.append(f"- left out: {gone} rows of shipped recipes that have changed since")
     return [title, table([*header, "where"], rows), "\n".join(notes)]
 
 

@@ -109,7 +109,7 @@ class _Interrupted(SystemExit):
 
 
 def program() -> None:
-    """The installed command: `main`, and after Ctrl-C an end that waits for no thread of a library."""
+    """The installed command: `main`, after Ctrl-C without waiting for a thread of a library."""
     interrupt.watch()
     if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
         process.share_cores()
@@ -120,6 +120,12 @@ def program() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(str(stop.code)))
+    except SystemExit as stop:
+        if process.End.without_destructors:
+            process.End.now(int(str(stop.code or 0)))
+        raise
+    if process.End.without_destructors:
+        process.End.now(0)
 
 
 def main() -> None:

@@ -75,3 +75,34 @@ def test_freed_memory_serves_the_next_array(kept):
     )
     pages = 4 * 2**26 // resource.getpagesize()
     assert int(done.stdout) < pages / 8 if kept else int(done.stdout) > pages / 2
+
+
+@pytest.mark.parametrize(("ends", "status"), [("sys.exit(2)", 2), ("None", 0)])
+def test_a_process_can_end_without_the_destructors_of_its_libraries_but_not_without_pythons(ends, status):
+    # a destructor of C that kills, as one of a library that calls another which is gone
+    code = f"""
+import atexit, ctypes, sys
+from qdqbench.quantize.cli import app
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+atexit.register(print, "registered")
+def main():
+    app.process.End.without_destructors = {{}}
+    {ends}
+app.main = main
+app.program()
+"""
+    ran = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(wanted)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        for wanted in (True, False)
+    ]
+    assert [(done.returncode, done.stdout) for done in ran] == [
+        (status, "registered\n"),
+        (-6, "registered\n"),
+    ]
