@@ -74,17 +74,19 @@ def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
 
 def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
-    attention = "bert-int8-attention"
+    attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--profile", "static"]
     others = [unsplit, *(f"bert-{name}" for name in RECIPES[2:]), "bert-int8-residual-qat"]
     also = [part for other in others for part in ("--also", str(other))]
-    beside = ["--also", "bert-int8-residual"]
+    beside = ["--also", residual]
     lean = ["--without", "autotune-fp16", "--without", "int8-exact"]
     single = [part for name in ("linears", "ffn", "residual") for part in ("--also", f"bert-int8-{name}")]
     found = {
         "bench": [
             bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128), *beside),
             bench("large-attention", "bert-large", attention, *grid(8, 128), *beside, *lean),
-            bench("base-384", "bert-base", attention, *grid(32, length=384), "--profile", "static"),
+            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact),
+            bench("base-384-attention", "bert-base", attention, *grid(32, length=384), *exact),
+            bench("base-exact", "bert-base", residual, *grid(8, 32), *exact, "--also", "bert-int8-ffn"),
             bench(
                 "base-single", "bert-base", f"{attention}-single", *grid(1), "--profile", "static", *single
             ),
