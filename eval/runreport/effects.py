@@ -79,11 +79,11 @@ def _columns(results: Results, found: ChangedAnswers) -> list[str]:
 
 
 def class_rows(classes: Classes) -> list[tuple[str, list[str]]]:
-    """Recall of each class, and its change."""
+    """The change of each class's recall, and what it was and is."""
     rows = []
     for row in classes.rows:
         known = row.fp32 is not None and row.recall is not None and row.delta is not None
-        numbers = [f"{row.fp32:.4f}", f"{row.recall:.4f}", f"{row.delta:+.4f} ± {row.delta_stderr:.4f}"]
+        numbers = [f"{row.delta:+.4f} ± {row.delta_stderr:.4f}", f"{row.fp32:.4f}", f"{row.recall:.4f}"]
         cells = numbers if known else [""] * 3
         rows.append((row.name, [*cells, str(row.lost), str(row.won), str(row.n)]))
     return rows
@@ -203,10 +203,13 @@ def _scatter(points: list[tuple[str, float, StageResult]], metric: str, cell: st
         axes.errorbar(time, row.metrics[metric], yerr=error, color=colour, marker=marker, capsize=3)
         place_at = (time, row.metrics[metric])
         axes.annotate(name.upper(), place_at, xytext=(7, 4), textcoords="offset points")
-    if max(time for _, time, _ in points) > 5 * min(time for _, time, _ in points):
+    times = [time for _, time, _ in points]
+    if max(times) > 5 * min(times):
         log_scale(axes, "x")
-    axes.set_xlim(left=0 if axes.get_xscale() == "linear" else None)
-    axes.margins(x=0.15, y=0.25)
+        axes.set_xlim(min(times) / 1.5, max(times) * 2)
+    else:
+        axes.set_xlim(0, max(times) * 1.2)
+    axes.margins(y=0.25)
     axes.set_xlabel(f"milliseconds at {cell}")
     dress(axes, label(metric), grid="both")
     return svg_of(figure, "tradeoff", f"Latency at {cell} against {label(metric)}")

@@ -1,7 +1,6 @@
 """The stages of a run: each reads files and the configuration, and writes files into the run directory."""
 
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FP16_STAGE = "fp16"  # is run only where it is asked for
-PARITY_SAMPLES, PARITY_BATCH, LAYER_BATCHES = 64, 16, 1
+PARITY_SAMPLES, PARITY_BATCH = 64, 16
+LAYER_SAMPLES = 8  # enough tokens for a relative norm; each goes through a model some five times
 
 
 def embedded(session: Session) -> list[Path]:
@@ -136,8 +136,8 @@ def parity(session: Session) -> list[Path]:
     biases = read_record(session.record_path).biases
     with frozen(model):
         found = compare_layers(graph, model, _parity_batches(session))
-        few = islice(_parity_batches(session), LAYER_BATCHES)
-        errors = layer_errors(model, session.fp32_model, list(session.plan.int8), few, biases)
+        few = {name: rows[:LAYER_SAMPLES] for name, rows in next(_parity_batches(session)).items()}
+        errors = layer_errors(model, session.fp32_model, list(session.plan.int8), [few], biases)
     return [record(session.folder / "parity.json", found), record(session.folder / LAYER_ERRORS, errors)]
 
 
