@@ -37,7 +37,8 @@ def recipes(family: Family | None = None) -> list[Shipped]:
                 for each in known
                 if (each.recipe, each.device) == (recipe, device)
             )
-            on = tuple(device for device, chosen in first.items() if chosen == name)
+            lost = {each.device for each in measured if each.lost}
+            on = tuple(device for device, chosen in first.items() if chosen == name and device not in lost)
             about = load_recipe(recipe).description
             found.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
     return found

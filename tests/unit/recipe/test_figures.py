@@ -17,6 +17,7 @@ from qdqbench.quantize.recipe.figures import (
     worst_text,
 )
 from qdqbench.quantize.recipe.schema import shipped_recipes
+from qdqbench.quantize.recipe.supported import recipes
 from qdqbench.quantize.recipe.supported import start_with as start_by_device
 
 ROOT = Path(__file__).parents[3]
@@ -68,6 +69,14 @@ def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
     empty = Figure(recipe="x", device="gpu", accuracy=(), speed=())
     assert (worst_text(empty), speed_text(empty)) == ("not measured", "not measured")
     assert conditions([empty]) == []
+
+
+def test_a_family_whose_own_engine_lost_more_is_not_sent_there():
+    shown = {row.recipe: row for row in recipes()}
+    lost = [each for each in figures() if each.lost]
+    assert lost
+    assert all(each.device not in shown[each.recipe].start_on for each in lost)
+    assert [row.recipe for row in shown.values() if "gpu" in row.start_on]
 
 
 def test_figures_are_of_shipped_recipes():
