@@ -76,7 +76,11 @@ def _labels(session: Session) -> list[str]:
     if kind not in (CLASSIFICATION, TOKENS):
         return []
     names = config.task.classes or tuple(class_names(session.model_name, config.revision, kind))
-    return list(names if is_named(names) or not config.task.values else config.task.values)
+    if is_named(names):
+        return list(names)
+    if kind is TOKENS:  # the data's names, if it has some
+        return list(next(iter(session.gold.values())).classes)
+    return list(config.task.values or names)
 
 
 def _pooling(session: Session) -> dict[str, Any]:

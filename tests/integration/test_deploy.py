@@ -162,6 +162,10 @@ def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     done = run_script(a_run / "deploy" / "run_onnxruntime.py", blocked, "a good film")
     assert (done.returncode, done.stderr) == (0, "warning: not for use, accuracy drops by 0.2\n")
     assert json.loads(done.stdout)["label"] in ("LABEL_0", "LABEL_1")
+    assert refresh(a_run, found.model_copy(update={"engine": None})) == []
+    page = (a_run / "deploy" / "README.md").read_text()
+    assert "No engine was built, so nothing is proven." in page
+    assert "run_tensorrt_rtx.py" not in {*listing(a_run / "deploy")}
     speed = Speed(cell="b1 s16", over="FP32", value=1.5, low=1.25, high=1.75)
     assert hand_off(Session(read_config(a_run), a_run), found.model_copy(update={"speed": [speed]})) == []
     page = (a_run / "deploy" / "README.md").read_text()
