@@ -16,6 +16,7 @@ from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.claim import claimed, default_folder, purpose_of
 from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length, run_config
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.embedded import write_embedded
@@ -33,6 +34,7 @@ def auto(  # noqa: PLR0913
     data: str | Path = "hub",
     *,
     out: str | Path | None = None,
+    replace: bool = False,
     recipe: Sequence[str] = (),
     budget: str | float = BUDGET,
     max_drop: float = MAX_DROP,
@@ -54,6 +56,7 @@ def auto(  # noqa: PLR0913
     seed: int = 0,
     limit: int | None = None,
     progress: Callable[[str], None] = silent,
+    note: Callable[[str], None] = silent,
     command: str = "qdqbench.auto",
 ) -> Auto:
     """Find a recipe that holds: the ladder that an expert climbs. That none does is in the results.
@@ -62,7 +65,9 @@ def auto(  # noqa: PLR0913
         model: folder or hub id; None with `task` None: the embedded default.
         task: as in `run`, like `data`, `revision`, the columns, `metric`, `pooling` and `normalize`.
         data: see `task`.
-        out: folder; None: runs/auto-TASK. Finished steps of an earlier call are reused.
+        out: folder; None: runs/auto-MODEL-TASK. Finished steps of an earlier call are reused.
+        replace: what an earlier call left there is removed, whatever it was of; else another model or task is
+            refused.
         recipe: shipped names or YAML files to begin with; none: int8-attention, then int8-linears.
         budget: seconds, or a text such as "90s", "30m" or "2h": no step is begun that does not fit.
         max_drop: of the primary metric, a fraction; the gate of every recipe.
@@ -84,6 +89,7 @@ def auto(  # noqa: PLR0913
         seed: of bootstrap, search and folds.
         limit: evaluate on this many samples.
         progress: called with what is being done.
+        note: called with what was removed.
         command: recorded in the result.
 
     Raises:
@@ -116,26 +122,29 @@ def auto(  # noqa: PLR0913
     for each in recipes:
         if each.engine.backend in CPU_BACKENDS:
             choose_backend(each.engine.backend)
-    folder = Path(out) if out is not None else Path("runs") / f"auto-{config.task.name}"
-    if config.model is None:
-        progress("training the embedded default")
-        made = write_embedded(folder / "embedded", seed=seed)
-        config = config.model_copy(update={"model": str(made.model_dir), "data": str(made.data_dir)})
-    recipes, notes = _calibrating(config, folder, recipes)
-    longest = min(each.export.max_length for each in recipes)
-    ladder = Ladder(
-        config=config.model_copy(update={"recipe": recipes[0]}),
-        folder=folder,
-        wanted=wanted,
-        samples=samples,
-        trials=trials,
-        options=SearchOptions(batch=batch, length=length or min(LENGTH, longest)),
-        say=progress,
-    )
-    ladder.session.notes += notes
-    given: dict[str, Any] = asked if name else {"seed": seed, "batch_size": batch_size, "limit": limit}
-    words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_options({"model": name} | given)]
-    return run_ladder(ladder, recipes, budget_s, shlex.join(words))
+    folder = Path(out) if out is not None else default_folder("auto", name, config.task.name)
+    session = Session(config, folder)
+    purpose = purpose_of("auto", session)
+    with claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=note):
+        if config.model is None:
+            progress("training the embedded default")
+            made = write_embedded(folder / "embedded", seed=seed)
+            config = config.model_copy(update={"model": str(made.model_dir), "data": str(made.data_dir)})
+        recipes, notes = _calibrating(config, folder, recipes)
+        longest = min(each.export.max_length for each in recipes)
+        ladder = Ladder(
+            config=config.model_copy(update={"recipe": recipes[0]}),
+            folder=folder,
+            wanted=wanted,
+            samples=samples,
+            trials=trials,
+            options=SearchOptions(batch=batch, length=length or min(LENGTH, longest)),
+            say=progress,
+        )
+        ladder.session.notes += notes
+        given: dict[str, Any] = asked if name else {"seed": seed, "batch_size": batch_size, "limit": limit}
+        words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_options({"model": name} | given)]
+        return run_ladder(ladder, recipes, budget_s, shlex.join(words))
 
 
 def duration(text: str | float) -> float:

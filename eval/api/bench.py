@@ -1,8 +1,8 @@
 """Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,13 @@ from qdqbench.eval.gpubench.cell import gpu_makers
 from qdqbench.eval.gpubench.contestants import TABLE
 from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.identity import model_fingerprint
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.machine.lock import held
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.claim import Purpose, claimed, default_folder, place_of
 from qdqbench.quantize.rundir.config import asked_pooling
 from qdqbench.quantize.rundir.session import read_config
 
@@ -59,8 +63,10 @@ def bench(  # noqa: PLR0913
     without: Sequence[str] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
+    replace: bool = False,
     progress: Callable[[str], None] = silent,
     written: Callable[[Path], None] = silent,
+    note: Callable[[str], None] = silent,
     command: str = "qdqbench.bench",
 ) -> Bench:
     """INT8 against its twins and its peers, on a GPU or a CPU; bench.json and its reports are written.
@@ -94,9 +100,12 @@ def bench(  # noqa: PLR0913
         prepare: measure nothing, only leave there what a bench needs.
         without: names of contestants that are left out; on a GPU.
         seed: of weights, inputs and bootstrap.
-        out: folder; None: that of the run, or one in runs/.
+        out: folder; None: that of the run, or runs/bench-MODEL-RECIPE.
+        replace: what an earlier bench left in a folder of its own is removed, whatever it was of; else
+            another recipe or model is refused.
         progress: called with what is being done.
         written: called with each report.
+        note: called with what was removed.
         command: recorded in the result.
 
     Raises:
@@ -147,9 +156,10 @@ def bench(  # noqa: PLR0913
         measured=not prepare,
         threads=running,
     )
+    place = Path(out) if out else path or default_folder("bench", model, asked_recipe.name)
     with ExitStack() as stack:
+        stack.enter_context(_taken(place, path, model, asked_recipe, replace=replace, note=note))
         makers = cpu_makers() if cpu else gpu_makers(backend, stack)
-        place = _folder(path, model, recipe, out)
         chosen = _open_all(path, model, (recipe, *(also or ())), place, options, asked, makers)
         if real_lengths is not None:
             splits = real_splits(
@@ -160,7 +170,7 @@ def bench(  # noqa: PLR0913
                 tokenizer=tokenizer,
                 buckets=not cpu,
             )
-            options = replace(options, real=splits)
+            options = dataclasses.replace(options, real=splits)
         check_lengths(chosen, lengths)
         found = run_bench(
             chosen,
@@ -171,13 +181,13 @@ def bench(  # noqa: PLR0913
             save=lambda result: write_bench(place / BENCH_FILE, result),
             announce=progress,
         )
-    if prepare:
-        return found
-    refreshed, why = refresh_reports(place)
-    if why:
-        found = found.model_copy(update={"warnings": [*found.warnings, why]})
-    for report in [*write_bench_reports(found, place), *refreshed]:
-        written(report)
+        if prepare:
+            return found
+        refreshed, why = refresh_reports(place)
+        if why:
+            found = found.model_copy(update={"warnings": [*found.warnings, why]})
+        for report in [*write_bench_reports(found, place), *refreshed]:
+            written(report)
     return found
 
 
@@ -219,12 +229,24 @@ def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> t
     return running, tuple(count for count in counts if count <= running)
 
 
-def _folder(target: Path | None, model: str | None, recipe: str | None, out: str | Path | None) -> Path:
-    """Where a bench and its files go."""
-    if out or target:
-        return Path(out or target or "")
-    name = recipe_for(str(model), recipe).name
-    return Path("runs") / f"bench-{Path(str(model)).name}-{name}"
+def _taken(  # noqa: PLR0913
+    place: Path,
+    target: Path | None,
+    model: str | None,
+    recipe: Recipe,
+    *,
+    replace: bool,
+    note: Callable[[str], None],
+) -> AbstractContextManager[None]:
+    """The folder of a bench: of the run that is measured, or one for this model and recipe."""
+    if target is not None and place.resolve() == target.resolve():
+        if replace:
+            raise UserError(f"--replace would remove the run that is measured, {target}; give another --out")
+        return held(place)
+    name = read_config(target).model if target else model
+    known = None if name in MODEL_SHAPES or name is None else model_fingerprint(name)
+    purpose = Purpose(kind="bench", recipe=recipe.name, model=place_of(name), model_sha256=known)
+    return claimed(place, purpose, replace=replace, say=note)
 
 
 def _open_all(  # noqa: PLR0913, PLR0917

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.runs.made import Made, collect_made
-from qdqbench.eval.runs.run import StageProgress, follow, run_until
+from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
@@ -22,10 +22,10 @@ from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.artifacts import backend_of
+from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder, taken_up
 from qdqbench.quantize.rundir.config import find_recipe, for_length, for_shapes, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped
-from qdqbench.quantize.rundir.pipeline import open_run
-from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
+from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.trtexec.plan import FOLDER, has_engine
 
 StageCallback = Callable[[StageProgress], None]
@@ -57,6 +57,7 @@ def run(  # noqa: PLR0913
     data: str | Path = "hub",
     *,
     out: str | Path | None = None,
+    replace: bool = False,
     revision: str | None = None,
     text_column: Sequence[str] | None = None,
     label_column: str | None = None,
@@ -79,7 +80,9 @@ def run(  # noqa: PLR0913
         task: GLUE task, embed, tokens, qa, squad, squad_v2, or a free name with `text_column`.
         data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder; of task embed also a
             file with one text a line.
-        out: run directory; None: runs/RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
+        out: run directory; None: runs/MODEL-RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
+        replace: what an earlier run left there is removed, whatever it was of; else another recipe, model or
+            task is refused.
         revision: of a hub model: branch, tag or commit.
         text_column: text column of your own data, or the two of a pair.
         label_column: label column of your own data.
@@ -118,27 +121,40 @@ def run(  # noqa: PLR0913
         limit=limit,
         command="qdqbench.run",
     )
-    results = start(config, run_folder(config, out), progress=progress)
+    results = start(config, run_folder("run", config, out), progress=progress, replace=replace)
     assert isinstance(results, Results)
     return results
 
 
-def run_folder(config: RunConfig, out: str | Path | None) -> Path:
-    """The run directory that was asked for, else runs/RECIPE-TASK."""
-    return Path(out) if out is not None else Path("runs") / f"{config.recipe.name}-{config.task.name}"
-
-
-def start(
-    config: RunConfig, folder: Path, until: str | None = None, progress: StageCallback = silent
+def start(  # noqa: PLR0913
+    config: RunConfig,
+    folder: Path,
+    until: str | None = None,
+    progress: StageCallback = silent,
+    *,
+    replace: bool = False,
+    say: Callable[[str], None] = silent,
 ) -> Results | Made:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
+    Args:
+        replace, say: as of `claimed`.
+
     Raises:
+        UserError: the folder holds something else.
         MissingDevice: the recipe names a CPU runtime that is not installed; nothing was begun.
     """
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
-    return _go(open_run(config, folder), until, progress)
+    session = Session(config, folder)
+    with claimed(
+        folder,
+        purpose_of("run", session),
+        replace=replace,
+        ready=lambda: require_inputs(session, until),
+        say=say,
+    ):
+        return _go(session, until, progress)
 
 
 def resume(folder: str | Path, until: str | None = None, progress: StageCallback = silent) -> Results | Made:
@@ -156,7 +172,8 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
         UserError: no run directory, or no such stage.
         MissingDevice: it ended with the engine, and nothing here can build it.
     """
-    return _go(_opened(folder), until, progress)
+    with taken_up(folder) as session:
+        return _go(session, until, progress)
 
 
 def evaluate(folder: str | Path, progress: StageCallback = silent) -> "Evaluation":
@@ -187,9 +204,9 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
 
 def build_made(folder: str | Path, progress: StageCallback = silent) -> Made:
     """As `build`, with all that its stages have made."""
-    session = _opened(folder)
-    here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS or has_engine(session.folder / FOLDER)
-    made = _go(session, "verify" if here else "build", progress)
+    with taken_up(folder) as session:
+        here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS or has_engine(session.folder / FOLDER)
+        made = _go(session, "verify" if here else "build", progress)
     assert isinstance(made, Made)
     return made
 
@@ -214,10 +231,6 @@ class Proof(Tabular):
     def rows(self) -> list[LayerRow]:
         """One a kernel."""
         return self.engine.layers
-
-
-def _opened(folder: str | Path) -> Session:
-    return Session(read_config(Path(folder)), Path(folder))
 
 
 def _go(session: Session, until: str | None, progress: StageCallback) -> Results | Made:

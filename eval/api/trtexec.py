@@ -11,7 +11,8 @@ from qdqbench.eval.runs.run import follow, run_until
 from qdqbench.eval.trtexec.ask import plan_for, require_tensorrt
 from qdqbench.eval.trtexec.times import bench_of_times
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.machine.lock import held
+from qdqbench.quantize.rundir.claim import taken_up
 from qdqbench.quantize.trtexec.plan import SCRIPT
 
 
@@ -28,12 +29,11 @@ def trtexec_script(folder: str | Path, progress: StageCallback = silent) -> tupl
     Raises:
         UserError: no run directory, or one of another backend.
     """
-    path = Path(folder)
-    session = Session(read_config(path), path)
-    require_tensorrt(session)
-    for stage in ("baseline", *(["fake_quant"] if session.recipe.quantizes else []), "export"):
-        run_until(session, stage, follow(session, progress, stage))
-    made, new = plan_for(session)
+    with taken_up(folder) as session:
+        require_tensorrt(session)
+        for stage in ("baseline", *(["fake_quant"] if session.recipe.quantizes else []), "export"):
+            run_until(session, stage, follow(session, progress, stage))
+        made, new = plan_for(session)
     return made / SCRIPT, new
 
 
@@ -57,10 +57,11 @@ def trtexec_bench(
     if not path.is_dir():
         raise UserError(f"{path} is no run directory; give one whose trtexec folder came back")
     found = bench_of_times(path, command)
-    write_bench(path / BENCH_FILE, found)
-    refreshed, why = refresh_reports(path)
-    if why:
-        found = found.model_copy(update={"warnings": [*found.warnings, why]})
-    for report in [*write_bench_reports(found, path), *refreshed]:
-        written(report)
+    with held(path):
+        write_bench(path / BENCH_FILE, found)
+        refreshed, why = refresh_reports(path)
+        if why:
+            found = found.model_copy(update={"warnings": [*found.warnings, why]})
+        for report in [*write_bench_reports(found, path), *refreshed]:
+            written(report)
     return found

@@ -1,10 +1,10 @@
 """Calibration methods side by side: each on train rows that calibration did not see, then on validation."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,42 +14,24 @@ from qdqbench.eval.accuracy.draw import described, draw_samples
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
 from qdqbench.eval.accuracy.switches import Switches
+from qdqbench.eval.methods.cases import Case, cases_of, groups_of
+from qdqbench.eval.methods.kept import keep_answers, kept_answers, open_ledger
 from qdqbench.eval.methods.results import METHODS_RECIPE, MethodCost, MethodRow, Methods, Scores, SplitResult
-from qdqbench.eval.methods.sections import sections, write_up_method
+from qdqbench.eval.methods.sections import write_up_method
 from qdqbench.eval.methods.shared import SharedCalibration, calibrated, collect_ranges, widest_weight
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.usage import Progress
-from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.rundir.ledger import Ledger
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.sources import Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class _Case:
-    section: Calibration
-    plan: Plan
-
-    @property
-    def passes(self) -> tuple[Any, ...]:
-        """What rows that share a pass over the data have in common."""
-        each = tuple((name, each.weights, each.smooth) for name, each in self.plan.scaling.items())
-        return self.section.split_outliers, each
-
-    @property
-    def prepares(self) -> bool:
-        """Whether calibration goes through the data once before."""
-        smooths = any(each.smooth != "none" for each in self.plan.scaling.values())
-        return smooths or self.section.split_outliers > 0
 
 
 @dataclass
@@ -66,22 +48,39 @@ class Comparing:
     _total: float = field(default=1.0, init=False)
     # divergence of each sample of the draw, by row
     _each: dict[int, Float64] = field(default_factory=dict, init=False)
+    _before: float = field(default=0.0, init=False)  # seconds of earlier calls
 
     def run(self) -> Methods:
-        """Measure every row and write the recipe of the best one.
+        """Measure every row that the ledger lacks, and write the recipe of the best one.
 
         Raises:
             UserError: bad input, too little data, or no row that works.
         """
         start = time.perf_counter()
-        cases = self._cases()
-        self.split, self.draw = draw_samples(self.session, self.samples)
+        cases = cases_of(self.session, self.methods, self.smooths)
+        self._before = self.ledger.seconds
         self._count(cases)
         self._ask_fp32()
         found: dict[int, MethodCost | str] = {}
-        for group in _groups(cases):
+        for group in groups_of(cases):
             found |= self._group({at: cases[at] for at in group})
-        return self._report(cases, found, time.perf_counter() - start)
+        return self._report(cases, found, self._before + time.perf_counter() - start)
+
+    @cached_property
+    def _drawn(self) -> tuple[Split, Encoded]:
+        return draw_samples(self.session, self.samples)
+
+    @property
+    def draw(self) -> Encoded:
+        """What is compared on."""
+        return self._drawn[1]
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Finished rows."""
+        judges = self.session.eval_splits.values() if self.validates else ()
+        fingerprints = [self._drawn[0].fingerprint, *(split.fingerprint for split, _ in judges)]
+        return open_ledger(self.session, self.samples, fingerprints)
 
     @cached_property
     def _evaluated(self) -> dict[str, Encoded]:
@@ -90,44 +89,32 @@ class Comparing:
         return {name: encoded for name, (_, encoded) in splits.items()}
 
     def _ask_fp32(self) -> None:
+        """Answers of FP32, kept beside the ledger."""
+        asked, folder = {"": self.draw, **self._evaluated}, self.session.folder
+        answers = kept_answers(folder, self.ledger)
+        if answers is None:
+            start = time.perf_counter()
+            answers = self._answers(asked)
+            keep_answers(folder, self.ledger, answers, time.perf_counter() - start)
+        else:
+            self._done += sum(encoded.rows for encoded in asked.values())
+        self.reference = answers.pop("")
+        self.reference_eval = answers
+
+    def _answers(self, asked: dict[str, Encoded]) -> dict[str, Float32]:
         model = placed(self.session.fp32_model)
         try:
-            self.reference = self._logits(model, self.draw, "FP32")
-            self.reference_eval = {
-                name: self._logits(model, encoded, "FP32") for name, encoded in self._evaluated.items()
-            }
+            return {name: self._logits(model, encoded, "FP32") for name, encoded in asked.items()}
         except CheckFailed as error:
             raise UserError(
                 f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
                 "to compare with; train or save it again"
             ) from error
 
-    def _cases(self) -> list[_Case]:
-        """Sections with their plans; of those that come to the same for this recipe, the first."""
-        recipe = self.session.recipe
-        listed = sections(recipe.calibration, self.methods, self.smooths)
-        require_quantized(recipe)
-        model = self.session.fp32_model
-        modules, prefix = module_table(model), model.base_model_prefix
-        cases: dict[Any, _Case] = {}
-        plan = resolve(recipe, modules, prefix)
-        if not plan.family.splittable(plan.int8):
-            listed = [section for section in listed if not section.split_outliers]  # nothing to split
-        for section in listed:
-            plan = resolve(recipe.model_copy(update={"calibration": section}), modules, prefix)
-            key = tuple(plan.scaling.items()), section.bias_correction, section.split_outliers
-            cases.setdefault(key, _Case(section, plan))
-        if same := len(listed) - len(cases):
-            self.session.notes.append(
-                f"{same} combinations come to the same as another under the rules of recipe "
-                f"{recipe.name} and are left out"
-            )
-        return list(cases.values())
-
-    def _count(self, cases: list[_Case]) -> None:
+    def _count(self, cases: list[Case]) -> None:
         """Samples that will be run through a model, for the progress bar."""
         judged = self.draw.rows + sum(encoded.rows for encoded in self._evaluated.values())
-        firsts = [cases[group[0]] for group in _groups(cases)]
+        firsts = [cases[group[0]] for group in groups_of(cases)]
         passes = sum(1 + case.prepares + bool(case.plan.attention) for case in firsts)  # and of the softmax
         self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
 
@@ -146,21 +133,50 @@ class Comparing:
             progress=lambda count: self._say(count, text),
         )
 
-    def _group(self, cases: dict[int, _Case]) -> dict[int, MethodCost | str]:
-        """Rows that share their passes over the data; what failed is a sentence."""
+    def _group(self, cases: dict[int, Case]) -> dict[int, MethodCost | str]:
+        """Rows that share their passes over the data; what failed is a sentence.
+
+        Passes are made again where a row is left to measure: what they leave is the model itself.
+        """
+        found: dict[int, MethodCost | str] = {
+            at: self._known(at, case) for at, case in cases.items() if case.key in self.ledger.found
+        }
+        left = {at: case for at, case in cases.items() if at not in found}
+        if not left:
+            self._done += self.session.recipe.calibration.samples  # at least
+            return found
         try:
-            shared, seconds = self._pass(next(iter(cases.values())))
+            shared, seconds = self._pass(next(iter(left.values())))
         except (CheckFailed, UserError) as error:
-            return dict.fromkeys(cases, str(error))
-        found: dict[int, MethodCost | str] = {}
-        for at, case in cases.items():
+            return found | dict.fromkeys(left, str(error))
+        for at, case in left.items():
+            start = time.perf_counter()
             try:
-                found[at] = self._row(at, case, shared, seconds)
+                cost = self._row(at, case, shared, seconds)
             except CheckFailed as error:
                 found[at] = str(error)
+                continue
+            row = {
+                "cost": cost.model_dump(mode="json"),
+                "each": self._each[at].tolist(),
+                "notes": shared.notes,
+            }
+            self.ledger.append(case.key, row, time.perf_counter() - start)
+            found[at] = cost
         return found
 
-    def _pass(self, case: _Case) -> tuple[SharedCalibration, float]:
+    def _known(self, at: int, case: Case) -> MethodCost:
+        """A row that an earlier call measured."""
+        row = self.ledger.found[case.key]["value"]
+        self._each[at] = np.array(row["each"], np.float64)
+        self._note(row["notes"])
+        self._say(self.draw.rows + sum(e.rows for e in self._evaluated.values()), "what is known")
+        return MethodCost.model_validate(row["cost"])
+
+    def _note(self, notes: list[str]) -> None:
+        self.session.notes += [note for note in notes if note not in self.session.notes]
+
+    def _pass(self, case: Case) -> tuple[SharedCalibration, float]:
         start = time.perf_counter()
         shared = collect_ranges(
             placed(self.session.new_int8_model()),
@@ -169,10 +185,10 @@ class Comparing:
             case.section,
             lambda count: self._say(count, f"calibration, smooth {case.section.smooth}"),
         )
-        self.session.notes += [note for note in shared.notes if note not in self.session.notes]
+        self._note(shared.notes)
         return shared, time.perf_counter() - start
 
-    def _row(self, at: int, case: _Case, shared: SharedCalibration, seconds: float) -> MethodCost:
+    def _row(self, at: int, case: Case, shared: SharedCalibration, seconds: float) -> MethodCost:
         start = time.perf_counter()
         model, states = calibrated(shared, case.plan)
         if case.section.bias_correction:
@@ -206,7 +222,7 @@ class Comparing:
             calibration_s=seconds,
         )
 
-    def _rows(self, cases: list[_Case], found: dict[int, MethodCost | str]) -> list[MethodRow]:
+    def _rows(self, cases: list[Case], found: dict[int, MethodCost | str]) -> list[MethodRow]:
         done = {at: each for at, each in found.items() if isinstance(each, MethodCost)}
         if not done:
             raise UserError(f"no combination gave a model that works; the recipe as it is: {found[0]}")
@@ -230,7 +246,7 @@ class Comparing:
             )
         return rows
 
-    def _report(self, cases: list[_Case], found: dict[int, MethodCost | str], wall_s: float) -> Methods:
+    def _report(self, cases: list[Case], found: dict[int, MethodCost | str], wall_s: float) -> Methods:
         session, config = self.session, self.session.config
         rows = self._rows(cases, found)
         best = next(case.section for case, row in zip(cases, rows, strict=True) if row.best)
@@ -238,7 +254,7 @@ class Comparing:
         files.write_text(session.folder / METHODS_RECIPE, text)
         if any(rule.refines for rule in config.recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
-        about = described(session, self.split, len(self.draw.gold))
+        about = described(session, self._drawn[0], len(self.draw.gold))
         judges = self._evaluated.items()
         about["data"]["evaluation"] = {name: len(encoded.gold) for name, encoded in judges}
         return Methods(
@@ -261,25 +277,5 @@ class Comparing:
         )
 
 
-def _groups(cases: list[_Case]) -> Iterator[list[int]]:
-    """Numbers of the cases that share passes over the data."""
-    groups: dict[Any, list[int]] = {}
-    for at, case in enumerate(cases):
-        groups.setdefault(case.passes, []).append(at)
-    yield from groups.values()
-
-
 def _stderr(each: Float64) -> float:
     return float(each.std(ddof=1) / np.sqrt(len(each)))
-
-
-def require_quantized(recipe: Recipe) -> None:
-    """The recipe has something to calibrate.
-
-    Raises:
-        UserError: it has not.
-    """
-    if not recipe.quantizes:
-        raise UserError(
-            f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
-        )

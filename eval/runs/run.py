@@ -116,6 +116,26 @@ def run_until(
         return results
 
 
+def require_inputs(session: Session, until: str | None = None) -> None:
+    """Find out what is wrong with the inputs of a run up to a stage, before anything is written.
+
+    Raises:
+        UserError: they cannot be loaded, or do not fit each other.
+    """
+    names = {stage.name for stage in planned(session, until)}
+    evaluates = bool(names & {*EVALUATED})
+    session.require_inputs(calibrates=bool(names & {"quantize", "ptq"}), evaluates=evaluates)
+    if evaluates and session.config.model is not None:
+        _require_room(session, names)
+
+
+def _require_room(session: Session, names: set[str]) -> None:
+    """Data that engine.shapes does not take is told before anything is calibrated, not by the last stage."""
+    if {"verify", "engine"} & names:
+        for _, encoded in session.eval_splits.values():
+            require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
+
+
 def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None]) -> dict[str, Timing]:
     """Cost of the stages, in their order."""
 
@@ -128,8 +148,5 @@ def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None
 
     made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = run_stages(session, made, announce)
-    if {"verify", "engine"} & {stage.name for stage in needed}:
-        # data that engine.shapes does not take is told before anything is calibrated, not by the last stage
-        for _, encoded in session.eval_splits.values():
-            require_room(engine_profiles(session), encoded.lengths, session.config.batch_size)
+    _require_room(session, {stage.name for stage in needed})
     return timings | run_stages(session, needed[len(made) :], announce)

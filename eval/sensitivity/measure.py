@@ -13,8 +13,6 @@ from qdqbench.eval.accuracy.switches import Switches
 from qdqbench.eval.sensitivity import choice as sensitivity_choice
 from qdqbench.eval.sensitivity.candidates import Candidate, Choices, choices
 from qdqbench.eval.sensitivity.judge import effect_of, limits_noted
-from qdqbench.eval.sensitivity.ledger import LEDGER_FILE as PARTIAL
-from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import (
     CandidateRow,
     Choice,
@@ -32,6 +30,7 @@ from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.usage import Progress
+from qdqbench.quantize.rundir.ledger import Ledger
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.batches import sorted_batches
@@ -39,6 +38,7 @@ from qdqbench.quantize.tasks.sources import Split
 
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
 EVERYTHING = "everything"
+PARTIAL = "sensitivity.partial.jsonl"
 
 
 @dataclass

@@ -96,12 +96,11 @@ def _invoke() -> None:
 
 
 MEASURES_TORCH = ("bench",)  # commands that leave threads and memory as PyTorch does
-FROM_THE_START = (
-    "methods",
-    "bench",
-    "serve",
-    "export-triton",
-)  # commands that do not go on with what an interrupted call left
+GOES_ON = {  # commands that go on with what an interrupted call left
+    *("run", "auto", *STAGE_COMMANDS, "build", "verify", "qat", "finetune", "study"),
+    *("sensitivity", "methods", "search"),
+}
+INTERRUPTED = 130  # exit status, as of a shell: 128 and the number of the signal
 
 
 class _Interrupted(SystemExit):
@@ -116,10 +115,12 @@ def program() -> None:
         process.keep_memory()
     try:
         main()
-    except _Interrupted as stop:
+    except _Interrupted:
+        interrupt.ignore()
+        process.end_children()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(str(stop.code)))
+        os._exit(INTERRUPTED)
     except SystemExit as stop:
         if process.End.without_destructors:
             process.End.now(int(str(stop.code or 0)))
@@ -135,7 +136,6 @@ def main() -> None:
         sys.argv.remove("--debug")
     from qdqbench.quantize.core.errors import QdqError
 
-    anew = any(name in sys.argv[1:2] for name in FROM_THE_START)
     try:
         _invoke()
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
@@ -148,11 +148,11 @@ def main() -> None:
             sys.stderr.write(f"qdqbench: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        kept = "" if anew else "finished stages are kept, "
-        sys.stderr.write(
-            f"qdqbench: interrupted; {kept}run the same command to {'start anew' if anew else 'go on'}\n"
-        )
-        raise _Interrupted(1) from None
+        goes_on = any(name in GOES_ON for name in sys.argv[1:2])
+        kept, then = ("what is finished is kept, and ", "goes on") if goes_on else ("", "starts anew")
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"qdqbench: interrupted; {kept}the same command {then}\n")
+        raise _Interrupted(INTERRUPTED) from None
     except Exception as error:
         if debug:
             raise

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qdqbench.quantize.cli.options import grouped
+from qdqbench.quantize.cli.options import Replace, grouped, note
 from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, command_line, say, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
@@ -89,14 +89,17 @@ class Wanted:
 
 
 @grouped
-def bench(
+def bench(  # noqa: PLR0913  (a command's options)
     target: Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)] = None,
     *,
     wanted: Wanted,
     trtexec: Annotated[
         bool, typer.Option("--trtexec", help="Measure nothing: take the times that trtexec exported.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; none: that of the run, or runs/bench-MODEL-RECIPE.")
+    ] = None,
+    replace: Replace = False,
     json: Json = False,
 ) -> None:
     """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
@@ -117,6 +120,8 @@ def bench(
                 target,
                 **asdict(wanted),
                 out=out,
+                replace=replace,
+                note=note,
                 progress=announce,
                 written=written.append,
                 command=command_line(),

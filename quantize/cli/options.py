@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,11 @@ RecipeName = Annotated[str, typer.Argument(help="Shipped name, with or without t
 BatchSize = Annotated[int, typer.Option(min=1, help="Evaluation batch size.")]
 MeasureSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap and embedded default.")]
 RunSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap, parity draw and embedded default.")]
-RunOut = Annotated[Path | None, typer.Option(help="Run directory; none: runs/RECIPE-TASK.")]
+RunOut = Annotated[Path | None, typer.Option(help="Run directory; none: runs/MODEL-RECIPE-TASK.")]
+Replace = Annotated[
+    bool,
+    typer.Option("--replace", help="Begin anew where --out holds something else; what was made there goes."),
+]
 MaxLength = Annotated[
     int | None,
     typer.Option(min=8, help="Tokens of a sample; none: as the recipe says. Its profiles follow."),
@@ -121,6 +126,11 @@ class BaseSubject(Subject):
     model: Annotated[
         str | None, typer.Option(help="Encoder: folder or hub id; none: the embedded default.")
     ] = None
+
+
+def note(text: str) -> None:
+    """A line on stderr, beside what is printed."""
+    sys.stderr.write(f"{text}\n")
 
 
 def check_out(folder: Path, what: str, ours: Callable[[set[str]], bool]) -> None:

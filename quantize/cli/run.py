@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,6 +118,7 @@ def run(  # noqa: PLR0913  (a command's options)
     *,
     subject: options.Subject,
     out: options.RunOut = None,
+    replace: options.Replace = False,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
     shapes: options.ShapesOfData = None,
@@ -129,14 +131,15 @@ def run(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
-    from qdqbench.eval.api.runs import run_folder, start
+    from qdqbench.eval.api.runs import start
+    from qdqbench.quantize.rundir.claim import run_folder
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
     )
-    folder = run_folder(config, out)
+    folder = run_folder("run", config, out)
     with progress.stages() as shown:
-        found = start(config, folder, until, shown)
+        found = start(config, folder, until, shown, replace=replace, say=options.note)
     answer(found, folder, json=json)
 
 
@@ -146,6 +149,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     *,
     subject: options.Subject,
     out: options.RunOut = None,
+    replace: options.Replace = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
     ] = False,
@@ -161,24 +165,32 @@ def qat(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Quantization-aware training, then on to engine and report; on one GPU or many."""
-    from qdqbench.eval.api.runs import run_folder
-    from qdqbench.eval.runs.run import follow, run_until
-    from qdqbench.quantize.qat.stage import settings_of, train_on_all
-    from qdqbench.quantize.rundir.pipeline import open_run
+    from qdqbench.eval.runs.run import require_inputs
+    from qdqbench.quantize.qat.stage import settings_of
+    from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
     from qdqbench.quantize.rundir.session import Session
-    from qdqbench.quantize.train.processes import leads
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
     )
-    folder = run_folder(config, out)
+    folder = run_folder("run", config, out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written
-    if leads():
-        session = open_run(config, folder)
-    if plan or with_ptq:
-        _plan(session, with_ptq, json)
-        return
+    purpose = purpose_of("run", session)
+    ready = partial(require_inputs, session)
+    anew = replace and not plan  # which removes nothing
+    with claimed(folder, purpose, replace=anew, ready=ready, say=options.note):
+        if plan or with_ptq:
+            _plan(session, with_ptq, json)
+        else:
+            _train(session, json)
+
+
+def _train(session: "Session", json: bool) -> None:
+    from qdqbench.eval.runs.run import follow, run_until
+    from qdqbench.quantize.qat.stage import train_on_all
+    from qdqbench.quantize.train.processes import leads
+
     with progress.stages() as shown:
         start = follow(session, shown)
         train_on_all(session, lambda stage: run_until(session, stage, start))
@@ -186,7 +198,7 @@ def qat(  # noqa: PLR0913  (a command's options)
         with progress.stages() as shown:
             results = run_until(session, None, follow(session, shown))
         assert results is not None
-        answer(results, folder, json=json)
+        answer(results, session.folder, json=json)
 
 
 def _plan(session: "Session", with_ptq: bool, json: bool) -> None:

@@ -55,7 +55,8 @@ class ShortOptimization:
 def finetune(  # noqa: PLR0913  (a command's options)
     *,
     subject: given.BaseSubject,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/finetune-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/finetune-MODEL-TASK.")] = None,
+    replace: given.Replace = False,
     seeds: Annotated[int, typer.Option(min=1, help="Runs, with seeds from --seed on.")] = 1,
     optimization: Optimization,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a sample.")] = 128,
@@ -68,15 +69,23 @@ def finetune(  # noqa: PLR0913  (a command's options)
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
     from qdqbench.eval.runreport.training_report import write_finetuning
     from qdqbench.eval.runreport.training_screen import finetune_lines
-    from qdqbench.quantize.machine.lock import held
-    from qdqbench.quantize.train.finetune import RESULT, Request, finetune
+    from qdqbench.quantize.rundir.claim import claimed, default_folder, trained_purpose
+    from qdqbench.quantize.train.finetune import RESULT, Request, finetune, require_base
     from qdqbench.quantize.train.record import require_all
 
     settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
     chosen = subject.found_task()
-    folder = out or Path("runs") / f"finetune-{chosen.name}"
-    given.check_out(folder, "a fine-tuning", _ours)
-    with held(folder), _processes(settings.precision) as accelerator:
+    folder = out or default_folder("finetune", subject.model, chosen.name)
+    purpose = trained_purpose("finetune", subject.model, subject.revision, chosen.name)
+
+    def ready() -> None:
+        if subject.model is not None:
+            require_base(subject.model, subject.revision, chosen, subject.data)
+
+    with (
+        claimed(folder, purpose, replace=replace, ready=ready, say=given.note),
+        _processes(settings.precision) as accelerator,
+    ):
         base, source = _base(subject, folder, accelerator)
         with progress.seeds(seeds, quiet=not accelerator.is_main_process) as report:
             request = Request(
@@ -94,8 +103,9 @@ def finetune(  # noqa: PLR0913  (a command's options)
                 revision=subject.revision,
             )
             result = finetune(request, accelerator)
+        if accelerator.is_main_process:
+            write_finetuning(result, folder)
     if accelerator.is_main_process:
-        write_finetuning(result, folder)
         written = [f"report: {folder / 'finetune.html'}"]
         if result.best_seed is not None:
             written.append(f"model: {folder / f'seed-{result.best_seed}' / 'model'}")
@@ -109,7 +119,8 @@ def study(  # noqa: PLR0913  (a command's options)
     recipe: Annotated[list[str], typer.Option(help="Shipped name or YAML file, with QAT; several.")],
     *,
     subject: given.BaseSubject,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/study-MODEL-TASK.")] = None,
+    replace: given.Replace = False,
     seeds: Annotated[int, typer.Option(min=1, help="Fine-tunings, each with PTQ and QAT.")] = 3,
     optimization: ShortOptimization,
     limit: Annotated[int | None, typer.Option(min=4, help="Train rows of the fine-tuning.")] = None,
@@ -119,16 +130,25 @@ def study(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runs.study import StudyPlan, study
     from qdqbench.eval.runs.study_results import STUDY_FILE
     from qdqbench.eval.tables.study import study_summary
-    from qdqbench.quantize.machine.lock import held
-    from qdqbench.quantize.train.finetune import Request
+    from qdqbench.quantize.rundir.claim import claimed, default_folder, trained_purpose
+    from qdqbench.quantize.train.finetune import Request, require_base
     from qdqbench.quantize.train.record import require_all
 
     recipes = [subject.recipe(name) for name in recipe]
     settings = _settings(**asdict(optimization), patience=5)
     chosen = subject.found_task()
-    folder = out or Path("runs") / f"study-{chosen.name}"
-    given.check_out(folder, "a fine-tuning", _ours)
-    with held(folder), _processes(settings.precision) as accelerator, progress.status() as say:
+    folder = out or default_folder("study", subject.model, chosen.name)
+    purpose = trained_purpose("study", subject.model, subject.revision, chosen.name)
+
+    def ready() -> None:
+        if subject.model is not None:
+            require_base(subject.model, subject.revision, chosen, subject.data)
+
+    with (
+        claimed(folder, purpose, replace=replace, ready=ready, say=given.note),
+        _processes(settings.precision) as accelerator,
+        progress.status() as say,
+    ):
         base, source = _base(subject, folder, accelerator)
         request = Request(
             base=base,
@@ -147,10 +167,6 @@ def study(  # noqa: PLR0913  (a command's options)
     show(found, json, study_summary, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)
-
-
-def _ours(names: set[str]) -> bool:
-    return all(name.startswith(("seed-", "embedded", "finetune.", "study.", ".")) for name in names)
 
 
 def _settings(**values: Any) -> "Training":

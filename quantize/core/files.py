@@ -1,20 +1,93 @@
 """Files that are whole or absent: written to a temporary name beside the target, then renamed."""
 
+import errno
 import hashlib
 import json
+import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.errors import QdqError, UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+SAID = re.compile(r"no space left|os error 28|disk is full|disk quota exceeded", re.IGNORECASE)
+NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on a disk as full as that
+
+
+def cannot_write(path: Path, error: OSError, needed: int | None = None, written: int = 0) -> UserError:
+    """The sentence on a file that cannot be written; of a full disk with what is needed, and free where.
+
+    Args:
+        needed: bytes, where they are known.
+        written: bytes of it, which go again.
+    """
+    if error.errno not in FULL:
+        return UserError(f"cannot write {path}: {error.strerror}; choose another --out folder")
+    where = _there(path)
+    while not where.is_mount() and where != where.parent:
+        where = where.parent
+    free = f"{_megabytes(free_bytes(path) + written)} is free on {where}"
+    if error.errno == errno.EDQUOT:
+        free = f"the quota on {where} is used up"
+    need = f"needs {_megabytes(needed)}, and" if needed else "needs more:"
+    return UserError(
+        f"cannot write {path}: {(error.strerror or 'no space left on device').lower()}; it {need} {free}; "
+        "make room there, or choose another --out folder"
+    )
+
+
+def require_room(folder: Path, needed: int, what: str) -> None:
+    """Find out that a disk is too small before the work.
+
+    Args:
+        needed: bytes that `what` writes into the folder.
+
+    Raises:
+        UserError: it is.
+    """
+    if needed > free_bytes(folder):
+        raise cannot_write(folder / what, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+
+
+def free_bytes(path: Path) -> int:
+    """What may be written where `path` is, or will be."""
+    return shutil.disk_usage(_there(path)).free
+
+
+def unwritable(error: Exception, folder: Path) -> OSError | None:
+    """What kept a file from being written into `folder`, where that is what an exception says."""
+    if isinstance(error, OSError):
+        elsewhere = error.filename is not None and not str(error.filename).startswith(str(folder.parent))
+        return error if error.errno in REFUSED and not elsewhere else None
+    full = SAID.search(str(error)) or free_bytes(folder) < NOTHING_LEFT
+    if isinstance(error, QdqError) or not full:
+        return None
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _there(path: Path) -> Path:
+    """The folder of `path` that exists."""
+    found = path.resolve()
+    while not found.is_dir() and found != found.parent:
+        found = found.parent
+    return found
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
 
 LOOK = Path(__file__).parent / "look.css"  # colours and letters of all pages
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _beside(path: Path, needed: int | None = None) -> Iterator[Path]:
     """Yield the name of `path` in a private folder beside it, which goes with the block."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,19 +95,29 @@ def _beside(path: Path) -> Iterator[Path]:
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
         )
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another --out folder") from error
-    with private as folder:
-        yield Path(folder) / path.name
+        raise cannot_write(path, error, needed) from error
+    with private as name:
+        folder = Path(name)
+        try:
+            yield folder / path.name
+        except Exception as error:
+            if why := unwritable(error, folder):
+                written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                raise cannot_write(path, why, needed, written) from error
+            raise
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
     """Yield a temporary path, which replaces `path` on success and is deleted on failure.
 
+    Args:
+        needed: bytes, where they are known.
+
     Raises:
-        UserError: the folder above cannot be written.
+        UserError: it cannot be written: no room, no permission.
     """
-    with _beside(path) as temporary:
+    with _beside(path, needed) as temporary:
         yield temporary
         temporary.replace(path)
 
@@ -65,12 +148,12 @@ def require_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".qdqbench-", dir=parent):
             pass
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}; choose another --out folder") from error
+        raise cannot_write(folder, error) from error
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` to `path` atomically."""
-    with atomic_path(path) as temporary:
+    with atomic_path(path, len(data)) as temporary:
         temporary.write_bytes(data)
 
 

@@ -13,6 +13,12 @@ def watch() -> None:
         signal.signal(signal.SIGINT, _on_signal)
 
 
+def ignore() -> None:
+    """From now on, as the process ends already; a no-op outside of the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def raise_if_interrupted() -> None:
     """Stop here if Ctrl-C was pressed before.
 

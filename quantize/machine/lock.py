@@ -1,8 +1,11 @@
 """One process at a time in a folder."""
 
 import os
+import shlex
+import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,15 @@ from filelock import FileLock, Timeout
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.machine.secrets import hide_credentials
 
 LOCK, HOLDER = ".lock", ".lock.json"  # the holder's number in its own file: others read it while it is locked
+LONGEST_COMMAND = 200  # characters of the holder's command in an error
+
+
+def leads() -> bool:
+    """Whether this is the first, or the only, process of its launcher."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
@@ -25,11 +35,12 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it, or the folder cannot be written.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not leads():
         yield
         return
-    made = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
+        bare = bool(made) or not any(folder.iterdir())
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.resolve() / LOCK, is_singleton=True)
         lock.acquire(timeout=0)
@@ -38,25 +49,38 @@ def held(folder: Path) -> Iterator[None]:
             f"{folder} is in use by {_holder(folder)}; wait until that ends, or give another --out folder"
         ) from error
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}; choose another --out folder") from error
+        raise files.cannot_write(folder, error) from error
     outermost = lock.lock_counter == 1
     try:
         if outermost:
-            since = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-            files.write_json(folder / HOLDER, {"process": os.getpid(), "since": since})
+            files.write_json(folder / HOLDER, _me())
         yield
     finally:
         if outermost:
             (folder / HOLDER).unlink(missing_ok=True)
-            if made and [*folder.iterdir()] == [folder / LOCK]:  # refused input leaves no folder
+            if bare and [*folder.iterdir()] == [folder / LOCK]:  # refused input leaves nothing behind
                 (folder / LOCK).unlink()
-                folder.rmdir()
+                with suppress(OSError):  # another process has come
+                    for each in made:
+                        each.rmdir()
         lock.release()
+
+
+def _me() -> dict[str, Any]:
+    words = [Path(sys.argv[0]).name, *(hide_credentials(word) for word in sys.argv[1:])]
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds"),
+        "command": shlex.join(words),
+    }
 
 
 def _holder(folder: Path) -> str:
     try:
         found: dict[str, Any] = files.read_json(folder / HOLDER)
-        return f"process {found['process']} since {found['since']}"
+        command = " ".join(str(found["command"]).split())
+        short = command if len(command) <= LONGEST_COMMAND else f"{command[:LONGEST_COMMAND]}..."
+        return f"process {found['process']} on {found['host']} since {found['since']} (`{short}`)"
     except (UserError, KeyError, TypeError):
         return "another process"  # which has not said yet who it is

@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
 
 from qdqbench.quantize.machine.cpu import quota
 
@@ -30,6 +31,19 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (most := quota()) is not None:
         environ.setdefault("OMP_NUM_THREADS", str(most))
+
+
+def end_children(seconds: float = 3.0) -> None:
+    """End what this process has started, and what that has; those that do not end in time are killed."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.Error):
+            child.terminate()
+    for child in psutil.wait_procs(children, timeout=seconds)[1]:
+        with suppress(psutil.Error):
+            child.kill()
 
 
 def keep_memory() -> None:

@@ -219,6 +219,22 @@ class Session:
             self.pad_id,
         )
 
+    def require_inputs(self, *, calibrates: bool = True, evaluates: bool = True) -> None:
+        """Find out what is wrong with model, recipe or data before anything is written.
+
+        Raises:
+            UserError: they cannot be loaded, or do not fit each other.
+        """
+        if self.config.model is None:
+            return
+        self.plan  # noqa: B018
+        if calibrates and self.recipe.quantizes:
+            known = [*self.notes]
+            self.calibration_batches()
+            self.notes = known  # what there is to note is noted by the stage that calibrates
+        if evaluates:
+            self.eval_splits  # noqa: B018
+
     @functools.cached_property
     def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
         """Evaluation splits with their tokens (MNLI has two)."""

@@ -75,8 +75,8 @@ def read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
     known = stored.identity
     if differing := sorted(key for key in {**known, **identity} if known.get(key) != identity.get(key)):
         raise UserError(
-            f"{path.parent} holds a finished training of another {', '.join(differing)}; give --out another "
-            "folder, or remove it to begin again"
+            f"{path.parent} holds a finished training of another {', '.join(differing)}; give another --out, "
+            "or --replace to begin again"
         )
     return stored.run
 

@@ -180,7 +180,7 @@ def test_damaged_model_or_data(case, copied, sst2, tmp_path, qdqbench):
     done = qdqbench("run", "--model", model, "--task", "sst2", "--data", data, "--out", out)
     # a NaN is found by a check of the logits, after the stage ran
     one_sentence(done, 2 if case == "not-a-number-weights" else 1, *told)
-    nothing_half_written(out)
+    assert not out.exists()
     # the same folder, once the input is right
     assert qdqbench("run", *sst2.options, "--out", out, "--until", "baseline").code == 0
     nothing_half_written(out)
@@ -315,7 +315,7 @@ OPTIONS = {
     "no-such-option": (lambda g, t: ["run", *g.options, "--tusk", "sst2"], 1, [r"--tusk"]),
     "limit-of-nothing": (lambda g, t: ["run", *g.options, "--limit", "0"], 1, [r"--limit"]),
     "limit-is-no-number": (lambda g, t: ["run", *g.options, "--limit", "many"], 1, [r"--limit"]),
-    "argument-missing": (lambda g, t: ["check"], 1, [r"(?i)onnx_file"]),
+    "argument-missing": (lambda g, t: ["check"], 1, [r"(?i)target"]),
     "hub-set-of-no-name": (lambda g, t: ["run", *g.options[:4], "--data", "hub:"], 1, [r"hub:OWNER/NAME"]),
 }
 VALID = "version: 1\nname: mine\n"
@@ -335,7 +335,7 @@ def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
     if arguments[0] == "run":
         arguments += ["--out", out]
     one_sentence(qdqbench(*arguments), code, *told)
-    nothing_half_written(out)
+    assert not out.exists()
     if arguments[0] == "run":
         assert qdqbench("run", *sst2.options, "--out", out, "--until", "baseline").code == 0
 
@@ -385,9 +385,8 @@ def test_disk_is_full(sst2, tmp_path, qdqbench, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
         done = qdqbench("run", *sst2.options, "--out", out)
-    assert done.code == 1
-    assert re.fullmatch(r"qdqbench: .*No space left on device.*\n", done.err)
-    nothing_half_written(out)
+    one_sentence(done, 1, r"cannot write \S*logits/fp32\.npz: no space left on device", r"MB is free on /")
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("command", ["quantize", "export", "build", "evaluate", "report"])
@@ -508,7 +507,7 @@ def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917
         patch.setattr(sys.modules[module], name, stop)
         done = qdqbench("run", *sst2.options, "--out", out)
     assert calls
-    assert done.code == 1
+    assert done.code == (130 if raised is KeyboardInterrupt else 1)
     assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err)
     if raised is KeyboardInterrupt:
         assert "interrupted" in done.err
@@ -543,8 +542,8 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
             shown, told = process.communicate(timeout=60)
         finally:
             process.kill()  # if it hangs, fail and do not wait
-    assert (process.returncode, shown) == (1, "")
-    assert re.fullmatch(r"qdqbench: interrupted[^\n]+\n", told)
+    assert (process.returncode, shown) == (130, "")
+    assert told == "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
     nothing_half_written(out)
     assert "baseline" in json.loads((out / "stages.json").read_text())["stages"]
 

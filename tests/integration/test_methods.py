@@ -6,12 +6,16 @@ import re
 import pytest
 import yaml
 
+from qdqbench.eval.methods.measure import Comparing
 from qdqbench.eval.methods.results import read_methods
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
 
-FILES = ["methods.html", "methods.json", "methods.md", "recipe.yaml"]
+FILES = [
+    *("methods.fp32.npz", "methods.html", "methods.json", "methods.md", "methods.partial.jsonl"),
+    "recipe.yaml",
+]
 NARROW = ("--method", "max", "--method", "percentile/99.9", "--smooth", "none")
 
 
@@ -74,6 +78,42 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     assert chosen.model_copy(update={"name": own.name, "calibration": own.calibration}) == own
     for text in ("best", "the recipe", "entropy", "Validation is the judge", "recipe.yaml"):
         assert text in done.out
+
+
+def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
+    """Killed at its second row, then once more with a torn line, against one that was not."""
+    three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smooth", "none")
+    options = ("methods", recipe(), *sst2.options, "--samples", 32, "--limit", 32, *three)
+    assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
+    row, answers, made = Comparing._row, Comparing._answers, []
+
+    def measured(self, at, case, *rest):
+        if made == ["fp32", "max"]:
+            raise KeyboardInterrupt
+        made.append(case.section.method)
+        return row(self, at, case, *rest)
+
+    def asked(self, splits):
+        made.append("fp32")
+        return answers(self, splits)
+
+    monkeypatch.setattr(Comparing, "_row", measured)
+    monkeypatch.setattr(Comparing, "_answers", asked)
+    out = tmp_path / "killed"
+    done = qdqbench(*options, "--out", out)
+    assert (done.code, made) == (130, ["fp32", "max"])
+    assert done.err == "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
+    with (out / "methods.partial.jsonl").open("a") as stream:
+        stream.write('{"key": "{')
+    made.clear()
+    done = qdqbench(*options, "--out", out)
+    assert (done.code, made) == (0, ["mse", "percentile/99.9"])
+    assert done.err == f"{out / 'methods.partial.jsonl'}: going on after 2 finished measurements\n"
+    assert lasting(read_methods(out)) == lasting(read_methods(tmp_path / "whole"))
+    assert qdqbench(*options, "--out", out).code == 0
+    assert made == ["mse", "percentile/99.9"]
+    assert qdqbench(*options, "--limit", 16, "--out", out).code == 0  # other rows judge
+    assert made[2:] == ["fp32", "max", "mse", "percentile/99.9"]
 
 
 @pytest.mark.long
@@ -166,7 +206,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     assert found.best.method == "percentile/99.9"
     nothing = tmp_path / "nothing"
     refused(qdqbench("methods", *options, nothing, "--method", "max", "--smooth", "none"), "amax is a joke")
-    assert not nothing.exists()
+    assert listing(nothing) == ["methods.fp32.npz", "methods.partial.jsonl"]
 
 
 @pytest.mark.parametrize(

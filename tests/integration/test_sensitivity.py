@@ -103,12 +103,12 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(sensitivity, "effect_of", judge)
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
-    assert (done.code, listing(out)) == (1, ["sensitivity.partial.jsonl"])
-    assert "go on" in done.err
+    assert (done.code, listing(out)) == (130, ["sensitivity.partial.jsonl"])
+    assert "goes on" in done.err
     with (out / "sensitivity.partial.jsonl").open("a") as stream:
         stream.write('{"key": "only')
     limit[0] = 25
-    assert qdqbench(*options, "--out", out).code == 1
+    assert qdqbench(*options, "--out", out).code == 130
     limit[0] = -1
     done = qdqbench(*options, "--out", out)
     assert done.code == 0

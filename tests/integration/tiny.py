@@ -104,8 +104,9 @@ def results(folder: Path) -> dict:
 
 
 def listing(folder: Path) -> list[str]:
-    """Every file below a folder, hidden ones too, but for the empty one that processes lock."""
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    """Every file below a folder, hidden ones too, but for the one that processes lock and the mark."""
+    hidden = (".lock", ".qdqbench.json")
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name not in hidden)
     return sorted(str(path.relative_to(folder)) for path in found)
 
 

@@ -52,7 +52,8 @@ def auto(  # noqa: PLR0913  (a command's options)
         list[str] | None,
         typer.Option(help="To begin with, in this order; none: int8-attention, int8-linears."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/auto-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/auto-MODEL-TASK.")] = None,
+    replace: options.Replace = False,
     gate: Gate,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
@@ -63,17 +64,18 @@ def auto(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
     from qdqbench.eval.api.auto import auto as climb
-    from qdqbench.eval.auto.ladder import LEDGER
     from qdqbench.eval.auto.screen import auto_summary
     from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.rundir.claim import default_folder
 
-    folder = out or Path("runs") / f"auto-{subject.found_task().name}"
-    options.check_out(folder, "a ladder", options.left_by(LEDGER, "embedded"))
+    folder = out or default_folder("auto", subject.model, subject.found_task().name)
     with progress.status() as say:
         found = climb(
             **asdict(subject),
             **asdict(gate),
             out=folder,
+            replace=replace,
+            note=options.note,
             recipe=recipe or (),
             max_length=max_length,
             backend=backend,

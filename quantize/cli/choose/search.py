@@ -9,7 +9,7 @@ import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
-from qdqbench.quantize.cli.options import check_out, grouped
+from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.terminal import Json, console, print_json, say, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
@@ -61,7 +61,8 @@ def search(  # noqa: PLR0913  (a command's options)
     recipe: given.RecipeName = DEFAULT_RECIPE,
     *,
     subject: given.Subject,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-RECIPE-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-MODEL-RECIPE-TASK.")] = None,
+    replace: given.Replace = False,
     wanted: Wanted,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what it would take; try nothing.", show_default=False)
@@ -76,6 +77,7 @@ def search(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.search.report import search_summary
     from qdqbench.eval.search.worker import SearchOptions
     from qdqbench.quantize.core.errors import CheckFailed, UserError
+    from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
     from qdqbench.quantize.rundir.session import Session
 
     if wanted.latency not in ("auto", "engine", "model"):
@@ -83,17 +85,19 @@ def search(  # noqa: PLR0913  (a command's options)
     if wanted.objective not in ("divergence", "drop"):
         raise UserError(f"--accuracy {wanted.objective!r} is unknown; use divergence or drop")
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
-    folder = out or Path("runs") / f"search-{config.recipe.name}-{config.task.name}"
+    folder = run_folder("search", config, out)
     _require_inputs(wanted.sensitivity, wanted.cost_model)
-    _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
-    check_out(folder, "a search", lambda _: (folder / WORK).is_dir())
+    if not replace:
+        _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(wanted))
     if plan:
         _plan(session, options, folder, json=json)
         return
-    (folder / WORK).mkdir(parents=True, exist_ok=True)
-    found = _search(session, options, folder, json=json)
+    purpose = purpose_of("search", session)
+    with claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=given.note):
+        session.folder.mkdir(exist_ok=True)
+        found = _search(session, options, folder, json=json)
     if found is None:  # other workers go on
         return
     show(found, json, search_summary, f"report: {folder / 'search.html'}")
@@ -136,7 +140,8 @@ def _require_own(out: Path, study: str) -> None:
 
     if (out / SEARCH_FILE).is_file() and (known := read_search(out / SEARCH_FILE).study) != study:
         raise UserError(
-            f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out"
+            f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out, or "
+            "--replace to remove it and start anew"
         )
 
 
@@ -144,10 +149,8 @@ def _search(session: "Session", options: "SearchOptions", folder: Path, *, json:
     from qdqbench.eval.search.finish import finish
     from qdqbench.eval.search.trials import open_worker, run_trials
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.machine.lock import held
 
     with ExitStack() as stack:
-        stack.enter_context(held(session.folder))
         shown = stack.enter_context(progress.trials(options.trials))
         if session.config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
             shown.say("training the embedded default")

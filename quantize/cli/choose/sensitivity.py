@@ -1,6 +1,5 @@
 """The command `sensitivity`; registered in cli.py. Everything heavy is imported inside."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,10 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = DEFAULT_RECIPE,
     *,
     subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/sensitivity-RECIPE-TASK.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; none: runs/sensitivity-MODEL-RECIPE-TASK.")
+    ] = None,
+    replace: options.Replace = False,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
@@ -35,14 +37,13 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
-    from qdqbench.eval.sensitivity.ledger import LEDGER_FILE
     from qdqbench.eval.sensitivity.report import sensitivity_summary
     from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.rundir.claim import run_folder
 
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
-    folder = out or Path("runs") / f"sensitivity-{config.recipe.name}-{config.task.name}"
-    options.check_out(folder, "a sensitivity run", options.left_by(LEDGER_FILE, "embedded"))
-    found = _measure(config, folder, samples)
+    folder = run_folder("sensitivity", config, out)
+    found = _measure(config, folder, samples, replace=replace)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
     show(found, json, sensitivity_summary, *written)
     if not found.choice.reached:
@@ -50,32 +51,36 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
 
 
 @contextmanager
-def _opened(config: "RunConfig", folder: Path) -> "Iterator[tuple[Session, Progress]]":
+def _opened(
+    kind: str, config: "RunConfig", folder: Path, replace: bool
+) -> "Iterator[tuple[Session, Progress]]":
     """A session that nobody else is at, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.machine.lock import held
+    from qdqbench.quantize.rundir.claim import claimed, purpose_of
     from qdqbench.quantize.rundir.session import Session
 
-    with held(folder), time_left() as told:
-        session = Session(config, folder, progress=lambda done, total: told(done, total, "embedded default"))
+    session = Session(config, folder)
+    purpose = purpose_of(kind, session)
+    with (
+        claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=options.note),
+        time_left() as told,
+    ):
+        session.progress = lambda done, total: told(done, total, "embedded default")
         if config.model is None:
             stages.embedded(session)
         yield session, told
 
 
-def _measure(config: "RunConfig", folder: Path, samples: int) -> "Sensitivity":
+def _measure(config: "RunConfig", folder: Path, samples: int, *, replace: bool) -> "Sensitivity":
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.report import write_sensitivity
 
-    with _opened(config, folder) as (session, told):
+    with _opened("sensitivity", config, folder, replace) as (session, told):
         measurement = Measurement(session, samples, told)
-        ledger = measurement.ledger
-        if ledger.anew:
-            sys.stderr.write(f"{ledger.path}: of other settings, data or code; measuring anew\n")
-        elif ledger.resumed:
-            sys.stderr.write(f"{ledger.path}: going on after {ledger.resumed} finished measurements\n")
+        if said := measurement.ledger.told():
+            options.note(said)
         found = measurement.run()
-    write_sensitivity(found, folder)
+        write_sensitivity(found, folder)
     return found
 
 
@@ -93,7 +98,8 @@ def methods(  # noqa: PLR0913  (a command's options)
     recipe: options.RecipeName = DEFAULT_RECIPE,
     *,
     subject: options.Subject,
-    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-RECIPE-TASK.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-MODEL-RECIPE-TASK.")] = None,
+    replace: options.Replace = False,
     method: MethodOption = None,
     smooth: SmoothOption = None,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to compare on.")] = 1024,
@@ -108,28 +114,38 @@ def methods(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Compare calibration methods in one table; writes the recipe with the best one."""
     from qdqbench.eval.methods.report import methods_summary
-    from qdqbench.eval.methods.results import METHODS_FILE, METHODS_RECIPE
+    from qdqbench.eval.methods.results import METHODS_RECIPE
+    from qdqbench.quantize.rundir.claim import run_folder
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed, limit=limit
     )
-    folder = out or Path("runs") / f"methods-{config.recipe.name}-{config.task.name}"
-    options.check_out(folder, "a table of methods", options.left_by(METHODS_FILE, "embedded", METHODS_RECIPE))
-    found = _compare(config, folder, samples, method or [], smooth or [])
+    folder = run_folder("methods", config, out)
+    found = _compare(config, folder, samples, method or [], smooth or [], replace=replace)
     written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
     show(found, json, methods_summary, *written)
 
 
-def _compare(
-    config: "RunConfig", folder: Path, samples: int, methods: list[str], smooths: list[str]
+def _compare(  # noqa: PLR0913
+    config: "RunConfig",
+    folder: Path,
+    samples: int,
+    methods: list[str],
+    smooths: list[str],
+    *,
+    replace: bool,
 ) -> "Methods":
-    from qdqbench.eval.methods.measure import Comparing, require_quantized
+    from qdqbench.eval.methods.cases import require_quantized
+    from qdqbench.eval.methods.measure import Comparing
     from qdqbench.eval.methods.report import write_methods
     from qdqbench.eval.methods.sections import sections
 
     sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
     require_quantized(config.recipe)
-    with _opened(config, folder) as (session, told):
-        found = Comparing(session, samples, methods, smooths, told).run()
-    write_methods(found, folder)
+    with _opened("methods", config, folder, replace) as (session, told):
+        comparing = Comparing(session, samples, methods, smooths, told)
+        if said := comparing.ledger.told():
+            options.note(said)
+        found = comparing.run()
+        write_methods(found, folder)
     return found

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,8 +48,9 @@ def test_the_second_process_says_who_is_there_and_a_killed_one_blocks_nobody(tmp
             pass
         said = str(caught.value)
         assert re.fullmatch(
-            rf"{folder} is in use by process {process.pid} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00; "
-            r"wait until that ends, or give another --out folder",
+            rf"{folder} is in use by process {process.pid} on {socket.gethostname()} since "
+            rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00 \(`-c {folder}`\); wait until that ends, or give "
+            r"another --out folder",
             said,
         )
         process.send_signal(signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from qdqbench.eval.methods import results as methods_results
-from qdqbench.eval.methods.measure import Comparing
+from qdqbench.eval.methods.cases import cases_of
 from qdqbench.eval.methods.report import methods_view, write_methods
 from qdqbench.eval.methods.results import MethodCost, MethodRow, Methods, Scores, SplitResult, read_methods
 from qdqbench.eval.methods.sections import METHODS, sections, write_up_method
@@ -325,6 +325,6 @@ def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, m
     rules = [{"match": match, "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}]
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
-    cases = Comparing(Session(config, tiny_bert), 8)._cases()
+    cases = cases_of(Session(config, tiny_bert), (), ())
     split = {case.section.split_outliers for case in cases}
     assert split == ({0, 64} if match == "encoder.layer.*" else {0})

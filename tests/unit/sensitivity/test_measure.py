@@ -1,8 +1,6 @@
 """Divergence, candidates, the choice of a recipe and its YAML, and the file that a killed run leaves."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,8 @@ from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.sensitivity.candidates import Choices, choices
 from qdqbench.eval.sensitivity.choice import attention_of, choose_point, kept_counts, measure_curve, write_up
 from qdqbench.eval.sensitivity.judge import effect_of
-from qdqbench.eval.sensitivity.ledger import Ledger
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
-from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.families.family import KINDS
 from qdqbench.quantize.recipe.plan import resolve
@@ -261,51 +258,3 @@ def test_calibration_of_kept_linears_is_dropped() -> None:
     assert [rule.method for rule in written.rules].count("mse") == 0
     assert [rule.smooth for rule in written.rules].count(0.5) == 0
     assert [rule.weights_method for rule in written.rules].count("mse") == 1
-
-
-def test_ledger_goes_on(tmp_path: Path) -> None:
-    path, settings = tmp_path / "partial.jsonl", {"samples": 8}
-    first = Ledger(path, settings)
-    first.append("a", {"x": 1.5}, 2.0)
-    first.append("b", {"x": 0.1}, 1.0)
-    again = Ledger(path, settings)
-    assert (again.anew, again.resumed, again.seconds) == (False, 2, 3.0)
-    assert again.found["a"]["value"] == {"x": 1.5}
-
-
-@pytest.mark.parametrize(
-    "tail", ['{"key": "c", "val', '{"key": "c"}\n', "[]\n", '{"key": "c", "value": {}, "seconds": 1}']
-)
-def test_torn_line_is_dropped(tmp_path: Path, tail: str) -> None:
-    path, settings = tmp_path / "partial.jsonl", {"samples": 8}
-    Ledger(path, settings).append("a", {"x": 1}, 1.0)
-    with path.open("a") as stream:
-        stream.write(tail)
-    again = Ledger(path, settings)
-    assert [*again.found] == ["a"]
-    again.append("c", {"x": 2}, 1.0)
-    assert [*Ledger(path, settings).found] == ["a", "c"]
-    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
-
-
-def test_other_settings_begin_anew(tmp_path: Path) -> None:
-    path = tmp_path / "partial.jsonl"
-    assert not Ledger(path, {"samples": 8}).anew
-    Ledger(path, {"samples": 8}).append("a", {}, 1.0)
-    other = Ledger(path, {"samples": 9})
-    assert (other.anew, other.found) == (True, {})
-    assert Ledger(path, {"samples": 8}).anew  # what was there is gone
-
-
-def test_torn_header_is_no_run(tmp_path: Path) -> None:
-    path = tmp_path / "partial.jsonl"
-    path.write_text('{"setti')
-    assert Ledger(path, {}).found == {}
-
-
-def test_ledger_that_cannot_be_written(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "partial.jsonl", {})
-    ledger.path.unlink()
-    ledger.path.mkdir()
-    with pytest.raises(UserError, match="cannot write"):
-        ledger.append("a", {}, 1.0)

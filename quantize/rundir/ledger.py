@@ -1,4 +1,4 @@
-"""The file of a sensitivity run: one line per finished candidate, so that a killed run goes on."""
+"""A file with one line for each finished measurement, so that a killed comparison goes on."""
 
 import json
 import os
@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import UserError
-
-LEDGER_FILE = "sensitivity.partial.jsonl"
 
 
 class Ledger:
-    """Finished candidates by key, appended to the file as they come.
+    """Finished measurements by key, appended to the file as they come.
 
     The first line holds everything that the others depend on. A last line that was torn by a kill is dropped.
     """
@@ -35,7 +32,7 @@ class Ledger:
         files.write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in whole))
 
     def append(self, key: str, value: dict[str, Any], seconds: float) -> None:
-        """Add a finished candidate; on the disk when this returns.
+        """Add a finished measurement; on the disk when this returns.
 
         Raises:
             UserError: the file cannot be written.
@@ -47,14 +44,18 @@ class Ledger:
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
-            raise UserError(
-                f"cannot write {self.path}: {error.strerror}; make room and run the same command again"
-            ) from error
+            raise files.cannot_write(self.path, error) from error
         self.found[key] = line
+
+    def told(self) -> str | None:
+        """What a user must know before it begins: that it goes on, or does not."""
+        if self.anew:
+            return f"{self.path}: of other settings, data or code; measuring anew"
+        return f"{self.path}: going on after {self.resumed} finished measurements" if self.resumed else None
 
     @property
     def seconds(self) -> float:
-        """Time of all candidates, those of earlier runs included."""
+        """Time of all measurements, those of earlier calls included."""
         return float(sum(line["seconds"] for line in self.found.values()))
 
 
