@@ -114,7 +114,7 @@ def remove_made(folder: Path, kind: str) -> Removed:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Files of a hand-off as they were written, by its own checksums: a script that was edited is not ours."""
+    """Files of a hand-off that are as they were written, by its checksums: an edited script is not ours."""
     if not (folder / SUMS).is_file():
         return []
     lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,8 +62,9 @@ def _opened(
 
     session = Session(config, folder)
     purpose = purpose_of(kind, session)
+    ready = partial(session.require_inputs, evaluates=kind == "methods")
     with (
-        claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=options.note),
+        claimed(folder, purpose, replace=replace, ready=ready, say=options.note),
         time_left() as told,
     ):
         session.progress = lambda done, total: told(done, total, "embedded default")
