@@ -91,11 +91,11 @@ def search(  # noqa: PLR0913  (a command's options)
         _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(wanted))
-    if plan:
-        _plan(session, options, folder, json=json)
-        return
-    purpose = purpose_of("search", session)
-    with claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=given.note):
+    purpose, anew = purpose_of("search", session), replace and not plan  # which removes nothing
+    with claimed(folder, purpose, replace=anew, ready=session.require_inputs, say=given.note):
+        if plan:
+            _plan(session, options, folder, json=json)
+            return
         session.folder.mkdir(exist_ok=True)
         found = _search(session, options, folder, json=json)
     if found is None:  # other workers go on
