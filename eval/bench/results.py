@@ -109,7 +109,7 @@ class BenchSpeedup(Strict):
     cpu_value: float | None = None  # ratio of cpu_ms; null on a GPU
     low: float | None  # 95% by bootstrap over rounds
     high: float | None
-    slower: bool
+    slower: bool  # the interval ends below 1; without one, the value is
     reasons: list[str]  # of an INT8 engine that is slower than its FP16 twin, read from the layers
 
 
@@ -242,7 +242,7 @@ def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str
     found = []
     for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
         ratio = speedup(done[over].round_ms, done[name].round_ms, seed)
-        slower = ratio.value < 1
+        slower = (ratio.value if ratio.high is None else ratio.high) < 1
         why = reasons() if slower and (name, over) == ("int8", "fp16") else []
         spent, base = done[name].cpu_ms, done[over].cpu_ms
         found.append(
