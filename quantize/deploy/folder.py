@@ -47,18 +47,18 @@ def place(folder: Path, content: Content, *, link: bool) -> bool:
 
 def remove(folder: Path) -> None:
     """Remove a folder that holds only what was written here; any other stays as it is."""
-    if folder.is_dir() and not foreign(folder):
-        shutil.rmtree(folder)
+    if folder.is_dir() and not folder.is_symlink() and not foreign(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def refuse_foreign(folder: Path) -> None:
     """Refuse to touch what somebody else wrote.
 
     Raises:
-        UserError: it is a file, or holds files that its checksums do not list, or that were changed.
+        UserError: it is a file or a link, or holds files that its checksums do not list, or others now.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file, and deployment files go there; move it away")
+    if folder.is_symlink() or not folder.is_dir():
+        raise UserError(f"{folder} is a file or a link, and what is deployed goes there; move it away")
     if others := foreign(folder):
         one = len(others) == 1
         raise UserError(

@@ -102,10 +102,20 @@ def test_a_folder_of_somebody_else_is_left_alone(content, folder):
     assert names(folder) == ["thesis.txt"]
     folder = folder.with_name("file")
     folder.write_text("years of work")
-    with pytest.raises(UserError, match="is a file"):
+    with pytest.raises(UserError, match="is a file or a link"):
         place(folder, content, link=True)
     remove(folder)
     assert folder.read_text() == "years of work"
+
+
+def test_a_link_is_neither_followed_nor_replaced(content, folder, tmp_path):
+    place(tmp_path / "theirs", content, link=True)
+    folder.symlink_to(tmp_path / "theirs")
+    remove(folder)
+    with pytest.raises(UserError, match="is a file or a link"):
+        place(folder, content | {"model.json": b"{}"}, link=True)
+    assert names(tmp_path / "theirs") == sorted([*content, SUMS])
+    assert folder.is_symlink()
 
 
 def test_what_is_only_of_qdqbench_is_removed(content, folder):
