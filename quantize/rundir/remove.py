@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.lock import HOLDER, LOCK
 
 MARK = ".qdqbench.json"
@@ -69,6 +70,7 @@ KINDS = {
     "study": Kind("study", "study.json", ("study.*", *_TRAINED)),
     "bench": Kind("bench", "bench.json", _BENCH),
 }
+STAGES = "stages.json"
 HAND_OFF, SUMS = "deploy", "SHA256SUMS"
 _EVERYWHERE = (MARK, LOCK, HOLDER, "*.tmp/*")  # the last: of a process that was killed while it wrote
 ASKED = {MARK, "run.json", "recipe.yaml", LOCK, HOLDER}  # they hold what was asked for, and no result
@@ -92,7 +94,7 @@ def remove_made(folder: Path, kind: str) -> Removed:
 
     What is of no pattern of `KINDS` stays, and no link is followed. Folder, lock and mark stay too.
     """
-    patterns = (*KINDS[kind].made, *_EVERYWHERE, *_listed(folder / HAND_OFF))
+    patterns = (*KINDS[kind].made, *_EVERYWHERE, *_listed(folder / HAND_OFF), *_stage_outputs(folder))
     found, kept = Removed(), []
     for place, folders, names in os.walk(folder, topdown=False):
         before = found.count
@@ -110,6 +112,20 @@ def remove_made(folder: Path, kind: str) -> Removed:
         if Path(place) != folder and empty and (found.count > before or folders):
             Path(place).rmdir()
     found.kept = tuple(sorted(kept))
+    return found
+
+
+def _stage_outputs(folder: Path) -> list[str]:
+    """What the stages of the runs in a folder say that they wrote."""
+    found = []
+    for path in folder.rglob(STAGES):
+        inside = path.parent.relative_to(folder)
+        try:
+            stages = files.read_json(path)["stages"].values()
+            names = [name for stage in stages for name in stage["outputs"]]
+        except (UserError, AttributeError, KeyError, TypeError):
+            continue  # what is not readable names nothing
+        found += [_escaped((inside / name).as_posix()) for name in names]
     return found
 
 
