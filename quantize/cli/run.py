@@ -11,7 +11,7 @@ import typer
 from qdqbench.quantize.cli import options, progress
 from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show, show_json
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -37,8 +37,12 @@ def recipes_list(
         return
     rows = supported.recipes(None if model is None else _family(model))
     if json:
+        from qdqbench.quantize.cli.schemas import Recipes
+
         shown = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
-        print_json([row._asdict() | {"figures": of} for row, of in zip(rows, shown, strict=True)])
+        show_json(
+            Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, shown, strict=True)])
+        )
         return
     print_recipes(rows)
 
@@ -52,12 +56,19 @@ def _family(model: str) -> "Family":
 
 @recipes_app.command("show")
 def recipes_show(
-    recipe: str, resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False
+    recipe: str,
+    resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False,
+    json: Json = False,
 ) -> None:
     """Print a recipe as YAML."""
+    from qdqbench.quantize.cli.schemas import ShownRecipe
     from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
 
     loaded = load_recipe(recipe)
+    if json:
+        file = str(shipped_recipes().get(recipe, recipe))
+        show_json(ShownRecipe(name=loaded.name, source=file, recipe=loaded.model_dump(mode="json")))
+        return
     if resolved:
         sys.stdout.write(dump_recipe(loaded))
         return
@@ -67,13 +78,17 @@ def recipes_show(
 
 
 @recipes_app.command("validate")
-def recipes_validate(recipe: list[str]) -> None:
+def recipes_validate(recipe: list[str], json: Json = False) -> None:
     """Check recipe files without loading a model."""
+    from qdqbench.quantize.cli.schemas import ValidRecipes
     from qdqbench.quantize.recipe.schema import load_recipe
 
     for name in recipe:
         load_recipe(name)
-        console().print(f"{name}: valid", highlight=False)
+        if not json:
+            console().print(f"{name}: valid", highlight=False)
+    if json:
+        show_json(ValidRecipes(valid=recipe))
 
 
 @recipes_app.command("new")

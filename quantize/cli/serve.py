@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import RunFolder, plain, say
+from qdqbench.quantize.cli.progress import status
+from qdqbench.quantize.cli.terminal import Json, RunFolder, plain, say, show_json
 
 if TYPE_CHECKING:
     from qdqbench.quantize.serve.server import Settings
@@ -89,24 +90,41 @@ def deploy(
         Path | None,
         typer.Argument(metavar="[DIR]", help="Folder for copies; none: RUN/deploy.", show_default=False),
     ] = None,
+    json: Json = False,
 ) -> None:
     """Write what a finished run hands over: engine, graph, tokenizer, and scripts that need no qdqbench."""
     from qdqbench.eval.runreport.handoff import begin_in
     from qdqbench.eval.runreport.handoff import deploy as write
+    from qdqbench.quantize.cli.schemas import HandedOver, sizes
 
-    made = write(run, out)
-    say(f"deploy: {plain(str(begin_in(made, made)))}")
+    with status() as say_now:
+        say_now("writing")
+        made = write(run, out)
+    begin = str(begin_in(made, made))
+    if json:
+        show_json(HandedOver(folder=str(made), files=sizes(made), begin=begin))
+        return
+    say(f"deploy: {plain(begin)}")
 
 
 def export_triton(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.", show_default=False)],
     name: Annotated[str | None, typer.Option(help="Of the model in Triton; none: the run's folder.")] = None,
+    json: Json = False,
 ) -> None:
     """Write a run as a model repository of NVIDIA Triton, with what deploys it."""
+    from dataclasses import asdict
+
+    from qdqbench.quantize.cli.schemas import TritonRepository
     from qdqbench.quantize.triton.export import export_triton as export
 
-    made = export(run, out, name)
+    with status() as say_now:
+        say_now("writing")
+        made = export(run, out, name)
+    if json:
+        show_json(TritonRepository(folder=str(out), **asdict(made)))
+        return
     plans = {
         "built": "its TensorRT plan is that of the run",
         "script": f"{out / 'tensorrt' / 'build_plan.sh'} builds its TensorRT plan on your GPU",

@@ -47,10 +47,15 @@ def say(text: str) -> None:
     console().print(text, highlight=False, soft_wrap=True)
 
 
+def show_json(found: "BaseModel") -> None:
+    """A result as JSON on stdout."""
+    sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+
+
 def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: str) -> None:
     """A result: JSON of all of it, or its summary and lines such as where its report is."""
     if json:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        show_json(found)
         return
     console().print(summary(found))
     for line in lines:

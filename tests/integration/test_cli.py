@@ -114,7 +114,7 @@ def test_recipes_list(qdqbench, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     done = qdqbench("recipes", "list", "--json")
     assert (done.code, done.err) == (0, "")
-    rows = json.loads(done.out)
+    rows = json.loads(done.out)["recipes"]
     assert sorted(row["recipe"] for row in rows) == RECIPES
     assert {row["family"]: row["model_types"] for row in rows}["bert"] == ["bert"]
     (first,) = (row for row in rows if row["start_on"] == ["gpu"] and row["family"] == "bert")
@@ -130,7 +130,7 @@ def test_recipes_list(qdqbench, monkeypatch):
 
 def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):
     fitting = qdqbench("recipes", "list", "--model", tiny_bert, "--json")
-    assert {row["family"] for row in json.loads(fitting.out)} == {"bert"}
+    assert {row["family"] for row in json.loads(fitting.out)["recipes"]} == {"bert"}
     roberta = write_model(tmp_path / "roberta", "camembert")
     shown = qdqbench("recipes", "list", "--model", roberta)
     assert (shown.code, shown.err) == (0, "")

@@ -10,7 +10,7 @@ import typer
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, console, print_json, say, show
+from qdqbench.quantize.cli.terminal import Json, console, print_json, show, show_json
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -188,9 +188,11 @@ def measure(  # noqa: PLR0913, PLR0917  (a command's options)
         float | None, typer.Option(help="Seconds after which no further engine is started.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and placements.")] = 0,
+    json: Json = False,
 ) -> None:
     """Build engines with INT8 in different places and time them against their FP16 twin, on a GPU."""
     from qdqbench.eval.placement.measure import measure_costs
+    from qdqbench.quantize.cli.schemas import CostRows
     from qdqbench.quantize.core.errors import UserError
 
     if budget is not None and not budget > 0:
@@ -198,7 +200,19 @@ def measure(  # noqa: PLR0913, PLR0917  (a command's options)
     shapes = [
         (b, n) for n in dict.fromkeys(length or (32, 128)) for b in dict.fromkeys(batch or (1, 8, 32, 128))
     ]
-    done = measure_costs(model, shapes, out, placements=placements, seed=seed, budget_s=budget, say=say)
+    with progress.status() as shown:
+        done = measure_costs(
+            model,
+            shapes,
+            out,
+            placements=placements,
+            seed=seed,
+            budget_s=budget,
+            say=shown,
+        )
+    if json:
+        show_json(CostRows(file=str(out), rows=done.rows, engines=done.engines, ended=done.ended))
+        return
     console().print(f"{out}: {done.rows} new rows of {done.engines} engines; {done.ended}", highlight=False)
 
 
@@ -206,6 +220,7 @@ def measure(  # noqa: PLR0913, PLR0917  (a command's options)
 def fit(
     rows: Annotated[list[Path], typer.Argument(help="Files of `cost measure`, or fitted cost models.")],
     out: Annotated[Path, typer.Option(help="Cost model to write.")],
+    json: Json = False,
 ) -> None:
     """Fit the cost model and print its error on engines that were left out."""
     from rich.table import Table
@@ -213,16 +228,21 @@ def fit(
     from qdqbench.eval.placement.cost_fit import fit_costs as fit_rows
     from qdqbench.eval.placement.cost_fit import read_rows
     from qdqbench.eval.placement.cost_model import TERMS
+    from qdqbench.quantize.cli.schemas import CostFit
     from qdqbench.quantize.core import files
 
     found = {row.model_dump_json(): row for path in rows for row in read_rows(path)}  # a row counts once
     model = fit_rows([*found.values()])
     files.write_text(out, model.model_dump_json() + "\n")
+    error = model.leave_one_out
+    if json:
+        fitted = {name: getattr(model, name) for name in ("engines", "gpu", "backend", "version")}
+        show_json(CostFit(file=str(out), rows=model.n, leave_one_out=error.model_dump(), **fitted))
+        return
     table = Table("term", "coefficient, ns", "one unit of it", box=None)
     for name, what in TERMS.items():
         table.add_row(name, f"{1e6 * model.coefficients[name]:.4g}", what)
     console().print(table)
-    error = model.leave_one_out
     made = f"{model.n} rows, {model.engines} engines, {model.gpu}, {model.backend} {model.version}"
     console().print(
         f"{out}: {made}. Error on engines left out: latency {error.ms_median:.1%} (median), "

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from qdqbench.quantize.cli.options import check_out, left_by
+from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, command_line, show
 
 
@@ -19,6 +20,8 @@ def compare(
     from qdqbench.eval.compare.report import PAGE, comparison_summary, write_comparison
 
     check_out(out, "a comparison", left_by(f"{PAGE}.json"))
-    found = compare_runs(runs, command_line())
+    with status() as say:
+        say("comparing")
+        found = compare_runs(runs, command_line())
     written = write_comparison(found, out)
     show(found, json, comparison_summary, *(f"page: {path}" for path in written if path.suffix == ".html"))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench.quantize.cli.options import Subject, grouped
+from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def diagnose(
     """Why INT8 is slow, wrong or not there: files of any origin, read together, the worst finding first."""
     from qdqbench.quantize.diagnose.diagnose import diagnose as diagnosed
 
-    found = diagnosed(files, load_engine=load_engine)
+    with status() as say:
+        say("reading")
+        found = diagnosed(files, load_engine=load_engine)
     if json:
         print_json(found.model_dump(mode="json") | {"errors": len(found.errors)})
     else:
@@ -140,7 +143,9 @@ def fix(  # noqa: PLR0913
         limit=limit,
         engine=not no_engine,
     )
-    report = mended(onnx_file, out, options)
+    with status() as say:
+        say("mending, and building engines before and after")
+        report = mended(onnx_file, out, options)
     if json:
         print_json(report.model_dump(mode="json") | {"failures": report.failures})
     else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench.quantize.cli.look.inspect_tables import kernel_table, print_time
+from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, console, plain, print_json, say
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     expected, attentions = expectations(found)
     times, shape = None, ""
     if profile in MEASURED:
-        times, shape = measure_times(found, profile, batch, length)
+        with status() as say_now:
+            say_now("measuring kernels")
+            times, shape = measure_times(found, profile, batch, length)
     elif profile:
         times = kernel_ms(read_profile(Path(profile)))
     judged = inspect_layers(
@@ -81,7 +84,9 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
     from qdqbench.eval.verify.bisect import bisect_lines
     from qdqbench.eval.verify.bisect_run import bisect_run
 
-    result = bisect_run(target.folder)
+    with status() as say_now:
+        say_now("looking for the first wrong tensor")
+        result = bisect_run(target.folder)
     if json:
         print_json(result.model_dump(mode="json"))
     else:

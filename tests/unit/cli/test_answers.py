@@ -1,0 +1,97 @@
+"""--json of every command: declared, documented, one object and nothing else on stdout."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from qdqbench.eval.tables.write import BEGIN, END
+from qdqbench.quantize.cli import answers, schemas
+from qdqbench.quantize.cli.app import app, main
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.recipe.schema import shipped_recipes
+
+from ..runs.test_made import made
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
+WITHOUT = {"serve", "recipes schema"}  # ends never; is JSON
+SCHEMAS = [
+    each
+    for each in vars(schemas).values()
+    if isinstance(each, type) and issubclass(each, BaseModel) and each.__module__ == schemas.__name__
+]
+
+
+def commands(group=None, path=()):
+    group = group or typer.main.get_command(app)
+    if not hasattr(group, "commands"):
+        yield " ".join(path), group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize(("name", "command"), [pytest.param(*each, id=each[0]) for each in commands()])
+def test_every_command_has_json_and_the_page_names_it(name, command):
+    declared = any("--json" in parameter.opts for parameter in command.params)
+    assert declared == (name not in WITHOUT)
+    assert re.search(rf"`{name}[` ]", DOCUMENT), f"docs/json.md does not name {name}"
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_field_is_documented_and_no_other(schema):
+    section = re.search(rf"(?ms)^## [^\n]*\(`{schema.__name__}`\)\n(.*?)(?=^## |\Z)", DOCUMENT)
+    assert section is not None
+    assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(schema.model_fields)
+
+
+def said(monkeypatch, capsys, *words):
+    """What a command prints, as JSON, and its exit status."""
+    monkeypatch.setattr("sys.argv", ["qdqbench", *map(str, words), "--json"])
+    capsys.readouterr()
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    told = capsys.readouterr()
+    assert told.err == "" or code
+    return json.loads(told.out), code
+
+
+def test_recipes(monkeypatch, capsys):
+    name = "bert-int8-linears"
+    listed, _ = said(monkeypatch, capsys, "recipes", "list")
+    assert name in [row["recipe"] for row in schemas.Recipes.model_validate(listed).recipes]
+    shown = schemas.ShownRecipe.model_validate(said(monkeypatch, capsys, "recipes", "show", name)[0])
+    assert (shown.name, Path(shown.source)) == (name, shipped_recipes()[name])
+    assert shown.recipe["calibration"]["samples"] > 0
+    assert said(monkeypatch, capsys, "recipes", "validate", name)[0] == {"valid": [name]}
+
+
+def test_tables(monkeypatch, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    results = Path(__file__).parents[3] / "docs" / "measured-heads"
+    words = ["tables", results, "--into", page]
+    told, code = said(monkeypatch, capsys, *words, "--check")
+    assert (code, told["changed"], told["file"]) == (2, True, str(page))
+    told, code = said(monkeypatch, capsys, *words)
+    assert (code, told["changed"]) == (0, True)
+    assert told["runs"] + told["benches"] > 0
+    assert said(monkeypatch, capsys, *words, "--check") == (told | {"changed": False}, 0)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_does_not_hold_is_printed_and_is_exit_status_2(as_json, capsys):
+    found = made("embedded", failures=["11 of 12 GEMMs run in INT8", "the answers differ"])
+    with pytest.raises(CheckFailed, match="11 of 12 GEMMs run in INT8; the answers differ"):
+        answers.answer(found, Path("runs/a"), json=as_json)
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out)["failures"] == found.failures
+    else:
+        assert "✗ the answers differ" in out
+        assert "qdqbench report runs/a" in out
