@@ -35,7 +35,7 @@ class Answered:
             tagged = numbers and self.names and all(number.isdecimal() for number in numbers)
             return " ".join(self.names[int(number)] for number in numbers) if tagged else value
         if np.ndim(value):
-            return ", ".join(f"{score:.3g}" for score in value[np.isfinite(value)])
+            return ", ".join(f"{score:.5g}" for score in value[np.isfinite(value)])
         if np.issubdtype(self.predicted.dtype, np.integer):
             return self.names[int(value)] if int(value) < len(self.names) else str(value)
         return f"{value:.4g}"

@@ -57,8 +57,9 @@ def changed_text(results: Results, found: ChangedAnswers) -> str:
     if not found.found:
         return f"{samples} each has the answer of FP32 in {stage}."
     scores = "nearer or farther" in found.counts
-    what = "another score" if scores else "another answer"
-    said = f"{samples} {found.found} ({found.found / found.n:.1%}) have {what} in {stage} than in FP32"
+    share = f"{found.found} ({found.found / found.n:.1%})"
+    what = f"moved in {stage}, against FP32" if scores else f"have another answer in {stage} than in FP32"
+    said = f"{samples} {share} {what}"
     if not scores:
         said += ": " + ", ".join(f"{count} {change}" for change, count in found.counts.items())
     if (kept := len(found.rows)) < found.found:
