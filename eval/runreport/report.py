@@ -108,7 +108,9 @@ def summary_lines(results: Results) -> "Group":
         body.append(f"\n✗ {line}", style="red")
     for line in first(said.notes, 3, "the report"):
         body.append(f"\n{line}", style="yellow")
-    table = Table("stage", "result", "against FP32", "differing answers", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("stage", "result", "against FP32", "differ"):
+        table.add_column(title)
     for name, row in results.stages.items():
         versus = row.vs_fp32
         cells = (
