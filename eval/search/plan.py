@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from qdqbench.eval.search.worker import SearchOptions
 
 MEASURED_WITH = 23e6  # parameters of the model whose engines took `LATENCY_S` to export, build and time
+AROUND_S = 1.5  # of a trial: a model is loaded, and gets its quantizers
 SHARED = 0.5  # of the trials need a calibration that no earlier one has made
 GRAPHS = 4  # twin, trial and the confirmed graph and its engine lie there at once, at most as large as FP32
 BYTES_PER_SCALE, STUDY_BYTES = 25, 1_000_000  # of a calibration file; of the database
@@ -88,7 +89,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
         )
     else:
         basis = "a few rows in FP32, timed now, and what calibrations, fake-quant and engines took elsewhere"
-        trial_s = options.samples * pace.fake_s + pace.calibrated(SHARED, samples) + latency_s
+        trial_s = AROUND_S + options.samples * pace.fake_s + pace.calibrated(SHARED, samples) + latency_s
     ranking_s = 0.0
     if options.sensitivity is None and not done:
         ranking_s = own_ranking(work).evaluations * min(SAMPLES, options.samples) * pace.fp32_s
@@ -98,7 +99,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
     shipped = [load_recipe(each) for each in shipped_recipes()]
     rivals = [r for r in shipped if r.qat is None and r.model.family == recipe.model.family]
     confirmed = 1 + (recipe not in rivals) + len(rivals)  # the chosen one, the given one, the shipped ones
-    each_s = pace.calibrated(1, samples) + rows * pace.fake_s + latency_s
+    each_s = AROUND_S + pace.calibrated(1, samples) + rows * pace.fake_s + latency_s
     confirm_s = rows * pace.fp32_s + confirmed * each_s
     scales = sum(module.weight.shape[0] for module in _linears(session))
     return SearchPlan(

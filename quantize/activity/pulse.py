@@ -111,15 +111,26 @@ class Pulse:
                 self.draw()
 
 
+_said = [time.monotonic()]  # when this process began, or the last line of any log was written
+
+
+def anew() -> None:
+    """A command begins: what it loads before it shows anything counts too."""
+    _said[0] = time.monotonic()
+
+
 def log(line: Callable[[], str]) -> Pulse:
     """Lines with the time on stderr, one every `EVERY_S`; what quick commands do stays silent."""
 
     def draw() -> None:
         if text := line():
+            anew()
             sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
             sys.stderr.flush()
 
-    return Pulse(draw, EVERY_S)
+    made = Pulse(draw, EVERY_S)
+    made.last = _said[0]
+    return made
 
 
 @contextmanager

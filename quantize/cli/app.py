@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qdqbench.quantize.activity import pulse
 from qdqbench.quantize.cli import bench, build, run, serve, train
 from qdqbench.quantize.cli.choose import auto, from_cache, search, sensitivity
 from qdqbench.quantize.cli.look import check, compare, diagnose, doctor, inspect
@@ -136,6 +137,7 @@ def main() -> None:
         sys.argv.remove("--debug")
     from qdqbench.quantize.core.errors import QdqError
 
+    pulse.anew()
     try:
         _invoke()
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader

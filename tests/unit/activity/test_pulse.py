@@ -26,6 +26,7 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(pulse.time, "monotonic", made)
     monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
+    pulse.anew()
     return made
 
 
@@ -91,6 +92,24 @@ def test_a_phase_that_says_nothing_has_a_line_every_half_minute(clock, capsys):
     assert max(gaps) <= 30
 
 
+def test_what_came_before_a_display_counts(clock, capsys):
+    """Libraries are loaded before anything is shown, and one display follows another."""
+    clock.now += 29
+    first, now = pulse.Now(), pulse.Now()
+    log = pulse.log(first.line)
+    first.begin("planning")
+    log.beat()
+    assert said(capsys) == ["planning"]
+    clock.now += 20
+    log = pulse.log(now.line)
+    now.begin("training")
+    log.beat()
+    assert said(capsys) == []
+    clock.now += 5
+    log.beat()
+    assert said(capsys) == ["training"]
+
+
 def test_quick_work_is_silent(clock, capsys):
     now = pulse.Now()
     log = pulse.log(now.line)
@@ -106,6 +125,7 @@ def test_what_is_timed_is_not_disturbed_and_still_not_silent(clock, capsys):
     for window in (0.1, 1.0, 3.9, 60.0):
         start = clock.now
         now, lines = pulse.Now(), []
+        pulse.anew()
         log = pulse.log(now.line)
         with told.listening(lambda *heard: (now.hear(*heard), log.beat())):  # noqa: B023
             while clock.now < start + 120:

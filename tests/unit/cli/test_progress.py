@@ -32,6 +32,7 @@ def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(pulse.time, "monotonic", made)
     monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
+    pulse.anew()
     return made
 
 
