@@ -81,8 +81,7 @@ def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_r
     assert [run["name"] for run in found["runs"]] == ["finished", "run"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
 def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
     folder, flipped = compared
     asked: list[str] = []
