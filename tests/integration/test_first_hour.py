@@ -32,7 +32,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, sst2, tmp_path, monke
 
     listed = qdqbench("recipes", "list", "--model", "my-model", "--json")
     assert listed.code == 0
-    names = [row["recipe"] for row in json.loads(listed.out)]
+    names = [row["recipe"] for row in json.loads(listed.out)["recipes"]]
     assert {"bert-int8-linears", "bert-int8-ffn"} <= {*names}
 
     folders = []
