@@ -7,6 +7,7 @@ from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.stages.trtexec import brought, build_brought, evaluate_brought, verify_brought
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.activity.told import doing
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import EngineResult, Verification
@@ -58,6 +59,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
     settings, folder = session.recipe.engine, out / "engine"
     gemms = expected_gemms(session)
     path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
+    files.require_room(folder, graph.stat().st_size, path.name)  # an engine holds the graph's weights
     try:
         result = build_engine(
             graph,

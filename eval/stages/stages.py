@@ -34,6 +34,7 @@ from qdqbench.quantize.rundir.artifacts import (
     checked_path,
     engine_profiles,
     expected_modules,
+    graph_bytes,
     graph_path,
     proves_for_gpu,
 )
@@ -102,6 +103,7 @@ def export_stage(session: Session) -> list[Path]:
     recipe = session.recipe
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
+    files.require_room(folder, graph_bytes(session), "model.*.onnx")
     doing("tracing")
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs = [

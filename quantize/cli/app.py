@@ -136,6 +136,7 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     from qdqbench.quantize.core.errors import QdqError
+    from qdqbench.quantize.core.files import full_disk
 
     pulse.anew()
     try:
@@ -158,6 +159,9 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
+        if told := full_disk(error):
+            sys.stderr.write(f"qdqbench: {told}\n")
+            sys.exit(1)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         sys.stderr.write(f"qdqbench: unexpected failure, {what}; run again with --debug for the traceback\n")
         sys.exit(1)

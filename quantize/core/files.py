@@ -71,6 +71,16 @@ def unwritable(error: Exception, folder: Path) -> OSError | None:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def full_disk(error: Exception) -> UserError | None:
+    """The sentence on a disk that got full while something else than a result was written, as in TMPDIR."""
+    if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
+        return None
+    places = [Path(tempfile.gettempdir()), Path.cwd()]
+    named = getattr(error, "filename", None)
+    where = Path(str(named)) if named else min(places, key=free_bytes) / "a temporary file"
+    return cannot_write(where, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
 def _there(path: Path) -> Path:
     """The folder of `path` that exists."""
     found = path.resolve()

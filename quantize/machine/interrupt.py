@@ -1,9 +1,11 @@
 """Ctrl-C that holds though a library swallows the exception, as imports do that try what is installed."""
 
 import signal
+import sys
 import threading
 from typing import Any
 
+AGAIN_S = 0.05
 _asked = threading.Event()
 
 
@@ -11,6 +13,7 @@ def watch() -> None:
     """Remember Ctrl-C from now on; in the main thread, unless the signal is ignored or taken."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_signal)
+        sys.unraisablehook = _again
 
 
 def ignore() -> None:
@@ -28,6 +31,17 @@ def raise_if_interrupted() -> None:
     if _asked.is_set():
         _asked.clear()
         raise KeyboardInterrupt
+
+
+def _again(found: "sys.UnraisableHookArgs") -> None:
+    """Python drops and prints what is raised while an object is destroyed: Ctrl-C then comes again."""
+    if isinstance(found.exc_value, KeyboardInterrupt):
+        main = threading.main_thread().ident
+        timer = threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+    else:
+        sys.__unraisablehook__(found)
 
 
 def _on_signal(number: int, frame: Any) -> None:

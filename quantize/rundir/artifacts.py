@@ -50,6 +50,17 @@ def cpu_compute(recipe: Recipe) -> Compute:
     return compute_type(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
+def graph_bytes(session: Session) -> int:
+    """What the weights of all graphs of an export take on the disk."""
+    sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
+    whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
+    total = (4 + 2) * whole  # the twins in FP32 and FP16
+    if session.recipe.quantizes:
+        total += int8 + (4 if backend_of(session.recipe) in CPU_BACKENDS else 2) * (whole - int8)
+        total += int8 + 2 * (whole - int8) if proves_for_gpu(session.recipe) else 0
+    return total
+
+
 def expected_modules(session: Session) -> set[str]:
     """Modules whose MatMuls, or whose residual, must be in INT8."""
     return {*session.plan.int8, *session.plan.attention, *session.plan.residual}
