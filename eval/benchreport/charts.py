@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from qdqbench.eval.bench.results import Bench, BenchCell, rate_of, row_of, speedup_of
+from qdqbench.eval.bench.results import Bench, BenchCell, headline_of, rate_of, row_of, speedup_of
+from qdqbench.eval.benchreport.words import headline_title
 from qdqbench.eval.report import svg
 
 CONTESTANT_STYLES = {  # colour is never the only difference
@@ -41,15 +42,20 @@ def latency_svg(bench: Bench) -> str:
             rows = [row_of(cell, about.name) for cell in cells]
             _line(axes, about.name, about.label, (row.median_ms if row else None for row in rows))
         svg.log_scale(axes)
+        axes.set_ylabel("ms, log scale")
 
-    return _panels(bench, "latency", "latency, ms (median, log scale)", draw)
+    return _panels(bench, "latency", "median latency", draw)
 
 
 def speedup_svg(bench: Bench) -> str:
-    """Speed-up of INT8 over each contestant by batch, 95% intervals; a panel per length; may be empty."""
+    """Speed-up of INT8 over each contestant by batch, 95% intervals; a panel per length; may be empty.
+
+    The headline of the report is drawn over them: over the fastest of those that it is held to.
+    """
+    held_to = headline_title(bench).removeprefix("INT8 over ")
 
     def draw(axes: Any, cells: list[BenchCell]) -> None:
-        axes.axhline(1, **svg.LIMIT_LINE, label="as fast")
+        axes.axhline(1, **svg.LIMIT_LINE, label="1 = as fast")
         for about in bench.contestants:
             found = [speedup_of(cell, "int8", about.name) for cell in cells]
             _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
@@ -57,7 +63,13 @@ def speedup_svg(bench: Bench) -> str:
                 if ratio is not None and ratio.low is not None and ratio.high is not None:
                     colour = CONTESTANT_STYLES.get(about.name, OTHER_STYLE)[0]
                     axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
-        axes.set_ylim(bottom=0)
+        best = [headline_of(bench.contestants, cell) for cell in cells]
+        heights = [(place, found.value) for place, found in enumerate(best) if found is not None]
+        if heights:
+            look = {"color": svg.INK, "marker": "_", "markersize": 16, "markeredgewidth": 2, "linestyle": ""}
+            axes.plot(*zip(*heights, strict=True), **look, label=f"over {held_to}")
+        svg.log_scale(axes)
+        axes.set_ylabel(f"times as fast, log scale\n(1 = as fast as {held_to})")
 
     if not any(s.contestant == "int8" for cell in bench.cells for s in cell.speedups):
         return ""
@@ -79,10 +91,11 @@ def throughput_svg(bench: Bench) -> str:
                 [], [], color=svg.MUTED, linestyle=STREAM_DASHES[number % len(STREAM_DASHES)], label=text
             )
         svg.log_scale(axes, number=",.0f")
+        axes.set_ylabel("sequences/s, log scale")
 
     if not any(row.throughput for cell in bench.cells for row in cell.rows):
         return ""
-    return _panels(bench, "throughput", "sequences per second (log scale)", draw)
+    return _panels(bench, "throughput", "sequences per second", draw)
 
 
 def _panels(bench: Bench, name: str, title: str, draw: Callable[[Any, list[BenchCell]], None]) -> str:

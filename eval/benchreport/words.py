@@ -82,11 +82,10 @@ def slow_lines(bench: Bench) -> list[str]:
         if bench.device == "cpu":
             pairs = [found for found in cell.speedups if found.contestant == "int8"]
         for found in pairs:
-            if found is not None and found.slower:
-                sure = "" if found.high is None or found.high < 1 else " (within the spread of the rounds)"
+            if found is not None and found.standing == "slower":
                 why = f": {'; '.join(found.reasons)}" if found.reasons else ""
                 what = f"{names[found.contestant]} is slower than {names[found.over]}"
-                lines.append(f"{cell_text(bench, cell)}: {what}, {found.value:.2f}x{sure}{why}")
+                lines.append(f"{cell_text(bench, cell)}: {what}, {found.value:.2f}x{why}")
     return lines
 
 
@@ -121,11 +120,12 @@ def cell_text(bench: Bench, cell: BenchCell) -> str:
 
 
 def ratio_mark(ratio: BenchSpeedup | None) -> Mark:
-    """A speed-up with its interval; below 1 is bad."""
+    """A speed-up with its interval; bad where both are below 1."""
     if ratio is None:
         return Mark("")
     interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low is not None else ""
-    return Mark(f"{ratio.value:.2f}x{interval}{' ✗ slower' if ratio.slower else ''}", ratio.slower)
+    said = {"slower": " ✗ slower", "not told apart": " not told apart"}.get(ratio.standing, "")
+    return Mark(f"{ratio.value:.2f}x{interval}{said}", ratio.standing == "slower")
 
 
 def milliseconds(value: float | None) -> str:

@@ -1,28 +1,24 @@
-"""How fast INT8 is, from the bench of a run, where it is of the files that are there now."""
+"""Speed of INT8, and sizes of engines without it, from the bench of a run: one of its present files."""
 
 from pathlib import Path
 
 from qdqbench.eval.bench.results import (
     BENCH_FILE,
+    Bench,
     cell_label,
     headline_of,
     read_bench,
+    row_of,
     without_unmasked,
 )
 from qdqbench.eval.benchreport.report import stale_files
-from qdqbench.quantize.core.comparison import Speed
+from qdqbench.quantize.core.comparison import EngineSize, Speed
 from qdqbench.quantize.core.errors import UserError
 
 
 def speed_of(folder: Path) -> list[Speed]:
     """The fastest INT8 engine over the fastest in FP16, cell by cell; none where nothing was measured."""
-    if not (folder / BENCH_FILE).is_file():
-        return []
-    try:
-        bench = without_unmasked(read_bench(folder / BENCH_FILE))
-    except UserError:  # the report says so
-        return []
-    if stale_files(bench, folder):
+    if (bench := _bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.contestants}
     found = [(cell, headline_of(bench.contestants, cell)) for cell in bench.cells]
@@ -37,3 +33,32 @@ def speed_of(folder: Path) -> list[Speed]:
         for cell, best in found
         if best is not None
     ]
+
+
+def twins_of(folder: Path, backend: str | None) -> list[EngineSize]:
+    """Sizes of the engines without INT8 that the bench built for the same profiles; none without a bench.
+
+    Args:
+        backend: of the run's own engine; None: it has none.
+    """
+    if backend is None or (bench := _bench(folder)) is None:
+        return []
+    found = []
+    for about in bench.contestants:
+        same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
+        rows = (row_of(cell, about.name) for cell in bench.cells)
+        sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
+        if same and sizes and about.precision != "int8":
+            found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
+    return found
+
+
+def _bench(folder: Path) -> Bench | None:
+    """The bench of the files that a run has now."""
+    if not (folder / BENCH_FILE).is_file():
+        return None
+    try:
+        bench = without_unmasked(read_bench(folder / BENCH_FILE))
+    except UserError:  # the report says so
+        return None
+    return None if stale_files(bench, folder) else bench

@@ -85,9 +85,18 @@ def dress(axes: Any, title: str, grid: Literal["x", "y", "both"] | None = "y") -
 
 
 def log_scale(axes: Any, which: Literal["x", "y"] = "y", number: str = "g") -> None:
-    """A logarithmic scale with plain numbers, where matplotlib writes formulas."""
+    """A logarithmic scale with plain numbers, where matplotlib writes formulas; at least two of them.
+
+    Call it when all is drawn: where the values span less than two decades, numbers between powers are told.
+    """
+    from matplotlib.ticker import LogLocator
+
     getattr(axes, f"set_{which}scale")("log", nonpositive="clip")
     axis = getattr(axes, f"{which}axis")
+    low, high = getattr(axes, f"get_{which}lim")()
+    spread = high / low if low > 0 else 1e9
+    between = (1, 1.5, 2, 3, 4, 5, 7) if spread < 5 else (1, 2, 3, 5) if spread < 20 else (1, 2, 5)
+    axis.set_major_locator(LogLocator(subs=between if spread < 200 else (1,)))
     axis.set_major_formatter(lambda value, _: format(value, number))
     axis.set_minor_formatter(lambda *_: "")
 

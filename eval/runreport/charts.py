@@ -211,23 +211,16 @@ def ranges_svg(results: Results, measure: str) -> str:
     title = {"amax": "amax (largest magnitude seen)", "amax_over_rms": "amax / rms (outlier measure)"}[
         measure
     ]
-    return layer_chart(points, title, measure, None)
+    return layer_chart(points, title, measure)
 
 
-def parity_svg(results: Results) -> str:
-    """Share of differing INT8 codes by encoder layer against the limit, in percent; may be empty."""
-    if results.parity is None:
-        return ""
-    points: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in results.parity.rows:
-        layer, kind = place(row.name)
-        if layer is not None:
-            points[kind][layer] = 100 * row.differing / max(row.codes, 1)
-    limit = 100 * results.parity.limit_fraction
-    return layer_chart(points, "INT8 codes that differ by a step, %", "parity", limit)
-
-
-def layer_chart(points: dict[str, dict[int, float]], title: str, name: str, limit: float | None) -> str:
+def layer_chart(
+    points: dict[str, dict[int, float]],
+    title: str,
+    name: str,
+    limit: float | None = None,
+    limit_name: str = "limit",
+) -> str:
     """One line per kind over the encoder layers; kinds with the same values share a line."""
     if not points:
         return ""
@@ -245,7 +238,7 @@ def layer_chart(points: dict[str, dict[int, float]], title: str, name: str, limi
         )
     values = [value for line in shared for _, value in line]
     if limit is not None:
-        axes.axhline(limit, **LIMIT_LINE, label=f"limit {limit:g}%")
+        axes.axhline(limit, **LIMIT_LINE, label=f"{limit_name}, {limit:g}%")
     elif min(values) > 0 and max(values) > 50 * min(values):
         log_scale(axes)
     if axes.get_yscale() == "linear":

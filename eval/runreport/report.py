@@ -1,13 +1,12 @@
 """`report.md`, `report.html` and the terminal's summary, all written from one `Results` and nothing else."""
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import judge
-from qdqbench.eval.benchreport.report import bench_of
+from qdqbench.eval.benchreport.report import BenchView, bench_of
 from qdqbench.eval.gate.gate import SPEED, with_speed
-from qdqbench.eval.gate.speed import speed_of
+from qdqbench.eval.gate.speed import speed_of, twins_of
 from qdqbench.eval.report.formats import (
     LABELS,
     clean,
@@ -21,10 +20,19 @@ from qdqbench.eval.report.formats import (
 )
 from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
-from qdqbench.eval.runreport import charts
+from qdqbench.eval.runreport import charts, sizes
 from qdqbench.eval.runreport.agreement_chart import agreement_svg, agreements
 from qdqbench.eval.runreport.effects import effects_context
 from qdqbench.eval.runreport.handoff import refresh, where_to_begin
+from qdqbench.eval.runreport.parity import (
+    limits_text,
+    nearest_text,
+    parity_svg,
+    part_text,
+    remark_of,
+    share,
+    worst_first,
+)
 from qdqbench.eval.runreport.training_report import section_of
 from qdqbench.eval.runreport.verdict import (
     delta_text,
@@ -33,8 +41,6 @@ from qdqbench.eval.runreport.verdict import (
     metric_text,
     noise,
     qat_clause,
-    quantized_file,
-    share,
     stage_label,
     stage_name,
     verdict,
@@ -42,8 +48,9 @@ from qdqbench.eval.runreport.verdict import (
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import write_text
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.results import MAX_OUTPUT_ERROR, Results
 from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.engine.facts import facts_of
 from qdqbench.quantize.kinds.embedding import AGREEMENT
 
 if TYPE_CHECKING:
@@ -56,10 +63,21 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    words = {"value": metric_text, "noise": noise, "share": share}
+    words = {
+        "value": metric_text,
+        "noise": noise,
+        "share": share,
+        "nearest": nearest_text,
+        "part": part_text,
+        "limits": limits_text,
+    }
     shown, bench = printable(results), bench_of(folder)
     effects = effects_context(shown, bench.measured if bench else None)
-    own = {"bench": bench, "deploy": where_to_begin(folder)}
+    own = {
+        "bench": bench,
+        "speed_mark": _speed_mark(results, bench),
+        "deploy": where_to_begin(folder),
+    }
     return write("report", folder, _context(shown) | effects | own | words)
 
 
@@ -77,8 +95,9 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
     except UserError:  # what was measured must not be lost to it
         return [], f"{path.name} is not of this version: run `qdqbench report` for a report with this bench"
     speed = speed_of(folder)
+    twins = twins_of(folder, results.engine.backend if results.engine else None)
     gate = with_speed(results.gate, speed)
-    results = results.model_copy(update={"speed": speed, "gate": gate})
+    results = results.model_copy(update={"speed": speed, "twins": twins, "gate": gate})
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_text(path, results.model_dump_json(indent=2) + "\n")
     return write_reports(results, folder), None
@@ -128,7 +147,7 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     """Label, value, remark and whether it does not fail, of the numbers under the verdict."""
     tiles = []
     engine, parity = results.engine, results.parity
-    last, shrunk = last_measured(results), quantized_file(results)
+    last = last_measured(results)
     if engine is not None and engine.expected_int8_gemms:
         done, asked = engine.int8_gemms, engine.expected_int8_gemms
         tiles.append(
@@ -146,12 +165,10 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
         holds = gain.within_noise or delta > 0
         tiles.append((f"{label(metric)}, QAT against PTQ", *_delta_cells(gain, metric), holds))
     tiles.append(_speed_tile(results))
-    if shrunk is not None:
-        tiles.append(("ONNX file against FP32", f"{shrunk[1]:.2f}", f"{size(shrunk[2])}, {shrunk[0]}", True))
+    tiles += sizes.tiles(results)
     if parity is not None and parity.rows:
-        worst = max(parity.rows, key=lambda row: share(row) / row.limit)  # a row's limit may be its own
-        remark = f"codes differ at worst, limit {worst.limit:.2%}"
-        tiles.append(("layer parity", f"{share(worst):.2%}", remark, parity.passed))
+        worst = worst_first(parity)[0]
+        tiles.append(("layer parity", f"{part_text(worst)} of its limit", remark_of(worst), parity.passed))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
         place = "this CPU" if engine is not None and engine.on_cpu else "the GPU"
@@ -170,9 +187,23 @@ def _speed_tile(results: Results) -> tuple[str, str, str, bool]:
     if not results.speed:
         return "speed", "unknown", "`qdqbench bench` measures it", True
     least = min(results.speed, key=lambda row: row.value)
-    asked = max(results.gate.min_speedup or 1.0, 1.0)
+    asked = results.gate.min_speedup
+    holds = least.standing != "slower" and (asked is None or least.value >= asked)
     where = f"{least.cell}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.cell
-    return "speed", f"{least.value:.2f}x", f"over {least.over} at {where}", least.value >= asked
+    return "speed", f"{least.value:.2f}x", f"over {least.over} at {where}", holds
+
+
+def _speed_mark(results: Results, bench: BenchView | None) -> bool | None:
+    """Whether the bench holds: no error, no measured shape is slower, none below what the gate asks.
+
+    None: nothing was measured, or an interval holds 1, so that nobody can tell.
+    """
+    slower = any(row.standing == "slower" for row in results.speed)
+    if slower or (bench is not None and bench.errors):
+        return False
+    if any(line.startswith(SPEED) for line in results.gate.failures):
+        return False
+    return True if results.speed and all(row.standing == "faster" for row in results.speed) else None
 
 
 def _delta_cells(versus: Comparison, metric: str) -> tuple[str, str]:
@@ -212,16 +243,19 @@ def _context(results: Results) -> dict[str, Any]:
         "won_back": f"{qat_clause(results)}." if results.trained else "",
         "stage_labels": {name: stage_label(results, name) for name in results.stages},
         "grid": charts.precision_grid(results),
-        "kernels": Counter(row.kind for row in results.engine.layers).most_common() if results.engine else [],
+        "kernels": facts_of(results.engine.layers) if results.engine else None,
         "outliers": outliers[:3],
-        "worst": sorted(results.parity.rows, key=lambda row: -share(row))[:6] if results.parity else [],
+        "sizes": sizes.rows(results),
+        "sizes_note": sizes.missing(results),
+        "output_limit": MAX_OUTPUT_ERROR,
+        "parity_rows": worst_first(results.parity),
         "accuracy_svg": charts.accuracy_svg(results, LABELS | names),
         "agreements": agreements(results),
         "agreement_names": list(AGREEMENT),
         "agreement_svg": agreement_svg(results, LABELS | names),
         "amax_svg": charts.ranges_svg(results, "amax"),
         "outlier_svg": charts.ranges_svg(results, "amax_over_rms"),
-        "parity_svg": charts.parity_svg(results),
+        "parity_svg": parity_svg(results),
         "lengths_svg": charts.lengths_svg(results),
         "total_s": sum(row.wall_s for row in results.timings.values()),
         "inputs": inputs,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from qdqbench.eval.report.formats import count_of, label, sentence
 from qdqbench.quantize.core.comparison import GateState, OpenQuestion, Speed
-from qdqbench.quantize.core.results import ParityRow, Results, StageResult
+from qdqbench.quantize.core.results import Results, StageResult
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.families.any_family import RUN
 
@@ -77,10 +77,10 @@ def speed_clause(results: Results) -> str:
 
 
 def _speed_text(row: Speed) -> str:
-    if row.low is not None and row.high is not None and row.low <= 1 <= row.high:
+    if row.standing == "not told apart":
         spread = f"{row.value:.2f}x, [{row.low:.2f}, {row.high:.2f}]"
         return f"not told apart from {row.over} at {row.cell} ({spread})"
-    if row.value < 1:
+    if row.standing == "slower":
         return f"SLOWER than {row.over} at {row.cell} ({row.value:.2f}x)"
     return f"{row.value:.2f}x as fast as {row.over} at {row.cell}"
 
@@ -184,17 +184,12 @@ def _failed_checks(results: Results) -> list[str]:
         failures.append(f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}")
     if results.parity is not None and not results.parity.passed:
         bad = sum(not row.holds for row in results.parity.rows)
-        failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over the limit")
+        failures.append(f"layer parity: {bad} of {len(results.parity.rows)} tensors are over their own limit")
     if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
         failures.append(f"not in INT8 in the engine: {', '.join(engine.not_int8)}")
     if engine is not None and results.gate.passed and engine.not_int8_residuals:
         failures.append(f"residuals not in INT8 in the engine: {', '.join(engine.not_int8_residuals)}")
     return failures
-
-
-def share(row: ParityRow) -> float:
-    """Fraction of differing codes."""
-    return row.differing / max(row.codes, 1)
 
 
 def quantized_file(results: Results) -> tuple[str, float, int] | None:

@@ -11,7 +11,7 @@ import numpy as np
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.logits import read_logits, score
 from qdqbench.eval.gate.gate import gate_of
-from qdqbench.eval.gate.speed import speed_of
+from qdqbench.eval.gate.speed import speed_of, twins_of
 from qdqbench.eval.runs.effects import add_effects
 from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
@@ -76,6 +76,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         lengths=found_lengths(session),
         verification=verification,
         speed=speed_of(folder),
+        twins=twins_of(folder, None if isinstance(built, Skipped) else built.backend),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
         timings=timings,
         warnings=list(

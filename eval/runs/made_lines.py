@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.report.formats import count_of, first, label, seconds, size
-from qdqbench.eval.runreport.verdict import delta_text, headline, share
+from qdqbench.eval.runreport.parity import part_text, remark_of, worst_first
+from qdqbench.eval.runreport.verdict import delta_text, headline
 from qdqbench.eval.runs.made import Made
 from qdqbench.quantize.core.results import EngineResult
 
@@ -105,11 +106,11 @@ def _parity(made: Made) -> str:
     assert found is not None
     if not found.rows:
         return "no tensor is quantized"
-    worst = max(found.rows, key=lambda row: share(row) / row.limit)
+    worst = worst_first(found)[0]
     held = f"{sum(row.holds for row in found.rows)} of {count_of(len(found.rows), 'tensor')}"
     return (
-        f"{held} agree with ONNX Runtime; at worst {share(worst):.2%} of the codes differ, limit "
-        f"{worst.limit:.2%}; n = {found.n}"
+        f"{held} agree with ONNX Runtime; nearest to its limit, at {part_text(worst)}: "
+        f"{remark_of(worst)}; n = {found.n}"
     )
 
 

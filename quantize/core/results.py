@@ -1,5 +1,6 @@
 """Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from qdqbench.quantize.core.comparison import (
     ChangedAnswers,
     Classes,
     Comparison,
+    EngineSize,
     Gate,
     LayerErrors,
     ModelChange,
@@ -65,12 +67,14 @@ class EngineResult(Tabular):
     int8_gemms: int
     expected_int8_gemms: int
     not_int8: list[str]  # ONNX nodes that the recipe asks for and the engine runs in something else
-    attention_fused: int  # fused attention kernels
+    attention_fused: int  # attentions that one fused kernel computes
     attention_int8: int  # of these, with INT8 q, k and v
     expected_attention_int8: int
     int8_residuals: int = 0  # LayerNorms whose kernel reads the residual as INT8
     expected_int8_residuals: int = 0
     not_int8_residuals: list[str] = []  # LayerNorms whose kernel should and does not, by ONNX name
+    profiles: int | None = None  # each has kernels of its own in `layers`; None: of a run that did not count
+    kernels: int | None = None  # of one profile (the one with the most), without signals and waits
     layers: list[LayerRow]
 
     @property
@@ -95,10 +99,21 @@ class ParityRow(Strict):
     step_limit: int = 1  # largest step that this tensor may have
 
     @property
+    def nearest(self) -> tuple[float, str]:
+        """The part that it uses of its nearest limit (over 1: it does not hold): "codes", "step" or "output".
+
+        Steps count once they are over: within their limit they are whole numbers that say nothing.
+        """
+        over = self.max_step / self.step_limit if self.max_step > self.step_limit else 0.0
+        allowed = self.limit * self.codes
+        codes = self.differing / allowed if allowed else math.inf if self.differing else 0.0
+        output = (self.output_rel_error or 0.0) / MAX_OUTPUT_ERROR
+        return max((codes, "codes"), (output, "output"), (over, "step"), key=lambda part: part[0])
+
+    @property
     def holds(self) -> bool:
         """Within its limits: codes, steps, and the linear's own output."""
-        codes = self.max_step <= self.step_limit and self.differing <= self.limit * self.codes
-        return codes and (self.output_rel_error is None or self.output_rel_error <= MAX_OUTPUT_ERROR)
+        return self.nearest[0] <= 1
 
 
 class Parity(Strict):
@@ -273,6 +288,7 @@ class Results(Tabular):
     lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
     verification: Verification | None = None  # None: the engine was not run, or not verified
     speed: list[Speed] = []  # of the run's bench; none: it has none, or one of other files
+    twins: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
     gate: Gate
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know

@@ -18,6 +18,7 @@ from qdqbench.quantize.cpu.products import name_products
 from qdqbench.quantize.cpu.runtimes import compiled, first_run
 from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.engine.kernels import one_profile
 from qdqbench.quantize.engine.layers import (
     coverage,
     float_residuals,
@@ -147,6 +148,7 @@ def keep(  # noqa: PLR0913  all but the engine, its graph and the two files are 
         )
     proof = coverage(rows, expected_gemms, gemms)
     lost = float_residuals(rows, residuals)
+    one, copies = one_profile(rows)
     result = EngineResult(
         backend=built.backend,
         version=built.version,
@@ -164,6 +166,8 @@ def keep(  # noqa: PLR0913  all but the engine, its graph and the two files are 
         int8_residuals=len(residuals) - len(lost),
         expected_int8_residuals=len(residuals),
         not_int8_residuals=lost,
+        profiles=copies,
+        kernels=len(one),
         layers=rows,
     )
     # the sidecar comes last, because it vouches for the engine

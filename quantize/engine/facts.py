@@ -13,16 +13,17 @@ from onnx import TensorProto
 from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.kernels import (
+    count_text,
     is_gelu,
     kernel_kind,
     kernel_label,
     kernel_operator,
     norm_precision,
+    one_profile,
     operations,
 )
 from qdqbench.quantize.engine.layers import (
     computing_rows,
-    copy_of,
     float_residuals,
     is_attention,
     is_int8,
@@ -58,6 +59,8 @@ class Facts:
     """What one copy of the network does; the lists hold ONNX names in the order of the table."""
 
     rows: list[LayerRow]
+    profiles: int  # of the whole table
+    count: str  # kernels of the whole table, in words
     kernels: Counter[str]  # by kind, without signals and waits
     computed: dict[str, list[str]]  # kernel name -> ONNX linears and products that it multiplies
     linears: list[str]
@@ -127,9 +130,7 @@ def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
 def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
     """Read one copy of the network: the one with the most kernels."""
     graph = graph or graph_from_table(layers)
-    copies = Counter(copy_of(row) for row in layers if copy_of(row))
-    main = copies.most_common(1)[0][0] if copies else ""
-    rows = [row for row in layers if copy_of(row) in (main, "") and kernel_kind(row) != "none"]
+    rows, profiles = one_profile(layers)
     deciding = {
         node: found[0] for node, found in computing_rows(rows, [*graph.linears, *graph.products]).items()
     }
@@ -156,6 +157,8 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
     fused = [row for row in rows if is_attention(row)]
     return Facts(
         rows=rows,
+        profiles=profiles,
+        count=count_text(layers),
         kernels=Counter(kernel_kind(row) for row in rows),
         computed=dict(computed),
         linears=linears,

@@ -6,11 +6,12 @@ that goes to FP32 first. Long names end in Etc, and then the ONNX nodes that the
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from qdqbench.quantize.core.names import count_of
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.engine.layers import base_name, is_attention, name_parts
+from qdqbench.quantize.engine.layers import base_name, copy_of, is_attention, name_parts
 from qdqbench.quantize.families.any_family import (
     ACTIVATION,
     ANY_EMBEDDINGS,
@@ -79,6 +80,27 @@ def kernel_kind(row: LayerRow) -> KernelKind:
     elif words and {*words} <= {"Resh", "Cast"}:
         found = "layout"
     return found
+
+
+def one_profile(layers: Sequence[LayerRow]) -> tuple[list[LayerRow], int]:
+    """Kernels of the profile that has the most, without signals and waits; and the number of profiles.
+
+    An engine has kernels of its own for each profile, and its layer table lists all of them.
+    """
+    copies = Counter(copy_of(row) for row in layers if copy_of(row))
+    main = copies.most_common(1)[0][0] if copies else ""
+    rows = [row for row in layers if copy_of(row) in (main, "") and kernel_kind(row) != "none"]
+    return rows, max(len(copies), 1)
+
+
+def count_text(layers: Sequence[LayerRow]) -> str:
+    """`120 kernels`, or `480 kernels, 120 for each of 4 profiles`."""
+    rows, profiles = one_profile(layers)
+    total = sum(kernel_kind(row) != "none" for row in layers)
+    if profiles == 1:
+        return count_of(total, "kernel")
+    each = f"{len(rows)} for each" if total == profiles * len(rows) else f"at most {len(rows)} for each"
+    return f"{count_of(total, 'kernel')}, {each} of {profiles} profiles"
 
 
 def is_gelu(row: LayerRow) -> bool:

@@ -138,6 +138,7 @@ def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
         "layout_kernels": facts.kernels["layout"],
         "layout_kernels_int8": facts.layout_quantized,
         "quantize_kernels": facts.kernels["quantize"],
+        "profiles": facts.profiles,  # each has kernels of its own; counts are of one
         "kernel_counts": dict(facts.kernels),
         "findings": findings(facts),
         "failures": judged.failures,
@@ -242,7 +243,8 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     layout = f"{facts.kernels['layout']} kernels move, cast or transpose"
     lines.append(("layout", f"{layout}, {facts.layout_quantized} of them INT8" if writers else layout))
     counts = ", ".join(f"{kind} {count}" for kind, count in facts.kernels.most_common())
-    lines.append(("kernels", f"{sum(facts.kernels.values())}: {counts}"))
+    of_one = "" if facts.profiles == 1 else "; of one profile: "
+    lines.append(("kernels", f"{facts.count}{of_one or ': '}{counts}"))
     return lines
 
 

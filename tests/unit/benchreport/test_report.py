@@ -142,11 +142,14 @@ def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
     assert f"<li>{line}</li>" in html.partition("<nav")[0]
 
 
-def test_a_slow_down_within_the_spread_says_so():
+def test_a_slow_down_within_the_spread_is_not_told_apart():
     bench = sample_bench()
     for ratio in bench.cells[0].speedups:
         ratio.high = 1.02 if ratio.slower else ratio.high
-    assert "(within the spread of the rounds)" in slow_lines(bench)[0]
+    assert slow_lines(bench) == []
+    ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
+    assert ratio == Mark("0.90x [0.90, 1.02] not told apart", bad=False)
+    assert bench_view(bench).verdict[0] == ""
 
 
 def test_notes_on_the_gpu_and_the_clock_stand_beside_the_figures(tmp_path):

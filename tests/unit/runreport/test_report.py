@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qdqbench.eval.report import formats
 from qdqbench.eval.report import svg as plots
-from qdqbench.eval.runreport import charts, report
+from qdqbench.eval.runreport import charts, parity, report
 from qdqbench.eval.runreport import report as report_module
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
@@ -597,7 +597,7 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
                     passed=False,
                 )
             },
-            "layer parity: 2 of 3 tensors are over the limit",
+            "layer parity: 2 of 3 tensors are over their own limit",
         ),
         (
             {
@@ -705,7 +705,7 @@ def test_reports_are_two_files_and_the_same_on_every_run(rendered: Rendered, tmp
 def test_charts_carry_no_date_and_no_metadata() -> None:
     for svg in (
         charts.accuracy_svg(sample(), {}),
-        charts.parity_svg(sample()),
+        parity.parity_svg(sample()),
         charts.ranges_svg(sample(), "amax"),
     ):
         assert "<metadata" not in svg
@@ -763,8 +763,8 @@ def test_inputs_that_share_a_tensor_share_a_line() -> None:
     assert ">query, key, value</text>" in svg
     assert ">attention output</text>" in svg
     assert charts.ranges_svg(bare(), "amax") == ""
-    assert charts.parity_svg(bare()) == ""
-    assert ">limit 0.5%</text>" in charts.parity_svg(sample())
+    assert parity.parity_svg(bare()) == ""
+    assert ">own limit, 100%</text>" in parity.parity_svg(sample())
 
 
 def test_hostile_names_stay_text_in_markdown(rendered: Rendered) -> None:

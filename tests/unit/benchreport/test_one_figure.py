@@ -1,0 +1,106 @@
+"""A speed is one figure: in results.json, the verdict, the tile, the section, and the bench's own pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qdqbench.eval.bench.results import Bench, write_bench
+from qdqbench.eval.benchreport.charts import speedup_svg
+from qdqbench.eval.benchreport.report import write_bench_reports
+from qdqbench.eval.report.formats import size
+from qdqbench.eval.runreport.report import refresh_reports
+from qdqbench.eval.runreport.verdict import verdict
+from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.strict import read
+
+from ..bench.test_results import sample_bench
+from ..runreport.test_report import sample as sample_run
+
+
+def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Results, dict[str, str]]:
+    """Results after a bench, and every page by its name."""
+    (folder / "results.json").write_text(sample_run(**changes).model_dump_json())
+    write_bench(folder / "bench.json", bench)
+    written = [*(write_bench_reports(bench, folder) if own else []), *refresh_reports(folder)[0]]
+    found = read(folder / "results.json", Results, "report", "")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in written}
+    return found, {name: re.sub(r"\\([\[\]])", r"\1", text) for name, text in texts.items()}
+
+
+def a_bench(kind: str) -> Bench:
+    bench = sample_bench()
+    for cell in bench.cells:
+        for ratio in cell.speedups:
+            if kind != "slower" and ratio.slower:
+                ratio.slower, ratio.value, ratio.low, ratio.high = False, 1.01, 1.005, 1.02
+            if kind == "unclear":
+                ratio.low = 0.99
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark"), [("slower", "✗"), ("faster", "✓"), ("unclear", ""), ("below the gate", "✗")]
+)
+def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path: Path) -> None:
+    bench = a_bench(kind)
+    gate = sample_run().gate.model_copy(update={"min_speedup": 9.0 if kind == "below the gate" else None})
+    results, pages = told(bench, tmp_path, gate=gate)
+
+    heading = re.search(r"<h2>Speed(.*?)</h2>", pages["report.html"])
+    assert heading is not None
+    assert re.sub(r"<.*?>", "", heading[1]).strip() == mark
+    said = verdict(results).sentence
+    least, most = (choose(results.speed, key=lambda row: row.value) for choose in (min, max))
+    for row in (least, most):
+        assert f"{row.value:.2f}x" in said
+        assert row.over in said
+    assert ("SLOWER" in said) == (kind == "slower")
+    tile = re.search(r"<span>speed</span><b(.*?)>(.*?)</b><span>(.*?)</span>", pages["report.html"])
+    assert tile is not None
+    assert tile[2].split()[0] == f"{least.value:.2f}x"
+    assert ("bad" in tile[1]) == (mark == "✗")
+    assert least.over in tile[3]
+    assert len(results.speed) == len(bench.cells)
+    for row in results.speed:
+        interval = "" if row.low is None else f" [{row.low:.2f}, {row.high:.2f}]"
+        for text in pages.values():
+            assert f"{row.value:.2f}x{interval}" in text
+            assert (f"{row.value:.2f}x{interval} ✗ slower" in text) == (row.standing == "slower")
+            unclear = f"{row.value:.2f}x{interval} not told apart" in text
+            assert unclear == (row.standing == "not told apart")
+
+
+def test_the_axes_of_the_bench_say_what_they_are(tmp_path: Path) -> None:
+    _, pages = told(sample_bench(), tmp_path)
+    for name in ("bench.html", "report.html"):
+        for words in ("ms, log scale", "times as fast, log scale", "(1 = as fast as the fastest FP16)",
+                      "sequences/s, log scale"):  # fmt: skip
+            assert f">{words}</text>" in pages[name]
+    ticks = re.findall(r'ytick_\d+".*?<text[^>]*>([^<]*)</text>', speedup_svg(sample_bench()), re.DOTALL)
+    assert sum(bool(re.fullmatch(r"[\d.]+", tick)) for tick in ticks) >= 2
+
+
+def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
+    """Sizes are those that the bench built, and what was not built is said, with the command."""
+    bench = sample_bench()
+    for row in (row for cell in bench.cells for row in cell.rows):
+        row.engine_bytes = None
+    before, pages = told(bench, tmp_path, own=False)
+    assert before.twins == []
+    tile = re.compile(r"<span>engine</span><b>(.*?)</b><span>(.*?)</span>")
+    assert before.engine is not None
+    own = size(before.engine.bytes)
+    assert tile.findall(pages["report.html"]) == [
+        (own, "FP16 and FP32 not built: `qdqbench bench` builds them")
+    ]
+    row = next(row for row in bench.cells[0].rows if row.contestant == "fp16")
+    row.engine_bytes = 45_600_000
+    results, pages = told(bench, tmp_path, own=False)
+    assert [(row.precision, row.bytes) for row in results.twins] == [("fp16", 45_600_000)]
+    [(number, remark)] = tile.findall(pages["report.html"])
+    assert number == own
+    assert remark == "FP16 45.6 MB, FP32 not built: `qdqbench bench` builds them"
+    for text in (pages["report.html"], pages["report.md"]):
+        assert "45.6 MB" in text
+        assert own in text
