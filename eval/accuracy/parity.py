@@ -24,8 +24,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.arrays import Array, Float32, Int32, Int64
-from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.results import Parity, ParityRow
+from qdqbench.quantize.core.comparison import Comparison, Parity, ParityRow
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from qdqbench.eval.bench.loop import speedup
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.comparison import Standing, standing
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.strict import Strict, read
 
@@ -112,11 +111,6 @@ class BenchSpeedup(Strict):
     high: float | None
     slower: bool  # the interval ends below 1; without one, the value is
     reasons: list[str]  # of an INT8 engine that is slower than its FP16 twin, read from the layers
-
-    @property
-    def standing(self) -> Standing:
-        """Faster, slower, or neither by the interval."""
-        return standing(self.value, self.low, self.high)
 
 
 class BenchCell(Strict):

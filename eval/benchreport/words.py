@@ -16,6 +16,7 @@ from qdqbench.eval.bench.results import (
     speedup_of,
 )
 from qdqbench.eval.report.formats import label
+from qdqbench.quantize.core.comparison import standing
 
 COMPARED = (
     ("int8", "fp16"),
@@ -82,7 +83,7 @@ def slow_lines(bench: Bench) -> list[str]:
         if bench.device == "cpu":
             pairs = [found for found in cell.speedups if found.contestant == "int8"]
         for found in pairs:
-            if found is not None and found.standing == "slower":
+            if found is not None and standing(found.value, found.low, found.high) == "slower":
                 why = f": {'; '.join(found.reasons)}" if found.reasons else ""
                 what = f"{names[found.contestant]} is slower than {names[found.over]}"
                 lines.append(f"{cell_text(bench, cell)}: {what}, {found.value:.2f}x{why}")
@@ -124,8 +125,9 @@ def ratio_mark(ratio: BenchSpeedup | None) -> Mark:
     if ratio is None:
         return Mark("")
     interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low is not None else ""
-    said = {"slower": " ✗ slower", "not told apart": " not told apart"}.get(ratio.standing, "")
-    return Mark(f"{ratio.value:.2f}x{interval}{said}", ratio.standing == "slower")
+    found = standing(ratio.value, ratio.low, ratio.high)
+    said = {"slower": " ✗ slower", "not told apart": " not told apart"}.get(found, "")
+    return Mark(f"{ratio.value:.2f}x{interval}{said}", found == "slower")
 
 
 def milliseconds(value: float | None) -> str:

@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 from qdqbench.eval.runreport.charts import layer_chart, place
-from qdqbench.quantize.core.results import MAX_OUTPUT_ERROR, Parity, ParityRow, Results
+from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, Parity, ParityRow
+from qdqbench.quantize.core.results import Results
 
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
 

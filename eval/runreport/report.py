@@ -45,10 +45,10 @@ from qdqbench.eval.runreport.verdict import (
     stage_name,
     verdict,
 )
-from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, Comparison
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import write_text
-from qdqbench.quantize.core.results import MAX_OUTPUT_ERROR, Results
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.engine.facts import facts_of
 from qdqbench.quantize.kinds.embedding import AGREEMENT

@@ -17,9 +17,9 @@ from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.comparison import Comparison, Gate
+from qdqbench.quantize.core.comparison import Comparison, Gate, Parity
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.results import EngineResult, FileRow, Parity, Results, StageResult, Timing
+from qdqbench.quantize.core.results import EngineResult, FileRow, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
 from qdqbench.quantize.machine.environment import environment, now

@@ -7,12 +7,12 @@ from typing import Any, Literal
 from qdqbench.eval.runs.collect import stage_results
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.comparison import Parity
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import (
     EngineResult,
     FileRow,
     FindingRow,
-    Parity,
     StageResult,
     Timing,
     Verification,

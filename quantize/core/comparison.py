@@ -1,5 +1,6 @@
 """A stage against FP32, answer by answer and layer by layer, and the gate, as results files have them."""
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -8,6 +9,9 @@ from qdqbench.quantize.core.strict import Strict
 
 # 1 - cosine at which `Agreement.cosine_counts` begins a new count: four a decade
 COSINE_EDGES = tuple(10 ** (quarter / 4) for quarter in range(-28, 1))
+
+
+MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 
 
 class Agreement(Strict):
@@ -33,6 +37,49 @@ class Comparison(Strict):
     mean_abs_logit_diff: float
     sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
     agreement: Agreement | None = None  # None but for embeddings
+
+
+class ParityRow(Strict):
+    """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
+
+    name: str  # module path of the quantizer's layer
+    codes: int  # INT8 codes compared
+    differing: int
+    max_step: int
+    output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
+    limit: float = 0.005  # largest fraction of differing codes that this tensor may have
+    step_limit: int = 1  # largest step that this tensor may have
+
+    @property
+    def nearest(self) -> tuple[float, str]:
+        """The part that it uses of its nearest limit (over 1: it does not hold): "codes", "step" or "output".
+
+        Steps count once they are over: within their limit they are whole numbers that say nothing.
+        """
+        over = self.max_step / self.step_limit if self.max_step > self.step_limit else 0.0
+        allowed = self.limit * self.codes
+        codes = self.differing / allowed if allowed else math.inf if self.differing else 0.0
+        error = self.output_rel_error or 0.0
+        output = math.inf if math.isnan(error) else error / MAX_OUTPUT_ERROR
+        return max((codes, "codes"), (output, "output"), (over, "step"), key=lambda part: part[0])
+
+    @property
+    def holds(self) -> bool:
+        """Within its limits: codes, steps, and the linear's own output."""
+        return self.nearest[0] <= 1
+
+
+class Parity(Strict):
+    """ONNX Runtime against the fake-quant model, layer by layer."""
+
+    n: int  # samples
+    padded: bool  # the batches hold padding
+    rows: list[ParityRow]
+    logits_max_abs_diff: float  # with teacher forcing
+    limit_fraction: float
+    limit_step: int
+    passed: bool
+    end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
 
 
 Change = Literal["right to wrong", "wrong to right", "still wrong", "still right", "nearer or farther"]

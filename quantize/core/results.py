@@ -1,6 +1,5 @@
 """Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from qdqbench.quantize.core.comparison import (
     Gate,
     LayerErrors,
     ModelChange,
+    Parity,
     Speed,
 )
 from qdqbench.quantize.core.frames import Tabular, stage_rows
@@ -23,7 +23,6 @@ from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.core.training_results import TrainingRun
 
 SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
-MAX_OUTPUT_ERROR = 0.005  # relative, of a linear's output: FP16 gives 0.0006, a wrong scale or bias far more
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 # What a finding does to an engine of TensorRT, in the order in which it matters. "not portable": ONNX Runtime
 # refuses the file, TensorRT does not.
@@ -85,48 +84,6 @@ class EngineResult(Tabular):
     def rows(self) -> list[LayerRow]:
         """One a kernel."""
         return self.layers
-
-
-class ParityRow(Strict):
-    """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
-
-    name: str  # module path of the quantizer's layer
-    codes: int  # INT8 codes compared
-    differing: int
-    max_step: int
-    output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
-    limit: float = 0.005  # largest fraction of differing codes that this tensor may have
-    step_limit: int = 1  # largest step that this tensor may have
-
-    @property
-    def nearest(self) -> tuple[float, str]:
-        """The part that it uses of its nearest limit (over 1: it does not hold): "codes", "step" or "output".
-
-        Steps count once they are over: within their limit they are whole numbers that say nothing.
-        """
-        over = self.max_step / self.step_limit if self.max_step > self.step_limit else 0.0
-        allowed = self.limit * self.codes
-        codes = self.differing / allowed if allowed else math.inf if self.differing else 0.0
-        output = (self.output_rel_error or 0.0) / MAX_OUTPUT_ERROR
-        return max((codes, "codes"), (output, "output"), (over, "step"), key=lambda part: part[0])
-
-    @property
-    def holds(self) -> bool:
-        """Within its limits: codes, steps, and the linear's own output."""
-        return self.nearest[0] <= 1
-
-
-class Parity(Strict):
-    """ONNX Runtime against the fake-quant model, layer by layer."""
-
-    n: int  # samples
-    padded: bool  # the batches hold padding
-    rows: list[ParityRow]
-    logits_max_abs_diff: float  # with teacher forcing
-    limit_fraction: float
-    limit_step: int
-    passed: bool
-    end_to_end: Comparison | None = None  # ONNX Runtime against fake-quant (not FP32) on the whole split
 
 
 class BlockCheck(Strict):

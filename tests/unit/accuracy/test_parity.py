@@ -11,7 +11,7 @@ import torch
 
 from qdqbench.eval.accuracy.parity import LIMIT_FRACTION, Boundary, compare_layers, force
 from qdqbench.quantize.check.check import check_model
-from qdqbench.quantize.core.results import MAX_OUTPUT_ERROR, Parity, ParityRow
+from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, module_of

@@ -22,7 +22,7 @@ from qdqbench.eval.runreport import charts, parity, report
 from qdqbench.eval.runreport import report as report_module
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
+from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Parity, ParityRow, Speed
 from qdqbench.quantize.core.results import (
     SCHEMA_VERSION,
     BlockCheck,
@@ -30,8 +30,6 @@ from qdqbench.quantize.core.results import (
     FileRow,
     FindingRow,
     LayerRow,
-    Parity,
-    ParityRow,
     Results,
     StageResult,
     Timing,

@@ -9,17 +9,8 @@ from rich.console import Console
 
 from qdqbench.eval.runs.made import Calibrated, Made, _failures
 from qdqbench.eval.runs.made_lines import made_lines, stage_text
-from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.results import (
-    EngineResult,
-    FileRow,
-    FindingRow,
-    LayerRow,
-    Parity,
-    ParityRow,
-    StageResult,
-    Timing,
-)
+from qdqbench.quantize.core.comparison import Comparison, Parity, ParityRow
+from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, LayerRow, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
