@@ -70,7 +70,8 @@ def finetune(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runreport.training_report import write_finetuning
     from qdqbench.eval.runreport.training_screen import finetune_lines
     from qdqbench.quantize.rundir.claim import claimed, default_folder, trained_purpose
-    from qdqbench.quantize.train.finetune import RESULT, Request, finetune, require_base
+    from qdqbench.quantize.train.base import require_base
+    from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 
     settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
@@ -131,7 +132,8 @@ def study(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runs.study_results import STUDY_FILE
     from qdqbench.eval.tables.study import study_summary
     from qdqbench.quantize.rundir.claim import claimed, default_folder, trained_purpose
-    from qdqbench.quantize.train.finetune import Request, require_base
+    from qdqbench.quantize.train.base import require_base
+    from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all
 
     recipes = [subject.recipe(name) for name in recipe]
