@@ -169,7 +169,8 @@ def test_a_ladder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
     before = (out / "auto.json").read_bytes()
     done = qdqbench(*options(given("mrpc"), out))
     assert done.code == 1
-    assert "holds a ladder of another model or task" in done.err
+    assert "holds a finished ladder of model" in done.err
+    assert "task mrpc; give another --out" in done.err
     assert (out / "auto.json").read_bytes() == before
 
 
