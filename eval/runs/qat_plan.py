@@ -35,7 +35,7 @@ from qdqbench.quantize.train.rows import divide, evaluation_steps, held_of, step
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MEASURED, MEASURED_S = 8, 6.0  # optimizer steps, and seconds after which no further one is measured
+MEASURED, MEASURED_S = 8, 4.0  # optimizer steps, and seconds after which no further one is measured
 DRAWN = 128  # train rows at least that all of it is measured on
 CALIBRATED = 8  # samples: scales do not change what a step costs
 FOLDER = "plan"
