@@ -110,6 +110,7 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
     shown = qdqbench("inspect", out, "--profile", "cpu", "--batch", 2, "--length", 16)
     assert (shown.code, shown.err) == (0, ""), shown.err
     assert "12 of 12 the recipe wants" in shown.out
+    assert "compute capability" not in shown.out
     refused = qdqbench("inspect", out, "--profile", "gpu")
     assert (refused.code, refused.err.count("\n")) == (1, 1)
     assert "give --profile cpu" in refused.err

@@ -193,8 +193,9 @@ def _made(target: "InspectTarget") -> str:
     if (sidecar := target.sidecar) is None:
         return "(saved table)"
     ahead = ", built ahead of time" if sidecar.ahead_of_time else ""
-    made_for = ", ".join(sidecar.compute_capability)
-    return plain(f"({sidecar.backend} {sidecar.version}, compute capability {made_for}{ahead})")
+    targets = ", ".join(sidecar.compute_capability)  # none: an engine for a CPU
+    made_for = f", compute capability {targets}" if targets else ""
+    return plain(f"({sidecar.backend} {sidecar.version}{made_for}{ahead})")
 
 
 def _summary(judged: "Inspection") -> list[tuple[str, str]]:
