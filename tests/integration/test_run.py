@@ -392,7 +392,7 @@ def test_json_prints_the_results(a_run, qdqbench):
     assert json.loads(done.out) == results(a_run)
 
 
-def edited(folder, recipe):
+def as_edited(folder, recipe):
     """What a recipe becomes when somebody edits the default one: another under the same name."""
     text = dump_recipe(load_recipe(recipe).model_copy(update={"name": "bert-int8-linears"}))
     (folder / "edited.yaml").write_text(text)
@@ -400,7 +400,7 @@ def edited(folder, recipe):
 
 
 def test_a_run_directory_can_take_an_edited_recipe(a_run, sst2, tmp_path, qdqbench):
-    done = qdqbench("run", edited(tmp_path, "bert-fp16"), *sst2.options, "--out", a_run)
+    done = qdqbench("run", as_edited(tmp_path, "bert-fp16"), *sst2.options, "--out", a_run)
     assert (done.code, done.err) == (0, "")
     found = results(a_run)
     assert found["engine"]["file"] == "model.fp16.engine"
@@ -604,6 +604,6 @@ def test_embedded_default(second, tmp_path, qdqbench):
     assert found.gate.passed
     assert found.model["embedded"]
     assert any("embedded default" in warning for warning in found.warnings)
-    again = qdqbench("run", edited(tmp_path, second), "--out", out)  # the trained model is reused
+    again = qdqbench("run", as_edited(tmp_path, second), "--out", out)  # the trained model is reused
     assert (again.code, again.err) == (0, "")
     assert results(out)["timings"]["embedded"]["reused"]
