@@ -168,7 +168,9 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     tiles += sizes.tiles(results)
     if parity is not None and parity.rows:
         worst = worst_first(parity)[0]
-        tiles.append(("layer parity", f"{part_text(worst)} of its limit", remark_of(worst), parity.passed))
+        tiles.append(
+            ("layer parity", part_text(worst), f"of its own limit: {remark_of(worst)}", parity.passed)
+        )
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
         place = "this CPU" if engine is not None and engine.on_cpu else "the GPU"

@@ -29,7 +29,7 @@ def rows(results: Results) -> list[tuple[str, int, str, float | None]]:
     for row in results.twins:
         found.append((row.name, row.bytes, "engine of the bench", row.bytes / full if full else None))
     if (gpu := results.gpu_engine) is not None:
-        found.append((gpu.file, gpu.bytes, "engine for GPUs, built ahead of time", None))
+        found.append((f"gpu/engine/{gpu.file}", gpu.bytes, "engine for GPUs, built ahead of time", None))
     return found
 
 
