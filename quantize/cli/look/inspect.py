@@ -245,7 +245,8 @@ def _summary(judged: "Inspection") -> list[tuple[str, str]]:
     lines.append(("layout", f"{layout}, {facts.layout_quantized} of them INT8" if writers else layout))
     counts = ", ".join(f"{kind} {count}" for kind, count in facts.kernels.most_common())
     of_one = "" if facts.profiles == 1 else "; of one profile: "
-    lines.append(("kernels", f"{facts.count}{of_one or ': '}{counts}"))
+    in_all = facts.count.replace(" kernels", "", 1)
+    lines.append(("kernels", f"{in_all}{of_one or ': '}{counts}"))
     return lines
 
 

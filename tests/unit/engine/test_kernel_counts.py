@@ -1,0 +1,32 @@
+"""Kernels of an engine with several profiles are counted for one, and the number of profiles is said."""
+
+from qdqbench.quantize.engine.facts import facts_of
+from qdqbench.quantize.engine.kernels import count_text, one_profile
+
+from ...support.layer_tables import bert
+
+
+def copies(number: int) -> list:
+    """The table of an engine with that many profiles."""
+    return [
+        row.model_copy(update={"name": row.name.replace("_myl0_", f"_myl{copy}_")})
+        for copy in range(number)
+        for row in bert()
+    ]
+
+
+def test_one_profile_is_counted_and_the_others_are_said() -> None:
+    rows, profiles = one_profile(bert())
+    assert profiles == 1
+    assert count_text(bert()) == f"{len(rows)} kernels"
+    four = copies(4)
+    assert (len(one_profile(four)[0]), one_profile(four)[1]) == (len(rows), 4)
+    assert count_text(four) == f"{4 * len(rows)} kernels, {len(rows)} for each of 4 profiles"
+    assert sum(facts_of(four).kernels.values()) == len(rows)
+
+
+def test_profiles_with_other_kernels_are_told_by_the_most() -> None:
+    less = [row for row in copies(2) if not row.name.endswith("_myl1_3")]
+    rows, _ = one_profile(bert())
+    total = len(less) - (len(copies(2)) - 2 * len(rows))
+    assert count_text(less) == f"{total} kernels, at most {len(rows)} for each of 2 profiles"
