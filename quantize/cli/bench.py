@@ -99,9 +99,7 @@ def bench(  # noqa: PLR0913  (a command's options)
     trtexec: Annotated[
         bool, typer.Option("--trtexec", help="Measure nothing: take the times that trtexec exported.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder; none: that of the run, or runs/bench-MODEL-RECIPE.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
     replace: Replace = False,
     json: Json = False,
 ) -> None:

@@ -27,7 +27,7 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     *,
     subject: options.Subject,
     out: Annotated[
-        Path | None, typer.Option(help="Folder; none: runs/sensitivity-MODEL-RECIPE-TASK.")
+        Path | None, typer.Option(help="Folder; none: one in runs/ for model, recipe and task.")
     ] = None,
     replace: options.Replace = False,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to measure on.")] = 512,
