@@ -164,7 +164,7 @@ def measure(
     Args:
         contestants: each with at least as many lanes as the largest number of streams.
         now: wall clock, seconds.
-        progress: called with rounds done and their number.
+        progress: called with the number of each round that begins, from 1, and how many there are.
 
     Raises:
         CheckFailed: a contestant fails while it runs; names it.
@@ -174,13 +174,13 @@ def measure(
     pace = {c.name: _guarded(c, partial(_pace, c, effort)) for c in contestants}
     found = {contestant.name: Measured() for contestant in contestants}
     for number, order in enumerate(rotation(len(contestants), effort.rounds)):
+        progress(number + 1, effort.rounds)
         for position in order:
             contestant = contestants[position]
             doing("rounds", number, effort.rounds)
             with timed():
                 burst = _guarded(contestant, partial(_burst, contestant, pace[contestant.name], effort, now))
             found[contestant.name].bursts.append(burst)
-        progress(number + 1, effort.rounds)
     return found
 
 

@@ -92,7 +92,10 @@ def _baseline(session: Session, results: Results, found: list[str]) -> Iterator[
     always = "any constant" if baseline.answer is None else f"always class {baseline.answer}"
     said = f"FP32 {metric} {value:.4f} against {baseline.value:.4f} of {always}"
     if above is False:
-        found.append(f"{said}: its labels are in another order, or it was not trained on this task")
+        found.append(
+            f"{said}: its labels are in another order (`id2label` of the model's config.json says which is "
+            "which), or it was not trained on this task"
+        )
     elif above is None:
         needs = "more samples, or a model that was trained on this task"
         what = f"{said}, whether the model reads its input"

@@ -105,5 +105,5 @@ def legend(figure: Any, columns: int, length: float = 1.6) -> None:
     """What the lines of the first chart are, below the charts."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
-        style = {"frameon": False, "handlelength": length, "columnspacing": 1.4}
+        style = {"frameon": False, "handlelength": length, "columnspacing": 0.8, "handletextpad": 0.5}
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, **style)

@@ -11,6 +11,7 @@ from qdqbench.quantize.activity import pulse
 from qdqbench.quantize.cli import bench, build, run, serve, train
 from qdqbench.quantize.cli.choose import auto, from_cache, search, sensitivity
 from qdqbench.quantize.cli.look import check, compare, diagnose, doctor, inspect
+from qdqbench.quantize.cli.terminal import complain
 from qdqbench.quantize.machine import interrupt, process
 
 app = typer.Typer(
@@ -148,20 +149,20 @@ def main() -> None:
         if debug:
             raise
         if os.environ.get("RANK", "0") == "0":  # every process of a training raises the same
-            sys.stderr.write(f"qdqbench: {error}\n")
+            complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         goes_on = any(name in GOES_ON for name in sys.argv[1:2])
         kept, then = ("what is finished is kept, and ", "goes on") if goes_on else ("", "starts anew")
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"qdqbench: interrupted; {kept}the same command {then}\n")
+            complain(f"interrupted; {kept}the same command {then}")
         raise _Interrupted(INTERRUPTED) from None
     except Exception as error:
         if debug:
             raise
         if told := full_disk(error):
-            sys.stderr.write(f"qdqbench: {told}\n")
+            complain(told)
             sys.exit(1)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        sys.stderr.write(f"qdqbench: unexpected failure, {what}; run again with --debug for the traceback\n")
+        complain(f"unexpected failure, {what}; run again with --debug for the traceback")
         sys.exit(1)

@@ -79,12 +79,13 @@ class Display:
 
 
 @contextmanager
-def _display(*columns: str | int, quiet: bool = False) -> Iterator[Display]:
+def _display(*columns: str | int, quiet: bool = False, stays: bool = True) -> Iterator[Display]:
     """A display that hears what is done, until the block ends.
 
     Args:
         columns: of the bars: the width of the bar itself, "spinner", "elapsed", or a template of text.
         quiet: nothing is shown, as another process of a launcher does.
+        stays: the last state is left on the terminal.
     """
     if quiet:
         yield Display(None, quiet=True)
@@ -109,7 +110,9 @@ def _display(*columns: str | int, quiet: bool = False) -> Iterator[Display]:
     ]
     console = Console(stderr=True)
     shown = Display(Progress(*made, console=console, auto_refresh=False))
-    with Live(console=console, auto_refresh=False, get_renderable=shown.renderable) as live:
+    with Live(
+        console=console, auto_refresh=False, get_renderable=shown.renderable, transient=not stays
+    ) as live:
         shown.refresh = live.refresh
         with told.listening(shown.hear), pulse.beating(shown.pulse.beat, REDRAWN_S):
             yield shown
@@ -118,8 +121,8 @@ def _display(*columns: str | int, quiet: bool = False) -> Iterator[Display]:
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """One changing line."""
-    with _display("spinner", "{task.description}", "elapsed") as shown:
+    """One changing line, gone when it ends: what came of it is printed."""
+    with _display("spinner", "{task.description}", "elapsed", stays=False) as shown:
         bar = shown.add("")
 
         def say(text: str) -> None:

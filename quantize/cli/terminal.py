@@ -62,6 +62,21 @@ def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: 
         say(line)
 
 
+def complain(sentence: str) -> None:
+    """What stops a command, on stderr: one line, on a terminal broken between words but in no `command`."""
+    import re
+    import shutil
+    import textwrap
+
+    text = f"qdqbench: {sentence}"
+    if sys.stderr.isatty():
+        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+        width = shutil.get_terminal_size().columns
+        lines = textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(lines).replace("\0", " ")
+    sys.stderr.write(f"{text}\n")
+
+
 def command_line() -> str:
     """What was typed, as a shell takes it, without the passwords in URLs."""
     import shlex

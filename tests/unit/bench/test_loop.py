@@ -201,13 +201,19 @@ def test_lanes_that_share_threads_are_those_of_their_number():
 
 def test_progress_and_windows():
     seen, clock = [], iter(range(100))
+
+    def now() -> float:
+        seen.append("timed")
+        return float(next(clock))
+
     found = measure(
         [contestant("a")],
         Effort(rounds=3, seconds=1, repeats=1),
-        now=lambda: float(next(clock)),
-        progress=lambda *done: seen.append(done),
+        now=now,
+        progress=lambda *begun: seen.append(begun),
     )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    timed = ["timed"] * 2  # a round is told before it is timed
+    assert seen == [(1, 3), *timed, (2, 3), *timed, (3, 3), *timed]
     assert [(burst.start, burst.end) for burst in found["a"].bursts] == [(0, 1), (2, 3), (4, 5)]
 
 

@@ -136,6 +136,18 @@ def test_a_terminal_gets_bars(monkeypatch, session, capsys):
     assert max(map(len, said.replace("\r", "\n").split("\n"))) <= 80
 
 
+def test_one_changing_line_is_gone_when_it_ends(monkeypatch, capsys):
+    """A spinner that stands still above the result would look as if something were stuck."""
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.status() as say:
+        say("comparing")
+    drawn = capsys.readouterr().err
+    assert "comparing" in drawn
+    assert re.sub(r"(\x1b\[\?25h|\r|\n)", "", drawn).endswith("\x1b[2K")  # the line is erased
+
+
 def test_the_first_numbered_stage_is_one_of_the_way(session):
     seen = []
     announce = run.follow(session, seen.append, "export")

@@ -1,0 +1,23 @@
+"""What a command says when it stops."""
+
+from qdqbench.quantize.cli import terminal
+
+SENTENCE = "no recipe is called 'int-8'; `qdqbench recipes list --model my-model` lists those that there are"
+
+
+def test_an_error_breaks_between_words_and_in_no_command(monkeypatch, capsys):
+    monkeypatch.setattr(terminal.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal.complain(SENTENCE)
+    said = capsys.readouterr().err
+    lines = said.splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 60
+    assert " ".join(lines) == f"qdqbench: {SENTENCE}"
+    assert "`qdqbench recipes list --model my-model`" in said
+
+
+def test_an_error_is_one_line_of_a_log(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal.complain(SENTENCE)
+    assert capsys.readouterr().err == f"qdqbench: {SENTENCE}\n"
