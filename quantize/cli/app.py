@@ -161,7 +161,7 @@ def main() -> None:
         if debug:
             raise
         if told := full_disk(error):
-            complain(told)
+            complain(str(told))
             sys.exit(1)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         complain(f"unexpected failure, {what}; run again with --debug for the traceback")
