@@ -3,53 +3,89 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas
 import pytest
+from onnxruntime.quantization import quantize_dynamic
 
-OWN = ["--task", "reviews", "--text-column", "text", "--label-column", "rating", "--num-labels", "2"]
+from ..support.deployed import answers
+from .tiny import Given, results
+
+TASK = ["--task", "reviews", "--num-labels", "2"]
+COLUMNS = ["--text-column", "Review", "--label-column", "Verdict"]
 
 
-def write_reviews(data: Path, target: Path) -> list[str]:
-    """One file with semicolons and labels that are texts; returns its texts."""
+def write_reviews(data: Path, target: Path, names: tuple[str, str]) -> list[str]:
+    """One file with semicolons, columns of its own and labels that are texts; returns its texts."""
     parts = [pandas.read_parquet(path) for path in sorted((data / "sst2").glob("*.parquet"))]
     rows = pandas.concat(parts)
-    rows["rating"] = rows.label.map({0: "bad", 1: "good"})
-    rows = rows.rename(columns={"sentence": "text"})[["text", "rating"]]
+    rows["Verdict"] = rows.label.map(dict(enumerate(names)))
+    rows = rows.rename(columns={"sentence": "Review"})[["Review", "Verdict"]]
     rows.to_csv(target, index=False, sep=";")
-    return list(rows.text)
+    return list(rows.Review)
 
 
-@pytest.mark.long
-def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, sst2, tmp_path, monkeypatch):
+def flat(text: str) -> str:
+    """Without the frames and breaks of a terminal."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture
+def desk(sst2: Given, tmp_path, monkeypatch) -> list[str]:
+    """A folder with `my-model` and `reviews.csv`; the texts of the latter."""
     monkeypatch.chdir(tmp_path)
-    Path("my-model").symlink_to(sst2.model)
-    texts = write_reviews(sst2.data, Path("reviews.csv"))
-    given = ["--model", "my-model", "--data", "reviews.csv", *OWN]
+    Path("my-model").mkdir()
+    for path in sst2.model.iterdir():
+        (Path("my-model") / path.name).symlink_to(path)
+    return write_reviews(sst2.data, Path("reviews.csv"), ("bad", "good"))
+
+
+def refused(done, *said: str) -> None:
+    """One sentence that says what to do, and nothing left behind."""
+    assert done.code == 1
+    assert re.fullmatch(r"qdqbench: [^\n]+\n", done.err)
+    for words in said:
+        assert words in done.err, words
+
+
+@pytest.mark.slow
+def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
+    texts, blocked = desk, tmp_path / "blocked"
+    given = ["--model", "my-model", "--data", "reviews.csv", *TASK]
 
     listed = qdqbench("recipes", "list", "--model", "my-model", "--json")
     assert listed.code == 0
     names = [row["recipe"] for row in json.loads(listed.out)["recipes"]]
     assert {"bert-int8-linears", "bert-int8-ffn"} <= {*names}
 
-    folders = []
+    # mistakes: each is told with what to write instead, and none leaves a folder
+    refused(qdqbench("run", "int8-linear", *given, *COLUMNS), "nearest is 'int8-linears'")
+    wrong = ["--text-column", "review", "--label-column", "Verdict"]
+    refused(qdqbench("run", "int8-linears", *given, *wrong), "nearest: Review", "--text-column")
+    refused(qdqbench("run", "int8-linears", *given[2:], *COLUMNS), "--model")
+    refused(qdqbench("run", "int8-linears", *given[:-2], *COLUMNS), "--num-labels")
+    assert not Path("runs").exists()
+
+    folders, made = [], []
     for recipe in ("int8-linears", "int8-ffn"):
-        done = qdqbench("run", recipe, *given, "--backend", "onnxruntime")
+        done = qdqbench("run", recipe, *given, *COLUMNS, "--backend", "onnxruntime")
         assert done.code in (0, 2), done.err  # 2: so few samples cannot tell
-        assert "semicolons" in done.out
-        assert "numbered bad = 0, good = 1" in " ".join(done.out.split())
+        assert max(map(len, done.out[: done.out.index("report: ")].splitlines())) <= 80
+        for words in ("has semicolons", "a fifth of it", "numbered bad = 0, good = 1", "speed unknown until"):
+            assert words in flat(done.out), words
         report = Path(re.search(r"report: (\S+)", done.out)[1])
-        assert report.is_file()
+        assert "my-model" in report.read_text()
         folders.append(report.parent)
-        tried = shlex.split(re.search(r"try it: python (.*)", done.out)[1])
-        answered = subprocess.run(
-            [sys.executable, *tried[:1], texts[0]], capture_output=True, text=True, check=True
-        )
-        assert json.loads(answered.stdout)["label"] in ("bad", "good")
-    assert len({*folders}) == 2  # the second run is beside the first
+        script, *_ = shlex.split(re.search(r"try it: python (.*)", done.out)[1])
+        made += answers(Path(script).resolve(), blocked, texts[0])
+        assert made[-1]["label"] in ("bad", "good")
+    assert [folder.name for folder in folders] == [
+        f"my-model-bert-{recipe}-reviews" for recipe in ("int8-linears", "int8-ffn")
+    ]
+
+    another = qdqbench("run", "int8-ffn", *given, *COLUMNS, "--out", folders[0])
+    refused(another, "recipe bert-int8-linears", "another --out", "--replace")
 
     compared = qdqbench("compare", *folders)
     assert compared.code == 0, compared.err
@@ -57,6 +93,45 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, sst2, tmp_path, monke
     for command in ("check", "inspect"):
         looked = qdqbench(command, folders[0])
         assert (looked.code, looked.err) == (0, "")
+    shown = qdqbench("report", folders[0], "--json")
+    assert json.loads(shown.out)["recipe"]["name"] == "bert-int8-linears"
+    measured = qdqbench("evaluate", folders[0], "--json")
+    assert {"fp32", "fake_quant", "onnxruntime"} <= {*json.loads(measured.out)["stages"]}
+
+    foreign = Path("dynamic.onnx")  # a file of another tool
+    quantize_dynamic(str(folders[0] / "model.fp32.onnx"), str(foreign))
+    looked = qdqbench("check", foreign)
+    assert looked.code == 2
+    assert "none of it runs in INT8" in flat(looked.out)
+    assert f"qdqbench fix {foreign}" in flat(looked.out)
+
     written = qdqbench("deploy", folders[0], "elsewhere")
     assert written.code == 0, written.err
     assert (Path("elsewhere") / "README.md").is_file()
+    assert answers(Path("elsewhere/run_onnxruntime.py").resolve(), blocked, texts[0]) == made[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_labels_in_another_order_than_the_models_are_told_and_mended(qdqbench, sst2, desk):
+    """Texts that sort otherwise than the model's classes: the verdict names `id2label`, which mends it."""
+    write_reviews(sst2.data, Path("reviews.csv"), ("schlecht", "gut"))  # 0 and 1; sorted they are 1 and 0
+    asked = ["run", "int8-linears", "--model", "my-model", "--data", "reviews.csv", *TASK, *COLUMNS]
+    asked += ["--backend", "onnxruntime"]
+    done = qdqbench(*asked)
+    assert done.code == 2
+    assert "numbered gut = 0, schlecht = 1" in flat(done.out)
+    assert "its labels are in another order (`id2label` of the model's config.json" in flat(done.err)
+    assert "NOT FOR USE" in done.out
+
+    config = json.loads((sst2.model / "config.json").read_text())
+    config["id2label"] = {"0": "schlecht", "1": "gut"}
+    config["label2id"] = {"schlecht": 0, "gut": 1}
+    (Path("my-model") / "config.json").unlink()
+    (Path("my-model") / "config.json").write_text(json.dumps(config))
+    again = qdqbench(*asked)
+    assert again.code in (0, 2)
+    assert "numbered schlecht = 0, gut = 1" in flat(again.out)
+    assert "another order" not in again.out + again.err
+    folder = Path(re.search(r"report: (\S+)", again.out)[1]).parent
+    assert results(folder)["stages"]["fp32"]["metrics"]["accuracy"] > 0.8
