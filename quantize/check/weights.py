@@ -111,7 +111,10 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
 
 def is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
     """Are the INT8 codes of its second operand contiguous along N? False where the graph does not tell."""
-    weight = graph.operands[node.output[0]][1]
+    operands = graph.operands.get(node.output[0])  # none of another domain's MatMul
+    if operands is None:
+        return False
+    weight = operands[1]
     shape = graph.shape(weight.dq.input[0]) if weight.dq is not None and weight.constant else None
     if shape is None or len(shape) != 2 or min(shape) < 2 or weight.reshaped:
         return False  # with a single channel both orders are one
