@@ -16,7 +16,7 @@ from qdqbench.eval.runreport.report import refresh_reports
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured-cpu"
 RUN, BENCH = MEASURED / "sst2-openvino-int8-linears", MEASURED / "sst2-bench-128"
-WIDTH, HEIGHT = 1180, 490
+WIDTH, HEIGHT = 1180, 578
 
 
 def write_page(folder: Path) -> Path:

@@ -34,10 +34,12 @@ def rows(results: Results) -> list[tuple[str, int, str, float | None]]:
 
 
 def missing(results: Results) -> str:
-    """Which engines there are none of to compare with, and what builds them; empty where nothing lacks."""
-    if results.engine is None:
+    """Which engines there are none of to compare with, and what builds them; empty where nothing lacks.
+
+    A bench on a CPU compiles the others in memory, so there are no files of them to wait for.
+    """
+    if results.engine is None or results.engine.on_cpu:
         return ""
-    there = {"fp16" if row.precision == "bf16" else row.precision for row in results.twins}
-    half = "BF16" if results.engine.on_cpu else "FP16"
-    lacking = [name for key, name in (("fp16", half), ("fp32", "FP32")) if key not in there]
+    there = {row.precision for row in results.twins}
+    lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in there]
     return f"{' and '.join(lacking)} not built: `qdqbench bench` builds them" if lacking else ""

@@ -9,6 +9,7 @@ from qdqbench.eval.bench.results import Bench, write_bench
 from qdqbench.eval.benchreport.charts import speedup_svg
 from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.report.formats import size
+from qdqbench.eval.runreport import sizes
 from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.eval.runreport.verdict import verdict
 from qdqbench.quantize.core.results import Results
@@ -104,3 +105,12 @@ def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
     for text in (pages["report.html"], pages["report.md"]):
         assert "45.6 MB" in text
         assert own in text
+
+
+def test_a_bench_on_a_cpu_is_not_promised_to_build_engines() -> None:
+    """It compiles the others in memory, so that a note on files of them would stay for ever."""
+    results = sample_run()
+    assert results.engine is not None
+    assert sizes.missing(results)
+    results.engine.backend = "openvino"
+    assert sizes.missing(results) == ""
