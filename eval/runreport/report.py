@@ -187,7 +187,7 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
 
 def _speed_tile(results: Results) -> tuple[str, str, str, bool]:
     if not results.speed:
-        return "speed", "unknown", "`qdqbench bench` measures it", True
+        return "speed", "unknown", "`qdqbench bench RUN` measures it", True
     least = min(results.speed, key=lambda row: row.value)
     asked = results.gate.min_speedup
     holds = least.standing != "slower" and (asked is None or least.value >= asked)

@@ -42,4 +42,4 @@ def missing(results: Results) -> str:
         return ""
     there = {row.precision for row in results.twins}
     lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in there]
-    return f"{' and '.join(lacking)} not built: `qdqbench bench` builds them" if lacking else ""
+    return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""

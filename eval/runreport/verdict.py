@@ -70,7 +70,7 @@ def open_sentence(question: OpenQuestion) -> str:
 def speed_clause(results: Results) -> str:
     """The cell with the least speed-up and the one with the largest, as the run's bench has them."""
     if not results.speed:
-        return "speed unknown until `qdqbench bench`"
+        return "speed unknown until `qdqbench bench RUN`"
     ordered = sorted(results.speed, key=lambda row: row.value)
     said = [_speed_text(row) for row in ([ordered[0], ordered[-1]] if len(ordered) > 1 else ordered)]
     return "INT8 " + " and ".join(said)

@@ -93,7 +93,7 @@ def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
     assert before.engine is not None
     own = size(before.engine.bytes)
     assert tile.findall(re.sub("</?code>", "`", pages["report.html"])) == [
-        (own, "FP16 and FP32 not built: `qdqbench bench` builds them")
+        (own, "FP16 and FP32 not built: `qdqbench bench RUN` builds them")
     ]
     row = next(row for row in bench.cells[0].rows if row.contestant == "fp16")
     row.engine_bytes = 45_600_000
@@ -101,7 +101,7 @@ def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
     assert [(row.precision, row.bytes) for row in results.twins] == [("fp16", 45_600_000)]
     [(number, remark)] = tile.findall(re.sub("</?code>", "`", pages["report.html"]))
     assert number == own
-    assert remark == "FP16 45.6 MB, FP32 not built: `qdqbench bench` builds them"
+    assert remark == "FP16 45.6 MB, FP32 not built: `qdqbench bench RUN` builds them"
     for text in (pages["report.html"], pages["report.md"]):
         assert "45.6 MB" in text
         assert own in text

@@ -429,7 +429,7 @@ def test_the_verdict_of_a_run_without_a_gpu() -> None:
     assert said.sentence == (
         "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
         "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
-        "ONNX file 0.39 of FP32; speed unknown until `qdqbench bench`; gate passed."
+        "ONNX file 0.39 of FP32; speed unknown until `qdqbench bench RUN`; gate passed."
     )
     assert (said.state, said.title, said.failures) == ("passed", "Gate passed", [])
     assert said.notes == [
@@ -460,7 +460,7 @@ def test_the_verdict_cites_the_engine_when_it_ran() -> None:
         ),
         (
             "bare",
-            "in FP32 (872 samples), no other stage was scored; speed unknown until `qdqbench bench`; gate",
+            "in FP32 (872 samples), no other stage was scored; speed unknown until `qdqbench bench RUN`",
         ),
         ("unscored", "SST-2 was not scored in any stage"),
         (
