@@ -127,9 +127,9 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
 
 
 def scored(session: Session, stage: str, detail: str = "") -> StageResult:
-    """Metrics of a stage that was evaluated, paired with FP32's."""
+    """Metrics of a stage that was evaluated, paired with FP32's unless `--until` left that out."""
     folder = session.folder / "logits"
-    reference = None if stage == "fp32" else folder / "fp32.npz"
+    reference = folder / "fp32.npz" if stage != "fp32" and (folder / "fp32.npz").is_file() else None
     task, seed = session.config.task, session.config.seed
     return score(task, folder / f"{stage}.npz", reference, session.gold, seed, detail)
 
