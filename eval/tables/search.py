@@ -15,13 +15,9 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     if not searches:
         return []
     places = list(dict.fromkeys(_where(found) for found in searches))
-    rows = [
-        _row(found, confirmed, changed, places.index(_where(found)) + 1)
-        for found in searches
-        for confirmed in found.confirmed
-        if confirmed.status == "done" and not (confirmed.recipe and differences(confirmed.recipe))
-    ]
-    gone = sum(bool(row.recipe and differences(row.recipe)) for found in searches for row in found.confirmed)
+    done = [(found, row) for found in searches for row in found.confirmed if row.status == "done"]
+    kept = [(found, row) for found, row in done if not (row.recipe and differences(row.recipe))]
+    rows = [_row(found, row, changed, places.index(_where(found)) + 1) for found, row in kept]
     title = (
         "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
         "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error. "
@@ -31,7 +27,7 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", f"over {over}", "trials"]
     notes = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
     notes += [f"- {text(label(found.task))}: {text(line)}" for found in searches for line in _said(found)]
-    if gone:
+    if gone := len(done) - len(kept):
         notes.append(f"- left out: {gone} rows of shipped recipes that have changed since")
     return [title, table([*header, "where"], rows), "\n".join(notes)]
 

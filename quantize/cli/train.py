@@ -1,7 +1,7 @@
 """The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from qdqbench.quantize.recipe.training import Training
+    from qdqbench.quantize.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,15 @@ def finetune(  # noqa: PLR0913  (a command's options)
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
     from qdqbench.eval.runreport.training_report import write_finetuning
     from qdqbench.eval.runreport.training_screen import finetune_lines
-    from qdqbench.quantize.rundir.claim import claimed, default_folder, trained_purpose
-    from qdqbench.quantize.train.base import require_base
+    from qdqbench.quantize.rundir.claim import default_folder
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 
     settings = _settings(**asdict(optimization) | {"patience": optimization.patience or None})
     chosen = subject.found_task()
     folder = out or default_folder("finetune", subject.model, chosen.name)
-    purpose = trained_purpose("finetune", subject.model, subject.revision, chosen.name)
-
-    def ready() -> None:
-        if subject.model is not None:
-            require_base(subject.model, subject.revision, chosen, subject.data)
-
     with (
-        claimed(folder, purpose, replace=replace, ready=ready, say=given.note),
+        _claimed("finetune", subject, chosen, folder, replace=replace),
         _processes(settings.precision) as accelerator,
     ):
         base, source = _base(subject, folder, accelerator)
@@ -131,8 +125,7 @@ def study(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.runs.study import StudyPlan, study
     from qdqbench.eval.runs.study_results import STUDY_FILE
     from qdqbench.eval.tables.study import study_summary
-    from qdqbench.quantize.rundir.claim import claimed, default_folder, trained_purpose
-    from qdqbench.quantize.train.base import require_base
+    from qdqbench.quantize.rundir.claim import default_folder
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all
 
@@ -140,14 +133,8 @@ def study(  # noqa: PLR0913  (a command's options)
     settings = _settings(**asdict(optimization), patience=5)
     chosen = subject.found_task()
     folder = out or default_folder("study", subject.model, chosen.name)
-    purpose = trained_purpose("study", subject.model, subject.revision, chosen.name)
-
-    def ready() -> None:
-        if subject.model is not None:
-            require_base(subject.model, subject.revision, chosen, subject.data)
-
     with (
-        claimed(folder, purpose, replace=replace, ready=ready, say=given.note),
+        _claimed("study", subject, chosen, folder, replace=replace),
         _processes(settings.precision) as accelerator,
         progress.status() as say,
     ):
@@ -187,6 +174,21 @@ def _settings(**values: Any) -> "Training":
     except ValidationError as error:
         found = [f"--{str(e['loc'][0]).replace('_', '-')}: {e['msg'].lower()}" for e in error.errors()]
         raise UserError("; ".join(found)) from error
+
+
+def _claimed(
+    kind: str, subject: given.BaseSubject, task: "Task", folder: Path, *, replace: bool
+) -> AbstractContextManager[None]:
+    """The folder of a training that begins with a base encoder, once that and its data are known to fit."""
+    from qdqbench.quantize.rundir.claim import claimed, trained_purpose
+    from qdqbench.quantize.train.base import require_base
+
+    def ready() -> None:
+        if subject.model is not None:
+            require_base(subject.model, subject.revision, task, subject.data)
+
+    purpose = trained_purpose(kind, subject.model, subject.revision, task.name)
+    return claimed(folder, purpose, replace=replace, ready=ready, say=given.note)
 
 
 def _base(subject: given.BaseSubject, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:

@@ -8,27 +8,6 @@ import pytest
 
 from qdqbench.quantize.activity import pulse, told
 
-EVERY_S = pulse.EVERY_S  # integration tests silence it for all that follow
-
-
-class Clock:
-    """Seconds that pass when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(pulse.time, "monotonic", made)
-    monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
-    pulse.anew()
-    return made
-
 
 def said(capsys):
     lines = capsys.readouterr().err.splitlines()

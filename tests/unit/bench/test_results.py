@@ -3,10 +3,9 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from qdqbench.eval.bench.results import (
     Bench,
@@ -27,6 +26,8 @@ from qdqbench.eval.bench.results import (
 )
 from qdqbench.quantize.core.errors import UserError
 
+from ...support.schema import documented_fields, schema_models
+
 DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
 NAMES = ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16")
 LABELS = (
@@ -37,6 +38,7 @@ LABELS = (
     "PyTorch FP16 SDPA",
     "torch.compile FP16",
 )
+
 # invented for the tests: milliseconds of each contestant by batch; INT8 is slower than FP16 at batch 1
 TIMES = {
     1: (0.8, 0.72, 1.9, 6.1, 5.2, 1.0),
@@ -140,26 +142,13 @@ def sample_bench(**changes: Any) -> Bench:
     return bench
 
 
-def schema_models() -> dict[str, type[BaseModel]]:
-    found: dict[str, type[BaseModel]] = {}
-    waiting: list[Any] = [Bench]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, type) and issubclass(item, BaseModel):
-            found[item.__name__] = item
-            waiting += [field.annotation for field in item.model_fields.values()]
-        waiting += get_args(item)
-    return found
+MODELS = schema_models(Bench)
 
 
-@pytest.mark.parametrize("name", schema_models())
+@pytest.mark.parametrize("name", MODELS)
 def test_every_field_is_documented_and_no_other(name: str) -> None:
-    section = re.search(
-        rf"(?ms)^## [^\n]*\(`{name}`\)\n(.*?)(?=^##? |\Z)", DOCUMENT.read_text(encoding="utf-8")
-    )
-    assert section is not None
-    documented = re.findall(r"(?m)^\| `(\w+)` \|", section[1])
-    assert documented == list(schema_models()[name].model_fields)
+    documented = documented_fields(DOCUMENT.read_text(encoding="utf-8"), name)
+    assert documented == list(MODELS[name].model_fields)
 
 
 def test_links_of_the_document_lead_somewhere() -> None:

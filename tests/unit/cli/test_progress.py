@@ -6,34 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from qdqbench.eval.runs import run
-from qdqbench.quantize.activity import pulse, told
+from qdqbench.quantize.activity import told
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.core.training_results import LogRow
 
 ROW = LogRow(step=7, epoch=0.5, learning_rate=1e-5, loss=0.25)
 STAGES = ["baseline", "quantize", "qat", "export"]
-
-
-EVERY_S = pulse.EVERY_S  # integration tests silence it for all that follow
-
-
-class Clock:
-    """Seconds that pass when told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(pulse.time, "monotonic", made)
-    monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
-    pulse.anew()
-    return made
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ from html.parser import HTMLParser
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 from rich.console import Console
 
 from qdqbench.eval.report import formats
@@ -36,6 +35,8 @@ from qdqbench.quantize.core.results import (
     Verification,
 )
 
+from ...support.schema import documented_fields, schema_models
+
 DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
 LINEARS = (
     "attention.self.query",
@@ -45,6 +46,7 @@ LINEARS = (
     "intermediate.dense",
     "output.dense",
 )
+
 HOSTILE = "<script>alert(1)</script> | `x` ](javascript:1) $\\frac{ {{7*7}} \x1b[31m \u202e \ud800 [red]"
 
 
@@ -824,27 +826,13 @@ def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expec
     assert function(value) == expected
 
 
-def schema_models() -> dict[str, type[BaseModel]]:
-    """Every model of the schema, from Results down."""
-    found: dict[str, type[BaseModel]] = {}
-    waiting: list[Any] = [Results]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, type) and issubclass(item, BaseModel):
-            found[item.__name__] = item
-            waiting += [field.annotation for field in item.model_fields.values()]
-        waiting += get_args(item)
-    return found
+MODELS = schema_models(Results)
 
 
-@pytest.mark.parametrize("name", schema_models())
+@pytest.mark.parametrize("name", MODELS)
 def test_every_field_is_documented_and_no_other(name: str) -> None:
-    section = re.search(
-        rf"(?ms)^## [^\n]*\(`{name}`\)\n(.*?)(?=^## |\Z)", DOCUMENT.read_text(encoding="utf-8")
-    )
-    assert section is not None
-    documented = re.findall(r"(?m)^\| `(\w+)` \|", section[1])
-    assert documented == list(schema_models()[name].model_fields)
+    documented = documented_fields(DOCUMENT.read_text(encoding="utf-8"), name)
+    assert documented == list(MODELS[name].model_fields)
 
 
 def test_the_document_names_the_current_version() -> None:
