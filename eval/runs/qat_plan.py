@@ -21,6 +21,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.engine.build import attention_count
+from qdqbench.quantize.machine.process import leads
 from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.qat.stage import settings_of
 from qdqbench.quantize.rundir.artifacts import expected_gemms
@@ -29,7 +30,7 @@ from qdqbench.quantize.rundir.pipeline import Stage, unchanged
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.train.loop import measure_steps
-from qdqbench.quantize.train.processes import group, leads, matrix_products, new_accelerator, precision_here
+from qdqbench.quantize.train.processes import group, matrix_products, new_accelerator, precision_here
 from qdqbench.quantize.train.rows import divide, evaluation_steps, held_of, steps_of
 
 if TYPE_CHECKING:

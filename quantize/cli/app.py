@@ -148,13 +148,13 @@ def main() -> None:
     except QdqError as error:
         if debug:
             raise
-        if os.environ.get("RANK", "0") == "0":  # every process of a training raises the same
+        if process.leads():  # every process of a training raises the same
             complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         goes_on = any(name in GOES_ON for name in sys.argv[1:2])
         kept, then = ("what is finished is kept, and ", "goes on") if goes_on else ("", "starts anew")
-        if os.environ.get("RANK", "0") == "0":
+        if process.leads():
             complain(f"interrupted; {kept}the same command {then}")
         raise _Interrupted(INTERRUPTED) from None
     except Exception as error:

@@ -203,8 +203,8 @@ def qat(  # noqa: PLR0913  (a command's options)
 
 def _train(session: "Session", json: bool) -> None:
     from qdqbench.eval.runs.run import follow, run_until
+    from qdqbench.quantize.machine.process import leads
     from qdqbench.quantize.qat.stage import train_on_all
-    from qdqbench.quantize.train.processes import leads
 
     with progress.stages() as shown:
         start = follow(session, shown)

@@ -14,15 +14,11 @@ from filelock import FileLock, Timeout
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.machine.process import leads
 from qdqbench.quantize.machine.secrets import hide_credentials
 
 LOCK, HOLDER = ".lock", ".lock.json"  # the holder's number in its own file: others read it while it is locked
 LONGEST_COMMAND = 200  # characters of the holder's command in an error
-
-
-def leads() -> bool:
-    """Whether this is the first, or the only, process of its launcher."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

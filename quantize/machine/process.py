@@ -54,6 +54,11 @@ def keep_memory() -> None:
             libc.mallopt(parameter, KEPT_BYTES)
 
 
+def leads() -> bool:
+    """Whether this is the first process of its launcher; true where there is no other."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class End:
     """How this process ends: as any other, or without the destructors of its native libraries."""
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.process import leads
 from qdqbench.quantize.qat.files import write_trained
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.train.loop import train
-from qdqbench.quantize.train.processes import group, launched, leads, leave, new_accelerator
+from qdqbench.quantize.train.processes import group, launched, leave, new_accelerator
 from qdqbench.quantize.train.record import blank_run, finished
 
 if TYPE_CHECKING:

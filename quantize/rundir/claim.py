@@ -17,9 +17,9 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.encoders.identity import model_fingerprint
 from qdqbench.quantize.machine.lock import HOLDER, LOCK, held
+from qdqbench.quantize.machine.process import leads
 from qdqbench.quantize.rundir.remove import KINDS, MARK, remove_asked, remove_made
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session, read_config
-from qdqbench.quantize.train.processes import leads
 
 RUNS = Path("runs")
 LONGEST_NAME = 64  # characters of a model in the name of a folder

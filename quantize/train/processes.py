@@ -74,11 +74,6 @@ def new_accelerator(precision: str) -> "Accelerator":
     )
 
 
-def leads() -> bool:
-    """Whether this is the main process; true where there is no other."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def launched() -> int:
     """Processes that a launcher started; 1 where there is none."""
     return int(os.environ.get("WORLD_SIZE", "1"))
