@@ -12,7 +12,7 @@ from qdqbench.eval.accuracy.gate import NOISE, judge
 from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.eval.bench.engines import Latency, build_and_prove, write_engine_graph
-from qdqbench.eval.search.results import Accuracy, Agreement, Confirmed, Trial, dominates
+from qdqbench.eval.search.results import Accuracy, Confirmed, DropAgreement, Trial, dominates
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
@@ -76,7 +76,7 @@ def confirm(
     return rows, _judge(work, fp32, fp32)[1]
 
 
-def agreement(searched_as: Accuracy, row: Confirmed) -> Agreement:
+def agreement(searched_as: Accuracy, row: Confirmed) -> DropAgreement:
     """Whether the drop on the search rows and the drop that was confirmed differ by more than noise.
 
     Args:
@@ -87,7 +87,7 @@ def agreement(searched_as: Accuracy, row: Confirmed) -> Agreement:
     found = next(iter(row.fake_quant.values()))
     searched, confirmed = searched_as.drop, -found.delta[metric] + 0.0
     errors = searched_as.drop_stderr, found.delta_stderr[metric]
-    return Agreement(
+    return DropAgreement(
         searched=searched,
         searched_stderr=errors[0],
         confirmed=confirmed,

@@ -15,9 +15,9 @@ from qdqbench.eval.search.report import write_search_reports
 from qdqbench.eval.search.results import (
     SEARCH_FILE,
     Accuracy,
-    Agreement,
     Answer,
     Confirmed,
+    DropAgreement,
     Search,
     Source,
     Trial,
@@ -40,7 +40,7 @@ class Confirmation:
 
     rows: list[Confirmed] = field(default_factory=list)
     fp32: dict[str, float] = field(default_factory=dict)
-    agreement: Agreement | None = None
+    agreement: DropAgreement | None = None
     failures: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

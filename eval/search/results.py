@@ -62,7 +62,7 @@ class Confirmed(Strict):
     dominates: bool = False
 
 
-class Agreement(Strict):
+class DropAgreement(Strict):
     """The chosen recipe's drop where it was searched, and where it was confirmed."""
 
     searched: float
@@ -118,7 +118,7 @@ class Search(Strict):
     trials: list[Trial]
     outcome: Answer
     confirmed: list[Confirmed]  # the chosen recipe first, then the shipped ones
-    agreement: Agreement | None
+    agreement: DropAgreement | None
     warnings: list[str]
     environment: dict[str, Any]
 

@@ -242,12 +242,21 @@ def test_every_shipped_recipe_is_described():
         assert load_recipe(name).description
 
 
+def anchors(document):
+    """Those of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_local_links_lead_somewhere(document):
-    assert document.is_file()
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
-        if not re.match(r"[a-z]+:|#", target):
-            assert (document.parent / target.partition("#")[0]).exists(), target
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = document.parent / name if name else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -126,6 +126,9 @@ def test_every_path_that_a_document_names_exists(document):
     pictured = re.findall(r"\b((?:quantize|eval)/[a-z]+|(?:api|recipes)/)(?=[ ,:\"])", text)
     missing = [name for name in {*inline, *pictured} if not (ROOT / name).exists()]
     assert missing == []
+    for module, name in re.findall(r"`(qdqbench\.[\w.]+)\.(\w+)", text):
+        where = FILES.get(f"{module}.{name}") or FILES[module]
+        assert re.search(rf"^(class |def |){name}\b", where.read_text(), re.MULTILINE) or where.stem == name
 
 
 def test_the_picture_has_every_folder():

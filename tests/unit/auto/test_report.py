@@ -2,12 +2,9 @@
 
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
-from qdqbench.eval.auto import results as schema
 from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.results import Auto, Choice, Final, Lacks, Measured, Step, Wanted, read_auto
 from qdqbench.eval.auto.screen import auto_summary
@@ -16,7 +13,6 @@ from qdqbench.eval.search.results import Source
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "auto.md"
 LATE = "it needs about 8 min"
 EVIL = "<script>alert(1)</script>[bold]|\x1b[31m"
 
@@ -123,20 +119,6 @@ def sample(name="a-model", *, passed=True, mode="engine"):
 def pages(folder, **how):
     write_auto(sample(**how), folder)
     return [(folder / f"auto.{kind}").read_text() for kind in ("html", "md")]
-
-
-def models():
-    found = [each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, BaseModel)]
-    return {each.__name__: each for each in found if each.__module__ == schema.__name__}
-
-
-@pytest.mark.parametrize("name", models())
-def test_every_field_is_documented(name):
-    section = re.search(
-        rf"^### [^\n]*\(`{name}`\)\n(.*?)(?=^### |\Z)", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert section, name
-    assert re.findall(r"^\| `(\w+)` \|", section[1], re.MULTILINE) == list(models()[name].model_fields)
 
 
 def test_the_report_tells_the_story(tmp_path):

@@ -1,7 +1,6 @@
 """The schema of bench.json: documented, strict, and read back as written. Holds the other tests' sample."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,6 @@ from qdqbench.eval.bench.results import (
 )
 from qdqbench.quantize.core.errors import UserError
 
-from ...support.schema import documented_fields, schema_models
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
 NAMES = ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16")
 LABELS = (
     "INT8 engine",
@@ -140,22 +136,6 @@ def sample_bench(**changes: Any) -> Bench:
     for cell in bench.cells:
         cell.headline = headline_of(bench.contestants, cell)
     return bench
-
-
-MODELS = schema_models(Bench)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_field_is_documented_and_no_other(name: str) -> None:
-    documented = documented_fields(DOCUMENT.read_text(encoding="utf-8"), name)
-    assert documented == list(MODELS[name].model_fields)
-
-
-def test_links_of_the_document_lead_somewhere() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    headings = re.findall(r"(?m)^#+ (.+)$", text)
-    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

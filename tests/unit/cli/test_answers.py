@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from pydantic import BaseModel
 
 from qdqbench.eval.tables.write import BEGIN, END
 from qdqbench.quantize.cli import answers, schemas
@@ -18,11 +17,6 @@ from ..runs.test_made import made
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
 WITHOUT = {"serve", "recipes schema"}  # ends never; is JSON
-SCHEMAS = [
-    each
-    for each in vars(schemas).values()
-    if isinstance(each, type) and issubclass(each, BaseModel) and each.__module__ == schemas.__name__
-]
 
 
 def commands(group=None, path=()):
@@ -38,13 +32,6 @@ def test_every_command_has_json_and_the_page_names_it(name, command):
     declared = any("--json" in parameter.opts for parameter in command.params)
     assert declared == (name not in WITHOUT)
     assert re.search(rf"`{name}[` ]", DOCUMENT), f"docs/json.md does not name {name}"
-
-
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_every_field_is_documented_and_no_other(schema):
-    section = re.search(rf"(?ms)^## [^\n]*\(`{schema.__name__}`\)\n(.*?)(?=^## |\Z)", DOCUMENT)
-    assert section is not None
-    assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(schema.model_fields)
 
 
 def said(monkeypatch, capsys, *words):

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
-from qdqbench.eval.methods import results as methods_results
 from qdqbench.eval.methods.cases import cases_of
 from qdqbench.eval.methods.report import methods_view, write_methods
 from qdqbench.eval.methods.results import MethodCost, MethodRow, Methods, Scores, SplitResult, read_methods
@@ -27,7 +25,6 @@ from qdqbench.quantize.tasks.task import Task
 
 from ...support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "methods.md"
 HOSTILE = "<script>alert(1)</script> | `x` ](javascript:1) \x1b[31m \u202e [red]"
 OWN = Calibration()
 
@@ -305,19 +302,6 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="of this version"):
         read_methods(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "model", [Methods, MethodRow, MethodCost, SplitResult, Scores], ids=lambda model: model.__name__
-)
-def test_every_field_is_documented(model: type[BaseModel]) -> None:
-    name = model.__name__
-    section = re.search(
-        rf"(?ms)^### [^\n]*\(`{name}`\)\n(.*?)(?=^##|\Z)", DOCUMENT.read_text(encoding="utf-8")
-    )
-    assert section is not None
-    assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(model.model_fields)
-    assert methods_results.METHODS_FILE in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])

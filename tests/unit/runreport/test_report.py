@@ -23,7 +23,6 @@ from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Parity, ParityRow, Speed
 from qdqbench.quantize.core.results import (
-    SCHEMA_VERSION,
     BlockCheck,
     EngineResult,
     FileRow,
@@ -35,9 +34,6 @@ from qdqbench.quantize.core.results import (
     Verification,
 )
 
-from ...support.schema import documented_fields, schema_models
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
 LINEARS = (
     "attention.self.query",
     "attention.self.key",
@@ -824,19 +820,6 @@ def test_the_terminal_shows_one_screen_and_reads_no_markup() -> None:
 )
 def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expected: str) -> None:
     assert function(value) == expected
-
-
-MODELS = schema_models(Results)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_field_is_documented_and_no_other(name: str) -> None:
-    documented = documented_fields(DOCUMENT.read_text(encoding="utf-8"), name)
-    assert documented == list(MODELS[name].model_fields)
-
-
-def test_the_document_names_the_current_version() -> None:
-    assert f"The current version is {SCHEMA_VERSION}." in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,9 @@ from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, Spread, TrainingRun
 
-from ...support.schema import documented_fields
-from .test_report import HOSTILE, MODELS, Page, measured, one_line, terminal, written
+from .test_report import HOSTILE, Page, measured, one_line, terminal, written
 from .test_report import sample as sample_run
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
 DISTANCE = "held-out distance from FP32's answers"
 REASON = (
     "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
@@ -495,10 +493,3 @@ def test_the_mean_over_tasks_has_ptq_too() -> None:
     assert "| recipe | FP32 | PTQ fake-quant | fake-quant |" in section
     assert "| `plain` | 89.68 | no QAT | 89.79 |" in section
     assert "| `trained` | 89.68 | 87.98 | 89.45 |" in section
-
-
-@pytest.mark.parametrize("model", [Finetuning, Spread])
-def test_every_field_of_finetune_json_is_documented(model: type[Any]) -> None:
-    documented = documented_fields(DOCUMENT.read_text(encoding="utf-8"), model.__name__)
-    assert documented == list(model.model_fields)
-    assert {"TrainingRun", "LogRow"} <= set(MODELS)  # these are in the test of results.json

@@ -2,7 +2,6 @@
 
 import re
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,8 +11,6 @@ from qdqbench.eval.runs.made_lines import made_lines, stage_text
 from qdqbench.quantize.core.comparison import Comparison, Parity, ParityRow
 from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, LayerRow, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "results.md"
 
 
 def made(*stages: str, **fields) -> Made:
@@ -199,12 +196,3 @@ def test_what_does_not_hold_is_named():
     lost = {"engine": engine(int8_gemms=11, not_int8=["/a/MatMul"])}
     assert _failures(made("engine", **lost), int8=False) == []
     assert len(_failures(made("verify", **lost), int8=False)) == 1
-
-
-@pytest.mark.parametrize("schema", [Made, Calibrated])
-def test_every_field_is_documented_and_no_other(schema):
-    section = re.search(
-        rf"(?ms)^## [^\n]*\(`{schema.__name__}`\)\n(.*?)(?=^## |\Z)", DOCUMENT.read_text(encoding="utf-8")
-    )
-    assert section is not None
-    assert re.findall(r"(?m)^\| `(\w+)` \|", section[1]) == list(schema.model_fields)

@@ -1,14 +1,12 @@
 """Choosing a recipe, the front, domination, reports, and the schema's document."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search import finish
-from qdqbench.eval.search import results as search_results
 from qdqbench.eval.search.confirm import agreement, gate_failures
 from qdqbench.eval.search.finish import rule
 from qdqbench.eval.search.report import front_svg, search_headline, search_summary, write_search_reports
@@ -29,11 +27,8 @@ from qdqbench.eval.tables.changed import Changed
 from qdqbench.eval.tables.search import search_tables
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "search.md"
 
 
 def accuracy_of(drop, divergence, stderr=0.001):
@@ -321,16 +316,6 @@ def test_search_json_is_read_back(tmp_path):
     path.write_text("{}")
     with pytest.raises(UserError, match="no search of this version"):
         read_search(path)
-
-
-def test_every_field_is_documented():
-    text = DOCUMENT.read_text()
-    for name, model in vars(search_results).items():
-        ours = getattr(model, "__module__", "") == search_results.__name__
-        if ours and isinstance(model, type) and issubclass(model, Strict):
-            section = text.partition(f"(`{name}`)")[2].partition("\n## ")[0]
-            documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-            assert documented == [*model.model_fields], name
 
 
 def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(monkeypatch):

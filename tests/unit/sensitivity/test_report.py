@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from qdqbench.eval.sensitivity import results as schema
 from qdqbench.eval.sensitivity.report import (
@@ -20,7 +19,6 @@ from qdqbench.eval.sensitivity.results import CandidateRow, Effect, Sensitivity,
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "sensitivity.md"
 KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
 EVIL = "<script>alert(1)</script>[bold]|\x1b[31m"
 
@@ -95,24 +93,6 @@ def sample(name: str = "a-model") -> Sensitivity:
         timings={"candidates_s": 200.0, "this_run_s": 220.0},
         environment={"python": "3.11"},
     )
-
-
-def models() -> dict[str, type[BaseModel]]:
-    found = [value for value in vars(schema).values() if isinstance(value, type)]
-    return {
-        each.__name__: each
-        for each in found
-        if issubclass(each, BaseModel) and each.__module__ == schema.__name__ and each.__name__[0] != "_"
-    }
-
-
-@pytest.mark.parametrize("name", models())
-def test_every_field_is_documented(name: str) -> None:
-    section = re.search(
-        rf"^### [^\n]*\(`{name}`\)\n(.*?)(?=^### |\Z)", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL
-    )
-    assert section, name
-    assert re.findall(r"^\| `(\w+)` \|", section[1], re.MULTILINE) == list(models()[name].model_fields)
 
 
 def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
