@@ -15,12 +15,12 @@ from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.kernels import (
     count_text,
     is_gelu,
+    is_norm,
     kernel_kind,
     kernel_label,
     kernel_operator,
     norm_precision,
     one_profile,
-    operations,
 )
 from qdqbench.quantize.engine.layers import (
     computing_rows,
@@ -152,7 +152,7 @@ def facts_of(layers: Sequence[LayerRow], graph: Graph | None = None) -> Facts:
     gelus = [row for row in rows if is_gelu(row)]
     norms: dict[str, list[str]] = defaultdict(list)
     for row in rows:
-        if "Mean" in operations(row) or row.kind.lower() == "normalization":
+        if is_norm(row):
             norms[norm_precision(row)].append(kernel_label(row))
     fused = [row for row in rows if is_attention(row)]
     return Facts(

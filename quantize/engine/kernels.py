@@ -34,7 +34,7 @@ _TYPES: dict[str, KernelKind] = {  # LayerType of engines that are not made by M
     **dict.fromkeys(("reformat", "shuffle", "cast", "slice", "concatenation", "gather"), "layout"),
     **dict.fromkeys(("quantize", "dequantize", "scale"), "quantize"),
     "softmax": "softmax",
-    "normalization": "LayerNorm",
+    **dict.fromkeys(("normalization", "layernormalization", "mvn"), "LayerNorm"),  # those of CPU runtimes too
 }
 _MOVES = {"Tran", "Move", "Conc", "Repl", "Slic", "Gath"}
 _ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
@@ -101,6 +101,11 @@ def count_text(layers: Sequence[LayerRow]) -> str:
         return count_of(total, "kernel")
     each = f"{len(rows)} for each" if total == profiles * len(rows) else f"at most {len(rows)} for each"
     return f"{count_of(total, 'kernel')}, {each} of {profiles} profiles"
+
+
+def is_norm(row: LayerRow) -> bool:
+    """Whether a kernel computes the statistics of a LayerNorm; another may scale what it made."""
+    return "Mean" in operations(row) or _TYPES.get(row.kind.lower()) == "LayerNorm"
 
 
 def is_gelu(row: LayerRow) -> bool:

@@ -1,9 +1,16 @@
 """Kernels of an engine with several profiles are counted for one, and the number of profiles is said."""
 
+from pathlib import Path
+
+import pytest
+
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.engine.facts import facts_of
-from qdqbench.quantize.engine.kernels import count_text, one_profile
+from qdqbench.quantize.engine.kernels import count_text, kernel_kind, one_profile
 
 from ...support.layer_tables import bert
+
+MEASURED = Path(__file__).parents[3] / "docs/measured-cpu"
 
 
 def copies(number: int) -> list:
@@ -30,3 +37,13 @@ def test_profiles_with_other_kernels_are_told_by_the_most() -> None:
     rows, _ = one_profile(bert())
     total = len(less) - (len(copies(2)) - 2 * len(rows))
     assert count_text(less) == f"{total} kernels, at most {len(rows)} for each of 2 profiles"
+
+
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
+def test_layernorms_of_cpu_runtimes_are_counted(backend: str) -> None:
+    """OpenVINO's kernel of the statistics, MVN, is named after no ONNX node; what scales it is."""
+    text = (MEASURED / f"sst2-{backend}-int8-linears/results.json").read_text(encoding="utf-8")
+    layers = Results.model_validate_json(text).engine.layers  # type: ignore[union-attr]
+    facts = facts_of(layers)
+    assert sum(map(len, facts.norms.values())) == 2 * 6 + 1
+    assert "elementwise" not in {kernel_kind(row) for row in layers if row.kind == "MVN"}
