@@ -35,6 +35,7 @@ def draw_samples(session: "Session", samples: int, *, least: int = 2) -> tuple[S
     split = load_split(task, session.data_source, settings.split, limit=wanted, seed=settings.seed)
     known = [f"{wanted} samples asked for, split {settings.split!r} has {split.rows}", *session.notes]
     session.notes += [note for note in split.notes if note not in known]
+    session.warnings += [line for line in split.warnings if line not in session.warnings]
     taken = whole(split.dataset, task, settings.samples)
     left = len(split.dataset) - taken
     if left < min(samples, least):

@@ -199,7 +199,7 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
     made = build_made(folder, progress)
     assert made.engine is not None  # else `build_made` raised
     verified = made.verification or Skipped(skipped=made.skipped.get("verify", "not asked for"))
-    return Proof(engine=made.engine, verification=verified, notes=made.notes)
+    return Proof(engine=made.engine, verification=verified, notes=[*made.warnings, *made.notes])
 
 
 def build_made(folder: str | Path, progress: StageCallback = silent) -> Made:

@@ -135,7 +135,7 @@ def _told(ladder: Ladder, steps: list[Step], budget_s: float, command: str) -> A
         steps=steps,
         choice=_choice(ladder, steps, best, command),
         source=ladder.source,
-        notes=session.notes,
+        notes=session.remarks,
         environment=environment(),
     )
 

@@ -79,6 +79,8 @@ class Ladder:
         """What the run of a step is at."""
 
         def progress(now: StageProgress) -> None:
+            if now.alarm:
+                raise CheckFailed(now.alarm)
             if now.total:
                 doing("", now.done, now.total)
             else:

@@ -3,15 +3,13 @@
 from collections.abc import Iterator
 
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
-from qdqbench.eval.accuracy.logits import read_logits
-from qdqbench.eval.gate.baseline import baseline_of, reads_its_input
+from qdqbench.eval.gate.baseline import standing_of
 from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import SECOND
 
 SPEED = "min_speedup"  # how what is said of it begins
@@ -77,28 +75,14 @@ def with_speed(gate: Gate, speed: list[Speed]) -> Gate:
 
 
 def _baseline(session: Session, results: Results, found: list[str]) -> Iterator[OpenQuestion]:
-    """Hold FP32 to one answer for everything: what it does not know, INT8 cannot lose."""
-    task, metric = session.config.task, session.config.task.metrics[0]
+    """Hold FP32 to one answer for everything."""
     row = results.stages.get("fp32")
-    if row is None or metric not in row.metrics:
-        return
-    logits = read_logits(session.folder / "logits" / "fp32.npz")
-    split = next(iter(logits))
-    gold = metrics.against(task, session.gold[split], logits[split])
-    if (baseline := baseline_of(task, logits[split], gold)) is None:
-        return
-    value = row.metrics[metric]
-    above = reads_its_input(value, row.stderr.get(metric, 0.0), baseline)
-    always = "any constant" if baseline.answer is None else f"always class {baseline.answer}"
-    said = f"FP32 {metric} {value:.4f} against {baseline.value:.4f} of {always}"
-    if above is False:
-        found.append(
-            f"{said}: its labels are in another order (`id2label` of the model's config.json says which is "
-            "which), or it was not trained on this task"
-        )
-    elif above is None:
+    found_out = standing_of(session, row) if row else None
+    if found_out is not None and found_out.above is False:
+        found.append(f"{found_out.said}: {found_out.mend}")
+    elif found_out is not None and found_out.above is None:
         needs = "more samples, or a model that was trained on this task"
-        what = f"{said}, whether the model reads its input"
+        what = f"{found_out.said}, whether the model reads its input"
         yield OpenQuestion(state="cannot tell", what=what, needs=needs)
 
 

@@ -262,7 +262,7 @@ class Comparing:
             fp32={name: self._scores(name) for name in self._evaluated},
             rows=rows,
             recipe_name=chosen.name,
-            notes=session.notes,
+            notes=session.remarks,
             timings={"total_s": wall_s},
         )
 

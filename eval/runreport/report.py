@@ -140,7 +140,9 @@ def summary_lines(results: Results) -> "Group":
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text: names are never read as markup
     warned = [Text(f"warning: {line}", style="yellow") for line in first(results.warnings, 3, "the report")]
-    return Group(Panel(body, title=Text(said.title), border_style=colour, title_align="left"), table, *warned)
+    noted = [Text(f"note: {line}", style="dim") for line in first(results.notes, 3, "the report")]
+    panel = Panel(body, title=Text(said.title), border_style=colour, title_align="left")
+    return Group(panel, table, *warned, *noted)
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:

@@ -117,7 +117,7 @@ def finetuning_view(result: Finetuning) -> FinetuningView:
         lines=[_line(run, names, best=run.seed == result.best_seed) for run in runs],
         spread=[_spread(result, name) for name in names] if len(runs) > 1 and result.spread else [],
         explanation=_explanation(result),
-        notes=[f"Seed {run.seed}: {line}" for run in runs for line in run.notes],
+        notes=[*result.notes, *(f"Seed {run.seed}: {line}" for run in runs for line in run.notes)],
         tiles=_tiles(result),
         warnings=[line for line in result.warnings if line not in said],
         settings=[("seeds", ", ".join(str(run.seed) for run in runs)), *settings],

@@ -89,6 +89,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
                 ]
             )
         ),
+        notes=list(dict.fromkeys(session.notes)),
         environment=environment(),
     )
     results.gate = gate_of(session, results)
@@ -177,20 +178,20 @@ def _unbuilt(for_gpu: EngineResult | Skipped | None) -> list[str]:
 
 
 def _warnings(session: Session, stages: dict[str, StageResult]) -> list[str]:
-    notes = list(session.notes)
+    found = list(session.warnings)
     if session.config.limit is not None:
-        notes.insert(
+        found.insert(
             0, f"--limit {session.config.limit}: accuracy is measured on a part of the evaluation data only"
         )
     if session.config.model is None:
-        notes.append(
+        found.append(
             "embedded default: a small BERT trained on generated sentences, for trying the path only"
         )
     truncated = sum(encoded.truncated for _, encoded in session.eval_splits.values())
     if truncated:
         length = session.recipe.export.max_length
-        notes.append(f"{truncated} evaluation samples were cut at export.max_length {length} in every stage")
-    return notes
+        found.append(f"{truncated} evaluation samples were cut at export.max_length {length} in every stage")
+    return found
 
 
 def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:

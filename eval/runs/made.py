@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from qdqbench.eval.gate.baseline import standing_of
 from qdqbench.eval.runs.collect import stage_results
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core import files
@@ -63,6 +64,7 @@ class Made(Strict):
     gpu_engine: EngineResult | None = None
     verification: Verification | None = None
     notes: list[str] = []
+    warnings: list[str] = []
     failures: list[str] = []  # what does not hold; exit status 2
 
 
@@ -111,9 +113,13 @@ def collect_made(session: Session, until: str, ran: dict[str, bool]) -> Made:
         files=_files(session, [name for stage in ran for name in known[stage].outputs]),
         stages=stages,
         notes=list(session.notes),
+        warnings=list(session.warnings),
         **found,
     )
-    return made.model_copy(update={"failures": _failures(made, config.recipe.gate.int8_layers == "all")})
+    failures = _failures(made, config.recipe.gate.int8_layers == "all")
+    if "fp32" in stages and (standing := standing_of(session, stages["fp32"])) and standing.above is False:
+        failures.insert(0, f"{standing.said}: {standing.mend}")
+    return made.model_copy(update={"failures": failures})
 
 
 def _calibrated(session: Session) -> Calibrated:

@@ -31,9 +31,10 @@ def made_lines(made: Made) -> "Group":
     names = [f"{row.name} {size(row.bytes)}" for row in largest]
     files = Text(f"{count_of(len(names), 'file')} in {made.folder}: ")
     files.append(", ".join(first(names, MOST_FILES, "there")))
-    noted = [Text(f"note: {line}", style="yellow") for line in first(made.notes, 3, "the report")]
+    warned = [Text(f"warning: {line}", style="yellow") for line in first(made.warnings, 3, "the report")]
+    noted = [Text(f"note: {line}", style="dim") for line in first(made.notes, 3, "the report")]
     failed = [Text(f"✗ {line}", style="red") for line in first(made.failures, 5, "the report")]
-    return Group(table, files, *noted, *failed)
+    return Group(table, files, *noted, *warned, *failed)
 
 
 def stage_text(made: Made, name: str) -> str:

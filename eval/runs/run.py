@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.effects.answers import FILE
+from qdqbench.eval.gate.baseline import standing_of
 from qdqbench.eval.runreport.handoff import hand_off
 from qdqbench.eval.runreport.report import write_reports
-from qdqbench.eval.runs.collect import collect
+from qdqbench.eval.runs.collect import collect, scored
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.core.training_results import LogRow
 
-EVALUATED = ("baseline", "ptq", "fake_quant", "onnxruntime", "engine")
+BASELINE = "baseline"
+EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = ("results.json", "report.md", "report.html", FILE)
 REPORTED = (None, "report")
 
@@ -39,6 +41,7 @@ class StageProgress:
     total: float = 0  # 0: the stage starts; 1: `done` is a part of it, no number of steps
     reused: bool = False  # what is there is used again
     row: "LogRow | None" = None  # of a training's log
+    alarm: str = ""  # what makes the rest of the run worth nothing
     number: int = 1  # of the stage, among
     of: int = 1  # those that are gone through
 
@@ -57,6 +60,7 @@ def follow(
         now = StageProgress(name, reused=reused, number=number, of=len(names))
         progress(now)
 
+    session.alarm = lambda text: progress(replace(now, alarm=text))
     session.progress = lambda done, total: progress(replace(now, done=done, total=total))
     session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
     return start
@@ -149,4 +153,15 @@ def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None
     made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = run_stages(session, made, announce)
     _require_room(session, {stage.name for stage in needed})
-    return timings | run_stages(session, needed[len(made) :], announce)
+    rest = needed[len(made) :]
+    known = next((at + 1 for at, stage in enumerate(rest) if stage.name == BASELINE), 0)
+    timings |= run_stages(session, rest[:known], announce)
+    if known and (said := unreadable(session)):
+        session.alarm(said)
+    return timings | run_stages(session, rest[known:], announce)
+
+
+def unreadable(session: Session) -> str:
+    """Why no stage of this run can be right, by its FP32 evaluation; empty where it can."""
+    found = standing_of(session, scored(session, "fp32"))
+    return f"{found.said}: {found.mend}" if found is not None and found.above is False else ""

@@ -124,6 +124,7 @@ def _search(
         confirmed=judged.rows,
         agreement=judged.agreement,
         warnings=_warnings(worker, trials) + judged.warnings,
+        notes=session.notes,
         environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
     )
 
@@ -163,7 +164,7 @@ def rule(gate: Any, source: Source) -> str:
 
 
 def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:
-    found = list(worker.work.session.notes)
+    found = list(worker.work.session.warnings)
     source = worker.source
     if source.mode == "model":
         found.insert(0, f"latency is {source.label}")

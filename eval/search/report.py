@@ -260,5 +260,6 @@ def search_summary(found: Search) -> "Group":
     lines.append(f"{counts}; asked: {escape(found.outcome.rule)}; latency {escape(found.source.label)}")
     if found.confirmed:
         lines += [table, *map(escape, remarks), escape(context["agreement"])]
-    lines += [f"[yellow]note[/] {escape(text)}" for text in found.warnings]
+    lines += [f"[yellow]warning:[/] {escape(text)}" for text in found.warnings]
+    lines += [f"[dim]note: {escape(text)}[/]" for text in found.notes]
     return Group(*lines)

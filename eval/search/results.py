@@ -120,6 +120,7 @@ class Search(Strict):
     confirmed: list[Confirmed]  # the chosen recipe first, then the shipped ones
     agreement: DropAgreement | None
     warnings: list[str]
+    notes: list[str] = []  # how data were read
     environment: dict[str, Any]
 
 

@@ -193,7 +193,8 @@ class Workspace:
     def _of(self, recipe: Recipe) -> Session:
         """The session as if it had been opened with this recipe."""
         config = self.session.config.model_copy(update={"recipe": recipe})
-        return Session(config, self.session.folder, notes=self.session.notes)
+        known = self.session
+        return Session(config, known.folder, notes=known.notes, warnings=known.warnings)
 
 
 def explained(error: Exception) -> str:

@@ -72,7 +72,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
             compute=cpu_compute(session.recipe),
-            note=session.notes.append,
+            note=session.warnings.append,
             progress=lambda phase, fraction: doing(phase, fraction, 1),
         )
     except MissingDevice as error:
@@ -116,8 +116,8 @@ def engine_stage(session: Session) -> list[Path]:
     # kernels of a CPU are tuned for no shape, and profiles of the data for its shapes
     tuned = backend_of(session.recipe) in CPU_BACKENDS or session.recipe.auto_shapes
     for _, encoded in () if tuned else session.eval_splits.values():
-        notes = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
-        session.notes += [note for note in notes if note not in session.notes]
+        doubts = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
+        session.warnings += [line for line in doubts if line not in session.warnings]
     folder = brought(session)
     reason = None if folder else cannot_run(session)
     if reason is None and not _finite(read_verified(session.folder)):
@@ -143,7 +143,7 @@ def _run_engine(session: Session) -> list[Path]:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=length_edges(session))
         memory = runner.engine.memory
-    session.notes += [note for note in runner.engine.notes if note not in session.notes]
+    session.warnings += [line for line in runner.engine.notes if line not in session.warnings]
     done = Ran(detail=f"{detail}; {memory}", memory=asdict(memory))
     return [record(session.folder / ENGINE, done), logits]
 

@@ -83,6 +83,7 @@ def quantize_stage(session: Session) -> list[Path]:
     split = batches.split
     found.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += found.notes
+    session.warnings += found.warnings
     path = session.folder / "calibration.json"
     write_record(path, found)
     return [path]
@@ -117,7 +118,9 @@ def export_stage(session: Session) -> list[Path]:
             jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
     done = {}
     for model, settings, path in counted("writing graphs", jobs):
-        done[str(path.relative_to(folder))] = write_graph(model, session.plan, settings, path, session.notes)
+        done[str(path.relative_to(folder))] = write_graph(
+            model, session.plan, settings, path, session.warnings
+        )
     files.write_json(session.folder / REWRITES, done)
     return [*(path for _, _, path in jobs), session.folder / REWRITES]
 

@@ -63,7 +63,7 @@ def build_brought(session: Session, folder: Path) -> list[Path]:
         expected_gemms=gemms,
         expected_attention=attention_count(gemms, session.plan.attention),
         layers_path=layers,
-        note=session.notes.append,
+        note=session.warnings.append,
     )
     return [record(session.folder / BUILD, result), path, sidecar_path(path), layers]
 

@@ -56,19 +56,22 @@ def impose(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[st
     return found
 
 
-def notes(given: Mapping[str, float], found: Mapping[str, float]) -> list[str]:
-    """How given amax compare with what calibration found, in one sentence."""
+def compared(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """How given amax compare with what calibration found: a note, and a warning of those that are far off."""
     ratios = {name: given[name] / amax for name, amax in found.items() if amax > 0 and math.isfinite(amax)}
     if not ratios:
-        return []
+        return [], []
     ordered = sorted(ratios.values())
     far = [name for name, ratio in ratios.items() if not 1 / FAR < ratio < FAR]
     told = (
         f"{len(given)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
         f"calibration found (median {ordered[len(ordered) // 2]:.2f})"
     )
-    if far:
-        far.sort(key=lambda name: -abs(math.log(ratios[name])))
-        listed = [f"{name} ({given[name]:.3g} for {found[name]:.3g})" for name in far]
-        told += f"; {len(far)} are off by more than a factor {FAR:g}: {name_list(listed)}"
-    return [told]
+    if not far:
+        return [told], []
+    far.sort(key=lambda name: -abs(math.log(ratios[name])))
+    listed = [f"{name} ({given[name]:.3g} for {found[name]:.3g})" for name in far]
+    return [told], [
+        f"{len(far)} of {len(given)} amax that the recipe gives are off by more than a factor {FAR:g}: "
+        f"{name_list(listed)}"
+    ]

@@ -147,7 +147,8 @@ def calibrate(
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     round_weight_scales(quantizers)
     replaced = given.impose(quantizers, fixed)
-    notes += given.notes(fixed, replaced)
+    told, warnings = given.compared(fixed, replaced)
+    notes += told
     states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     require_shared(states, plan)
@@ -171,6 +172,7 @@ def calibrate(
         seed=settings.seed,
         data={"samples": len(lengths), **_lengths(lengths)},
         notes=notes,
+        warnings=warnings,
         quantizers=states,
     )
 

@@ -68,6 +68,7 @@ class CalibrationRecord(Tabular):
     seed: int
     data: dict[str, Any]  # source, split, fingerprint, samples, tokens, lengths
     notes: list[str]
+    warnings: list[str] = []
     quantizers: dict[str, QuantizerState]
 
     def rows(self) -> list[QuantizerRow]:

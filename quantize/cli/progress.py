@@ -62,6 +62,16 @@ class Display:
             texts = {name: clean(text) for name, text in fields.items() if isinstance(text, str)}
             self.bars.update(bar, **(fields | texts))
 
+    def alarm(self, text: str) -> None:
+        """A line that stays, above the bars."""
+        line = f"✗ {clean(text)}"
+        if self.bars is None:
+            sys.stderr.write(f"{line}\n")
+        else:
+            from rich.text import Text
+
+            self.bars.console.print(Text(line, "bold red"))
+
     def _draw(self) -> None:
         self.refresh()
 
@@ -158,6 +168,9 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
             shown.note = ""
 
         def show(now: "StageProgress") -> None:
+            if now.alarm:
+                shown.alarm(f"{now.alarm}. The run goes on; Ctrl-C ends it")
+                return
             name = f"stage {now.number} of {now.of}: {now.stage}"
             if not now.total:
                 finish()

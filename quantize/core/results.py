@@ -249,6 +249,7 @@ class Results(Tabular):
     gate: Gate
     timings: dict[str, Timing]
     warnings: list[str]  # --limit, skipped stages, partial splits, anything a reader must know
+    notes: list[str] = []  # how data were read and calibrated: nothing to do
     environment: dict[str, Any]  # versions, hardware, git hash
 
     def rows(self) -> Iterator[dict[str, Any]]:

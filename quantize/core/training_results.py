@@ -67,6 +67,7 @@ class Finetuning(Strict):
     spread: dict[str, Spread]  # by metric, over the runs that are done
     best_seed: int | None  # by the primary metric on the held-out rows
     warnings: list[str]
+    notes: list[str] = Field(default_factory=list)  # how data were read
     environment: dict[str, Any]
 
 

@@ -31,7 +31,7 @@ class Targets(NamedTuple):
 
     labels: Array  # to learn from, of each answer
     gold: Any = None  # what samples are scored against; None: the labels
-    notes: tuple[str, ...] = ()  # what a reader of the report must know
+    warnings: tuple[str, ...] = ()  # what a reader of the report must know
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Encoded:
     positions: list[Int64] | None = None  # of each row: its tokens that give answers; None: one answer a row
     samples: Int64 | None = None  # of each row, each first seen in ascending order; None: each row is one
     scored: Any = None  # what samples are scored against; None: the labels
-    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -65,8 +65,8 @@ def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Ta
     gold = np.full((len(counts), counts.max()), np.nan)
     gold[np.arange(counts.max()) < counts[:, None]] = labels
     lost = int((np.nan_to_num(gold).max(axis=1) == 0).sum())
-    note = f"{lost} of {len(counts)} queries have no relevant passage and count as 0 in every metric"
-    return Targets(labels.astype(np.float32), gold, (note,) if lost else ())
+    warning = f"{lost} of {len(counts)} queries have no relevant passage and count as 0 in every metric"
+    return Targets(labels.astype(np.float32), gold, (warning,) if lost else ())
 
 
 def _predict(answers: Floats, gold: Array) -> Float64:

@@ -129,12 +129,12 @@ def _names_problem(names: tuple[str, ...], task: Described, *, texts: bool) -> s
 
 
 def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Targets:
-    names, classes, notes = class_names(dataset, task.label_column), task.classes, []
+    names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
     if not is_named(classes) and names:
         classes = names
-        notes.append("the model does not name its classes: they are taken to be in the data's order")
+        warnings.append("the model does not name its classes: they are taken to be in the data's order")
     if not names:
-        notes.append("the tags are numbers without names: they are taken to be in the model's order")
+        warnings.append("the tags are numbers without names: they are taken to be in the model's order")
     number = {name: place for place, name in enumerate(classes)}
     rows = dataset.select_columns([task.label_column])[:][task.label_column]
     tags, words, lost = [], [], 0
@@ -144,12 +144,12 @@ def _targets(dataset: "datasets.Dataset", task: Described, layout: Layout) -> Ta
         words.append(len(positions))
         lost += len(row) - len(positions)
     if lost:
-        notes.append(
+        warnings.append(
             f"{lost} of {lost + sum(words)} words are not scored: they were cut off at export.max_length, or "
             "the tokenizer makes nothing of them"
         )
     labels = np.concatenate([*tags, np.zeros(0, dtype=np.int64)])
-    return Targets(labels, Tagged(labels, np.array(words, dtype=np.int64), classes), tuple(notes))
+    return Targets(labels, Tagged(labels, np.array(words, dtype=np.int64), classes), tuple(warnings))
 
 
 def _units(encoding: Any) -> Units:

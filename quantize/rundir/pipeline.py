@@ -37,6 +37,7 @@ class Done(Strict):
     key: str
     outputs: dict[str, str]  # path inside the run directory -> sha256
     notes: list[str]
+    warnings: list[str] = []
     wall_s: float
     cpu_s: float
     peak_rss_bytes: int
@@ -90,7 +91,7 @@ def run_stages(
             announce(stage.name, reused)
             if done is None or not reused:
                 manifest.stages.pop(stage.name, None)
-                before, known = done, len(session.notes)
+                before, noted, warned = done, len(session.notes), len(session.warnings)
                 with measured() as cost:
                     outputs = stage.run(session)
                 hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
@@ -98,7 +99,8 @@ def run_stages(
                 done = Done(
                     key=key,
                     outputs=hashes,
-                    notes=session.notes[known:],
+                    notes=session.notes[noted:],
+                    warnings=session.warnings[warned:],
                     wall_s=cost.wall_s,
                     cpu_s=cost.cpu_s,
                     peak_rss_bytes=cost.peak_rss_bytes,
@@ -107,6 +109,7 @@ def run_stages(
                 files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
             stage.recorded(session)
             session.notes += [note for note in done.notes if note not in session.notes]
+            session.warnings += [line for line in done.warnings if line not in session.warnings]
             interrupt.raise_if_interrupted()
             timings[stage.name] = timing(done, reused=reused)
     return timings

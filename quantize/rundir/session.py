@@ -100,8 +100,10 @@ class Session:
     config: RunConfig
     folder: Path
     progress: Callable[[float, float], None] = lambda done, total: None  # of the current stage
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # how data were read, what was calibrated
+    warnings: list[str] = field(default_factory=list)  # what a reader of the report must know
     report: Callable[[LogRow, int], None] = lambda row, steps: None  # a line of the training log
+    alarm: Callable[[str], None] = lambda text: None  # told what makes the rest of a run worth nothing
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 
@@ -144,7 +146,7 @@ class Session:
         require_teachable(self.recipe, asked.task)
         if asked.task.kind.embeds:
             said = embedding_notes(self.model_name, asked.revision, self.recipe.export.max_length)
-            self.notes += [note for note in said if note not in self.notes]
+            self.warnings += [line for line in said if line not in self.warnings]
         require_fit(self.recipe, self.model_name, config)
         check_model_fits(
             self.config.task, model_labels=int(config.num_labels or 0), problem_type=config.problem_type
@@ -201,6 +203,7 @@ class Session:
             self.config.task, self.data_source, name, limit=limit, seed=seed, labelled=labelled
         )
         self.notes += [note for note in split.notes if note not in self.notes]
+        self.warnings += [line for line in split.warnings if line not in self.warnings]
         return split
 
     def calibration_batches(self) -> CalibrationBatches:
@@ -229,9 +232,9 @@ class Session:
             return
         self.plan  # noqa: B018
         if calibrates and self.recipe.quantizes:
-            known = [*self.notes]
+            known = [*self.notes], [*self.warnings]
             self.calibration_batches()
-            self.notes = known  # what there is to note is noted by the stage that calibrates
+            self.notes, self.warnings = known  # what there is to note is noted by the stage that calibrates
         if evaluates:
             self.eval_splits  # noqa: B018
 
@@ -246,8 +249,13 @@ class Session:
                 require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))
             encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
             found[name] = split, encoded
-            self.notes += [note for note in encoded.notes if note not in self.notes]
+            self.warnings += [line for line in encoded.warnings if line not in self.warnings]
         return found
+
+    @property
+    def remarks(self) -> list[str]:
+        """Warnings, then notes: for results that keep both in one list."""
+        return [*self.warnings, *self.notes]
 
     @property
     def gold(self) -> dict[str, Any]:

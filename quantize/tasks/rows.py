@@ -62,7 +62,7 @@ def load_split(  # noqa: PLR0913
     _check_texts(dataset, task, loaded.source)
     if labelled:
         _check_labels(dataset, task, loaded.source)
-    notes = [*loaded.notes, *told, *_blank(dataset, task, split)]
+    notes, warnings = [*loaded.notes, *told], [*loaded.warnings, *_blank(dataset, task, split)]
     if limit is not None and limit > loaded.rows:
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
@@ -70,7 +70,7 @@ def load_split(  # noqa: PLR0913
     dataset = dataset.select(range(kept))
     if kept < loaded.rows and seed is None:  # a draw is asked for, a cut must be seen
         notes.append(f"the first {kept} of {loaded.rows} rows of split {split!r}")
-    return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes))
+    return Split(dataset, loaded.source, loaded.fingerprint, loaded.rows, tuple(notes), tuple(warnings))
 
 
 def with_classes_of(task: Task, source: str) -> Task:
@@ -279,5 +279,5 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         positions=None if kind.units is None else [each.positions for each in units],
         samples=samples,
         scored=made.gold,
-        notes=made.notes,
+        warnings=made.warnings,
     )

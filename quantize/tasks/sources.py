@@ -39,7 +39,8 @@ class Split:
     # SHA-256 of the files (of their digests, when several), or the hub set's fingerprint and commit
     fingerprint: str
     rows: int  # before the limit
-    notes: tuple[str, ...]  # what a reader of the report must know: partial split, limit, ...
+    notes: tuple[str, ...] = ()  # how it was read: what stands between fields, which part of a file
+    warnings: tuple[str, ...] = ()  # what a reader of the report must know: a part of a split, empty texts
 
 
 def read_split(task: Task, source: str, split: str) -> Split:
@@ -57,10 +58,12 @@ def read_split(task: Task, source: str, split: str) -> Split:
     column, dataset = task.text_columns[0], found.dataset
     if column not in dataset.column_names or "string" not in str(dataset.data.column(column).type):
         return found  # the caller says what is wrong
-    texts, notes = distinct(dataset.data.column(column).to_pylist(), found.source)
+    texts, left_out = distinct(dataset.data.column(column).to_pylist(), found.source)
     if Path(source).is_file():
         texts = half(texts, (task.train_split, task.eval_splits[0]), split, source)
-    return replace(found, dataset=as_dataset(texts, column), rows=len(texts), notes=(*found.notes, *notes))
+    return replace(
+        found, dataset=as_dataset(texts, column), rows=len(texts), warnings=(*found.warnings, *left_out)
+    )
 
 
 def _part(found: Split, task: Task, split: str) -> Split:
@@ -152,23 +155,24 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
             "the connection, or give --data FOLDER with the files"
         ) from error
     fingerprint = f"{dataset._fingerprint} {commit}"
-    return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset), ())
+    return Split(dataset, f"hub {name}, split {split}", fingerprint, len(dataset))
 
 
-def _load_files(task: Task, paths: list[Path], notes: list[str]) -> Split:
+def _load_files(task: Task, paths: list[Path], warnings: list[str]) -> Split:
+    notes = list[str]()
     names, kind = ", ".join(str(path) for path in paths), FORMATS[paths[0].suffix]
     if kind == "text":
         dataset = as_dataset(read_lines(paths), task.text_columns[0])
     else:
-        dataset, said = read_table(task, paths, kind, _cache_folder())
-        notes = [*notes, *said]
+        dataset, notes, doubts = read_table(task, paths, kind, _cache_folder())
+        warnings = [*warnings, *doubts]
     digests = [files.sha256(path) for path in paths]
     whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return Split(dataset, names, whole, len(dataset), tuple(notes))
+    return Split(dataset, names, whole, len(dataset), tuple(notes), tuple(warnings))
 
 
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Files of a split in FOLDER/TASK or FOLDER, or the only file, and what to note about them.
+    """Files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
 
     `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
     """
@@ -190,13 +194,13 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
             choices = [[path] for path, _ in found if path.is_file()]
             choices += [shards for _, suffix in found if (shards := _shards(place, stem, suffix))]
             if choices:
-                notes = []
+                warnings = []
                 if stem != split:
-                    notes.append(f"{choices[0][0]} holds only a part of the {split} split")
+                    warnings.append(f"{choices[0][0]} holds only a part of the {split} split")
                 if len(choices) > 1:
                     others = ", ".join(str(paths[0]) for paths in choices[1:])
-                    notes.append(f"{choices[0][0]} was read, {others} not")
-                return choices[0], notes
+                    warnings.append(f"{choices[0][0]} was read, {others} not")
+                return choices[0], warnings
     looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
     there = [f"{place} holds {', '.join(_listing(place)) or 'nothing'}" for place in places]
     raise UserError(

@@ -33,8 +33,8 @@ JUDGED = 0.2  # share of a single file that is evaluated on
 
 def read_table(
     task: "Task", paths: list[Path], kind: str, cache: str
-) -> "tuple[datasets.Dataset, list[str]]":
-    """Rows of files of one kind, and what to note about their form.
+) -> "tuple[datasets.Dataset, list[str], list[str]]":
+    """Rows of files of one kind, notes on their form, and what in it may be wrong.
 
     Args:
         kind: of `FORMATS`, but text.
@@ -48,14 +48,14 @@ def read_table(
     names = ", ".join(str(path) for path in paths)
     # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
     options: dict[str, Any] = {}
-    notes: list[str] = []
+    notes, warnings = list[str](), list[str]()
     if kind == "csv":
         options["converters"] = dict.fromkeys(task.text_columns, str)
         options["keep_default_na"] = False
         options["na_values"] = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
         options["encoding"], options["sep"] = _form(task, paths[0])
         if options["encoding"] not in ("utf-8", "utf-8-sig"):
-            notes.append(f"{names} is not UTF-8 and was read as {options['encoding']}: look at its texts")
+            warnings.append(f"{names} is not UTF-8 and was read as {options['encoding']}: look at its texts")
         if options["sep"] != ("\t" if paths[0].suffix == ".tsv" else ","):
             notes.append(f"{names} has {BETWEEN[options['sep']]} between its fields")
     try:
@@ -77,7 +77,7 @@ def read_table(
             f"{names} has rows with more fields than its header; quote the texts that hold "
             f"{BETWEEN[options.get('sep', ',')]}"
         )
-    return dataset, notes
+    return dataset, notes, warnings
 
 
 def innermost(error: BaseException) -> str:

@@ -76,6 +76,7 @@ class _Data:
     fingerprint: str
     evaluation: dict[str, Encoded]
     notes: list[str]
+    warnings: list[str]
 
     @property
     def pad_id(self) -> int:
@@ -159,6 +160,7 @@ def _load(request: Request) -> _Data:
         fingerprint=f"{split.fingerprint}/{request.limit or 'all'}",
         evaluation={name: encode(found, task, tokenizer, length) for name, found in judging.items()},
         notes=[note for found in (split, *judging.values()) for note in found.notes],
+        warnings=[line for found in (split, *judging.values()) for line in found.warnings],
     )
 
 
@@ -288,10 +290,11 @@ def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetunin
         spread=spread([run.metrics for run in done]),
         best_seed=best.seed if best else None,
         warnings=[
-            *data.notes,
+            *data.warnings,
             *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
             *dict.fromkeys(note for run in runs for note in run.notes),
             *(f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"),
         ],
+        notes=list(dict.fromkeys(data.notes)),
         environment=environment(),
     )

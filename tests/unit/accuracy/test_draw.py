@@ -23,6 +23,7 @@ def session(tmp_path, monkeypatch):
         data_source=str(tmp_path),
         tokenizer=None,
         notes=[],
+        warnings=[],
     )
     calibrate(found, samples=40, seed=3)
     return found

@@ -1,6 +1,7 @@
 """Progress: bars on a terminal, a line every half minute in a log."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ def session(monkeypatch):
     """Of a run with a few stages."""
     stages = [SimpleNamespace(name=name) for name in STAGES]
     monkeypatch.setattr(run, "planned", lambda session, until: stages)
-    return SimpleNamespace(progress=None, report=None)
+    return SimpleNamespace(progress=None, report=None, alarm=None)
 
 
 def test_quick_commands_and_other_processes_are_silent(clock, capsys):
@@ -70,6 +71,37 @@ def test_a_log_says_what_each_display_says(clock, session, capsys):
         "20%, 2 min left: 8 of 40 trials; best so far: trial 3",
         "20%, 93 s left: 8 of 40 trials; best so far: trial 3: building",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_makes_a_run_worth_nothing_is_said_and_stays(terminal, monkeypatch, session, capsys):
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress.stages() as stages:
+        announce = run.follow(session, stages)
+        announce("baseline", False)
+        session.alarm("FP32 accuracy 0.1 against 0.5 of always class 1: the labels are in another order")
+    said = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).split())
+    assert "✗ FP32 accuracy 0.1 against 0.5 of always class 1: the labels are in another order." in said
+    assert "Ctrl-C ends it" in said
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_it_is_said_before_the_stage_behind_the_baseline(reused, monkeypatch):
+    told = []
+
+    def run_stages(session, stages, announce):
+        for stage in stages:
+            announce(stage.name, reused)
+        return {}
+
+    monkeypatch.setattr(run, "run_stages", run_stages)
+    monkeypatch.setattr(run, "remove", lambda folder: None)
+    monkeypatch.setattr(run, "unreadable", lambda session: "wrong" if told[-1] == "baseline" else "too late")
+    monkeypatch.setattr(run, "_require_room", lambda session, names: None)
+    session = SimpleNamespace(folder=Path("nowhere"), alarm=told.append)
+    run._run(session, [SimpleNamespace(name=name) for name in STAGES], lambda name, reused: told.append(name))
+    assert told == ["baseline", "wrong", *STAGES[1:]]
 
 
 def test_a_terminal_gets_bars(monkeypatch, session, capsys):

@@ -163,7 +163,7 @@ def run(tmp_path, monkeypatch):
         recipe=recipe(TWO, "precision: {compute: fp16}"),
         config=types.SimpleNamespace(batch_size=4, task=GLUE["sst2"]),
         plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
-        notes=[],
+        warnings=[],
         pad_id=0,
         progress=lambda done, total: None,
         eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
@@ -183,14 +183,14 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
         "engine/model.fp16.engine.json",
         "layers.json",
     ]
-    assert run.notes == []  # 8.9 is supported, and TensorRT-RTX has no timing cache
+    assert run.warnings == []  # 8.9 is supported, and TensorRT-RTX has no timing cache
     assert not list(run.folder.rglob("*.cache"))
 
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
     monkeypatch.setattr(build_module, "hazards", lambda *given: [f"careful with {' '.join(given)}"])
     engine.build_stage(run)
-    assert run.notes == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
+    assert run.warnings == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
 
 
 def engine_row(**changes):
@@ -214,10 +214,10 @@ def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkey
     files.write_json(run.folder / "build.json", built)
     assert engine.engine_stage(run) == [run.folder / "engine.json"]
     assert reason in files.read_json(run.folder / "engine.json")["skipped"]
-    assert len(run.notes) == 1
-    assert "batch 4 where it is tuned for 32" in run.notes[0]
+    assert len(run.warnings) == 1
+    assert "batch 4 where it is tuned for 32" in run.warnings[0]
     engine.engine_stage(run)
-    assert len(run.notes) == 1
+    assert len(run.warnings) == 1
 
 
 def test_a_record_of_another_version_is_named(run):
@@ -265,7 +265,7 @@ def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
     )
     assert record["memory"]["activation_bytes_per_profile"] == [600_000, 700_000]
     assert sizes == [3]
-    assert "the cache is ignored" in run.notes
+    assert "the cache is ignored" in run.warnings
 
 
 def test_a_machine_that_cannot_load_it_is_a_reason(run, monkeypatch):

@@ -253,7 +253,7 @@ class TestUnjoined:
         finish_graph(trace(model, 20), plan_of(recipe_with(), model), settings, notes)
         assert notes == []
 
-    def test_the_stage_notes_it_once(
+    def test_the_stage_warns_once(
         self, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(export, "join_heads", lambda model: 0)
@@ -265,12 +265,12 @@ class TestUnjoined:
             fp32_model=load_model(str(tiny_bert)),
             fake_quant_model=model,
             folder=tmp_path,
-            notes=[],
+            warnings=[],
             progress=lambda done, total: None,
         )
         stages.export_stage(session)  # type: ignore[arg-type]
-        (note,) = session.notes
-        assert f"{LAYERS} of {LAYERS} attentions" in note
+        (warning,) = session.warnings
+        assert f"{LAYERS} of {LAYERS} attentions" in warning
 
 
 class TestSave:

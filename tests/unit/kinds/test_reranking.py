@@ -94,7 +94,7 @@ def test_rows_of_a_split_are_samples_of_queries(folder):
     assert encoded.samples.tolist() == [0, 0, 0, 1, 1, 2, 2]
     np.testing.assert_array_equal(encoded.gold, [[0, 1, 0.5], [1, 0, np.nan], [0, 0, np.nan]])
     assert encoded.labels.tolist() == [0, 1, 0.5, 1, 0, 0, 0]
-    assert encoded.notes == ("1 of 3 queries have no relevant passage and count as 0 in every metric",)
+    assert encoded.warnings == ("1 of 3 queries have no relevant passage and count as 0 in every metric",)
     part = encoded.part(np.array([2, 0]))
     assert part.labels.tolist() == [0, 0, 0, 1, 0.5]
     assert RERANKING.expected(part.gold) == 5

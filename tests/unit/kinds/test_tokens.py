@@ -96,7 +96,7 @@ def test_words_are_told_by_their_first_token_and_what_is_cut_is_counted(tmp_path
     encoded = encode(split_of(tmp_path, table), task, tokenizer(), 6)
     assert [each.tolist() for each in encoded.positions] == [[1, 2, 3, 4], [1]]
     assert encoded.labels.tolist() == [1, 3, 2, 0, 0]
-    assert "1 of 6 words are not scored" in encoded.notes[0]
+    assert "1 of 6 words are not scored" in encoded.warnings[0]
     other = with_classes(task, heads.TAGS[::-1])  # a model with its classes in another order
     assert encode(split_of(tmp_path, table), other, tokenizer(), 6).labels.tolist() == [3, 1, 2, 4, 4]
 
@@ -111,7 +111,7 @@ def test_numbers_with_names_are_matched_by_name_and_without_by_order(tmp_path):
     assert with_classes_of(get_task("tokens"), str(tmp_path)).classes == ("B-BAD", "O")
     (tmp_path / "train.parquet").unlink()
     encoded = encode(split_of(tmp_path, {"tokens": [["a"]], "ner_tags": [[3]]}, task), task, tokenizer(), 8)
-    assert (encoded.labels.tolist(), "without names" in encoded.notes[0]) == ([3], True)
+    assert (encoded.labels.tolist(), "without names" in encoded.warnings[0]) == ([3], True)
     with pytest.raises(UserError, match="numbers without names; write the tags as texts"):
         with_classes_of(get_task("tokens"), str(tmp_path))
 

@@ -53,6 +53,7 @@ class Line:
         def run(session: Session) -> list[Path]:
             self.ran.append(name)
             session.notes.append(f"note of {name}")
+            session.warnings.append(f"warning of {name}")
             text = f"{name}{self.inputs[name]}" + (self.path(source).read_text() if source else "")
             with files.atomic_path(self.path(name)) as temporary:
                 temporary.write_text(text[:1])
@@ -85,6 +86,7 @@ def test_nothing_runs_when_nothing_changed(line: Line) -> None:
     assert all(timing.reused for timing in line.timings.values())
     assert {name: timing.wall_s for name, timing in line.timings.items()} == first
     assert line.session.notes == ["note of a", "note of b", "note of c"]
+    assert line.session.warnings == ["warning of a", "warning of b", "warning of c"]
 
 
 @pytest.mark.parametrize(("changed", "runs"), [("a", ["a", "b", "c"]), ("b", ["b", "c"]), ("c", ["c"])])

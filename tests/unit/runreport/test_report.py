@@ -803,6 +803,20 @@ def test_the_terminal_shows_one_screen_and_reads_no_markup() -> None:
     assert "[red]" in terminal(hostile(), width=4000)
 
 
+def test_notes_are_no_warnings(tmp_path: Path) -> None:
+    """What was made of the data on a clean run is said quietly, everywhere."""
+    note = "mine.csv has semicolons between its fields"
+    results = sample(notes=[note], warnings=[])
+    shown = terminal(results)
+    assert f"note: {note}" in shown
+    markdown, html = written(results, tmp_path)
+    assert note in markdown.partition("## Notes")[2].partition("## Accuracy")[0]
+    assert note in html
+    assert "warning" not in shown
+    assert "## Warnings" not in markdown
+    assert 'class="warnings"' not in html
+
+
 @pytest.mark.parametrize(
     ("function", "value", "expected"),
     [

@@ -82,7 +82,9 @@ def test_separators_and_encodings_are_found_and_said(tmp_path, name, mark, encod
     write(tmp_path, name, rows, mark, encoding)
     texts, labels, notes = read(OWN, tmp_path)
     assert (texts, labels) == ([text for text, _ in rows], [1, 0])
-    assert any(said in note for note in notes) if said else not notes
+    warnings = load_split(OWN, str(tmp_path), "validation").warnings
+    assert any("look at its texts" in line for line in warnings) is not encoding.startswith("utf-8")
+    assert any(said in line for line in (*notes, *warnings)) if said else not notes
 
 
 def test_one_file_is_split_the_same_way_each_time(tmp_path):

@@ -63,7 +63,7 @@ def test_formats_give_the_same_texts_and_labels(tmp_path, suffix):
     split = load(tmp_path)
     assert split.dataset[:] == {"sentence": TRICKY, "label": [0, 1] * 3}
     said = "1 of 6 texts in column 'sentence' of split 'validation' are empty"  # one of TRICKY
-    assert (split.rows, split.notes) == (6, (said,))
+    assert (split.rows, split.notes, split.warnings) == (6, (), (said,))
     assert split.source == str(tmp_path / f"sst2/validation{suffix}")
     assert len(split.fingerprint) == 64
 
@@ -80,17 +80,17 @@ def test_second_format_is_noted(tmp_path):
     sst2(tmp_path / "validation.parquet", 4)
     split = load(tmp_path)
     assert split.rows == 4
-    assert "validation.csv not" in split.notes[0]
+    assert "validation.csv not" in split.warnings[0]
 
 
 def test_partial_train_split_is_taken_and_noted_only_without_the_whole(tmp_path):
     sst2(tmp_path / "train_subset.parquet", 2)
     sst2(tmp_path / "validation_subset.parquet", 2)
-    assert "only a part of the train split" in load(tmp_path, split="train").notes[0]
+    assert "only a part of the train split" in load(tmp_path, split="train").warnings[0]
     with pytest.raises(UserError, match="no file"):
         load(tmp_path, split="validation")
     sst2(tmp_path / "train.parquet", 4)
-    assert load(tmp_path, split="train").notes == ()
+    assert load(tmp_path, split="train").warnings == ()
 
 
 def test_shards_are_joined_in_order_and_must_be_complete(tmp_path):
@@ -428,7 +428,7 @@ class TestTexts:
         (tmp_path / "validation.txt").write_text("a\n\na\nb\n")
         found = load(tmp_path, EMBED)
         assert list(found.dataset["text"]) == ["a", "b"]
-        assert len(found.notes) == 2
+        assert len(found.warnings) == 2
         assert len(load(tmp_path, EMBED, "train").dataset) == 3
 
     def test_a_text_file_calibrates_a_task_with_labels(self, tmp_path):
