@@ -4,19 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.auto.results import Auto, Measured, Step
+from qdqbench.eval.auto.results import AUTO_FILE, Auto, Measured, Step
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import (
-    cleaned,
-    flat,
-    in_points,
-    label,
-    model_label,
-    points,
-    seconds,
-    sentence,
-)
-from qdqbench.eval.report.page import page_of
+from qdqbench.eval.report.formats import cleaned, delta_points, flat, label, points, seconds, sentence
+from qdqbench.eval.report.page import Page, page_of_choice
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core.comparison import Comparison
 
@@ -48,7 +39,7 @@ class AutoView:
     """A ladder in words, ready for templates."""
 
     found: Auto  # cleaned
-    title: str
+    page: Page
     headline: str
     asked: str
     story: list[str]
@@ -58,7 +49,6 @@ class AutoView:
     explanation: list[str]
     notes: list[str]
     chart: str  # SVG; empty where nothing was measured
-    inputs: list[tuple[str, str]]
     tiles: list[tuple[str, str, str, bool]]
 
 
@@ -69,10 +59,7 @@ def write_auto(found: Auto, folder: Path) -> list[Path]:
         UserError: the folder cannot be written.
     """
     shown = auto_view(found)
-    facts = {"Model, data and settings": shown.inputs}
-    title, about = model_label(shown.found.model["name"]), [label(shown.found.task["name"])]
-    page = page_of(shown.found, "ladder to a recipe", title, about, "auto.json", facts=facts)
-    return write("auto", folder, {"s": shown, "page": page})
+    return write("auto", folder, {"s": shown, "page": shown.page})
 
 
 def auto_view(found: Auto) -> AutoView:
@@ -81,7 +68,7 @@ def auto_view(found: Auto) -> AutoView:
     over = found.source.twin if found.source else "its twin"
     return AutoView(
         found=found,
-        title=f"{label(found.task['name'])} · {model_label(found.model['name'])}",
+        page=page_of_choice(found, "ladder to a recipe", AUTO_FILE, *flat(found.gate.model_dump(), "gate")),
         headline=headline(found),
         asked=asked(found),
         story=[sentence(line) for line in story(found)],
@@ -91,12 +78,6 @@ def auto_view(found: Auto) -> AutoView:
         explanation=_explanation(found),
         notes=[sentence(note) for note in found.notes],
         chart=steps_svg(found),
-        inputs=[
-            *flat(found.model, "model"),
-            *flat(found.data, "data"),
-            *flat(found.gate.model_dump(), "gate"),
-            ("seed", str(found.seed)),
-        ],
         tiles=_tiles(found),
     )
 
@@ -105,9 +86,9 @@ def _tiles(found: Auto) -> list[tuple[str, str, str, bool]]:
     step, tiles = _chosen(found), []
     if step is not None and (measured := step.measured) is not None:
         versus = next(iter(measured.vs_fp32.values()))
-        value, error = versus.delta[found.metric] + 0.0, versus.delta_stderr[found.metric]
+        value, error = versus.delta[found.metric], versus.delta_stderr[found.metric]
         noise = "within noise" if versus.within_noise else "beyond noise"
-        title, change = f"{label(found.metric)} against FP32", in_points(value, error, "+")
+        title, change = f"{label(found.metric)} against FP32", delta_points(value, error)
         held = versus.within_noise or value >= -found.gate.max_drop
         tiles.append((title, change, f"points, {noise}", held))
         if measured.latency:
@@ -208,7 +189,7 @@ def _delta(versus: dict[str, Comparison], metric: str) -> str:
     cells = []
     for row in versus.values():
         noise = " ~" if row.within_noise else ""
-        cells.append(f"{in_points(row.delta[metric] + 0.0, row.delta_stderr[metric], '+')}{noise}")
+        cells.append(f"{delta_points(row.delta[metric], row.delta_stderr[metric])}{noise}")
     return " / ".join(cells)
 
 
@@ -217,7 +198,7 @@ def _difference(versus: dict[str, Comparison], metric: str) -> str:
     cells = []
     for row in versus.values():
         noise = " (within noise)" if row.within_noise else ""
-        cells.append(f"{in_points(row.delta[metric] + 0.0, row.delta_stderr[metric], '+')} points{noise}")
+        cells.append(f"{delta_points(row.delta[metric], row.delta_stderr[metric])} points{noise}")
     return " and ".join(cells)
 
 

@@ -29,7 +29,7 @@ def auto_summary(found: Auto) -> "Group":
         took = seconds(line.step.seconds) if line.step.status != "skipped" else ""
         table.add_row(*(Text(cell) for cell in (line.mark, line.step.name, *cells, took)), style=style)
     lines: list[RenderableType] = [
-        Panel(body, title=Text(shown.title), border_style=colour, title_align="left"),
+        Panel(body, title=Text(shown.page.heading), border_style=colour, title_align="left"),
         Text(shown.asked),
         table,
         *(Text(f"{names}: {text}", style="dim") for names, text in _said(shown)),

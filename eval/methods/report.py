@@ -6,20 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import cleaned, flat, label, model_label, seconds, sentence
-from qdqbench.eval.report.page import page_of
+from qdqbench.eval.report.formats import DIVERGENCES, cleaned, label, seconds, sentence
+from qdqbench.eval.report.page import Page, page_of_choice
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 
 if TYPE_CHECKING:
     from rich.console import Group
-
-METHOD_MEANING = {
-    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
-    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
-    "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
-}
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class MethodsView:
     """A table of methods in words, ready for templates."""
 
     found: Methods  # cleaned
-    title: str
+    page: Page
     headline: str
     caption: str
     explanation: list[str]
@@ -47,7 +41,6 @@ class MethodsView:
     lines: list[MethodLine]
     notes: list[str]
     charts: list[str]  # SVG
-    inputs: list[tuple[str, str]]
     tiles: list[tuple[str, str, str, bool]]
     settings: tuple[str, ...] = ("method", "smooth", "weights", "bias", "split")
 
@@ -59,24 +52,22 @@ def write_methods(found: Methods, folder: Path) -> list[Path]:
         UserError: the folder cannot be written.
     """
     shown = methods_view(found)
-    about = [label(shown.found.task["name"]), str(shown.found.recipe.get("name"))]
-    more = {"facts": {"Model, data and settings": shown.inputs}, "recipe": shown.found.recipe}
-    title = model_label(shown.found.model["name"])
-    page = page_of(shown.found, "calibration methods", title, about, METHODS_FILE, **more)
     files.write_text(folder / METHODS_FILE, found.model_dump_json(indent=2) + "\n")
-    return [folder / METHODS_FILE, *write("methods", folder, {"s": shown, "page": page})]
+    return [folder / METHODS_FILE, *write("methods", folder, {"s": shown, "page": shown.page})]
 
 
 def methods_view(found: Methods) -> MethodsView:
     """Words and figures for people; every one of them is in `methods.json`."""
     found = cleaned(found)
     splits = list(found.fp32)
+    settings = [
+        ("batch size", str(found.batch_size)),
+        ("time of all rows", seconds(found.timings["total_s"])),
+    ]
     judged = [f"{label(found.metric)}{_of(split, splits)}" for split in splits]
     return MethodsView(
         found=found,
-        title=" · ".join(
-            [model_label(found.model["name"]), label(found.task["name"]), str(found.recipe.get("name"))]
-        ),
+        page=page_of_choice(found, "calibration methods", METHODS_FILE, *settings),
         headline=methods_headline(found),
         caption=caption(found),
         explanation=_explanation(found),
@@ -91,13 +82,6 @@ def methods_view(found: Methods) -> MethodsView:
         lines=[_line(found, row) for row in found.rows],
         notes=[sentence(note) for note in found.notes],
         charts=[divergence_svg(found), *([delta_svg(found)] if found.fp32 else [])],
-        inputs=[
-            *flat(found.model, "model"),
-            *flat(found.data, "data"),
-            ("seed", str(found.seed)),
-            ("batch size", str(found.batch_size)),
-            ("time of all rows", seconds(found.timings["total_s"])),
-        ],
         tiles=_tiles(found),
     )
 
@@ -145,7 +129,9 @@ def methods_summary(found: Methods) -> "Group":
     from rich.text import Text
 
     shown = methods_view(found)
-    head = Panel(Text(shown.headline), title=Text(shown.title), border_style="green", title_align="left")
+    head = Panel(
+        Text(shown.headline), title=Text(shown.page.heading), border_style="green", title_align="left"
+    )
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for name in ("method", *_screen(shown.columns)):
         table.add_column(name)
@@ -182,7 +168,7 @@ def _tiles(found: Methods) -> list[tuple[str, str, str, bool]]:
 
 def _explanation(found: Methods) -> list[str]:
     return [
-        f"Divergence is {METHOD_MEANING[found.divergence]}; ± is one standard error over the samples. "
+        f"Divergence is {DIVERGENCES[found.divergence]}; ± is one standard error over the samples. "
         "= marks rows that are not worse than the best one by more than two standard errors, paired by "
         "sample.",
         "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; (noise) marks "

@@ -11,6 +11,7 @@ import yaml
 
 from qdqbench.quantize.core import names
 from qdqbench.quantize.core.strict import Schema
+from qdqbench.quantize.kinds.kind import Divergence
 from qdqbench.quantize.tasks.task import SECOND
 
 LABELS = {
@@ -35,6 +36,12 @@ LABELS = {
     "sst2": "SST-2",
     "stsb": "STS-B",
 } | {name: name.upper() for name in ("mrpc", "qqp", "mnli", "qnli", "rte", "wnli")}
+
+DIVERGENCES: dict[Divergence, str] = {
+    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
+    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
+    "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
+}
 
 # What garbles a terminal or a page, or cannot be encoded: controls, direction overrides, lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -64,9 +71,9 @@ def in_points(value: float, error: float | None, sign: str = "") -> str:
     return f"{100 * value:{sign}.2f}{spread}"
 
 
-def drop_points(drop: float, error: float) -> str:
-    """A drop with its standard error, both fractions, in points: +0.34 ± 0.52."""
-    return f"{100 * drop + 0.0:+.2f} ± {100 * error:.2f}"
+def delta_points(delta: float, error: float) -> str:
+    """A difference, or a drop, with its standard error in points: +0.34 ± 0.52."""
+    return in_points(delta + 0.0, error, "+")
 
 
 def versions_text(environment: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from qdqbench.eval.report.formats import flat
+from qdqbench.eval.report.formats import flat, label, model_label
 
 VERSIONS = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnxruntime")
 _SECTION = re.compile(r'<section\b[^>]*\bid="([^"]+)"[^>]*>\s*<h2>(.*?)</h2>', re.DOTALL)
@@ -24,6 +24,11 @@ class Page:
     environment: dict[str, Any]
     facts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # names and values by heading
     recipe: dict[str, Any] | None = None
+
+    @property
+    def heading(self) -> str:
+        """Model, task and recipe in a line."""
+        return " · ".join([self.title, *self.about])
 
     @property
     def versions(self) -> str:
@@ -46,6 +51,18 @@ def page_of(found: Any, kind: str, title: str, about: list[str], record: str, **
     """The page of a result with the fields `created` and `command`, and mostly `environment`."""
     environment = getattr(found, "environment", {})
     return Page(kind, title, about, found.created, found.command, record, environment, **more)
+
+
+def page_of_choice(found: Any, kind: str, record: str, *more: tuple[str, str]) -> Page:
+    """The page of a result that a recipe is chosen by: it has `model`, `task`, `data` and `seed` too."""
+    facts = [*flat(found.model, "model"), *flat(found.data, "data"), ("seed", str(found.seed)), *more]
+    title, about, recipe = model_label(found.model["name"]), [label(found.task["name"])], None
+    if hasattr(found, "recipe"):
+        recipe = found.recipe
+        about.append(recipe["name"])
+    return page_of(
+        found, kind, title, about, record, facts={"Model, data and settings": facts}, recipe=recipe
+    )
 
 
 def contents(body: str) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import drop_points, flat, label, model_label
+from qdqbench.eval.report.formats import delta_points, flat, label, model_label
 from qdqbench.eval.report.page import Page, page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.search.results import Confirmed, Search, Trial
@@ -160,7 +160,7 @@ def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
         "what": f"{trial.int8_linears} linears, {trial.int8_attention} attentions",
         "how": ", ".join(how) if trial.int8_linears else "nothing to calibrate",
         "divergence": f"{accuracy.divergence:.3g}" if accuracy else "",
-        "drop": drop_points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
+        "drop": delta_points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
         "noise": "within noise" if accuracy and accuracy.within_noise else "",
         **_timed(found, latency),
         "holds": trial.holds,
@@ -190,7 +190,7 @@ def _confirmed_cells(found: Search, row: Confirmed) -> dict[str, Any]:
 
 
 def _drop(versus: Comparison | None, metric: str) -> str:
-    return drop_points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else ""
+    return delta_points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else ""
 
 
 def _other_splits(row: Confirmed, metric: str) -> list[str]:
@@ -215,8 +215,8 @@ def _agreement(found: Search) -> str:
         return ""
     return (
         "Calibrated in full, its drop where it was searched is "
-        f"{drop_points(pair.searched, pair.searched_stderr)} points, and on validation "
-        f"{drop_points(pair.confirmed, pair.confirmed_stderr)}: they "
+        f"{delta_points(pair.searched, pair.searched_stderr)} points, and on validation "
+        f"{delta_points(pair.confirmed, pair.confirmed_stderr)}: they "
         + ("agree within noise." if pair.within_noise else "differ by more than noise.")
     )
 

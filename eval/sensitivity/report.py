@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, seconds, sentence
-from qdqbench.eval.report.page import page_of
+from qdqbench.eval.report.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
+from qdqbench.eval.report.page import Page, page_of_choice
 from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Effect, Sensitivity, ranking
@@ -26,11 +26,6 @@ REPORT_COLUMNS = (
     "of everything's",
     "drop",
 )
-COLUMN_MEANING = {
-    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
-    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
-    "squared": "the mean squared difference of the outputs from FP32's, over the variance of FP32's",
-}
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class SensitivityView:
     """A sensitivity report in words, ready for templates."""
 
     found: Sensitivity  # cleaned
-    title: str
+    page: Page
     headline: str
     choice: str
     explanation: list[str]
@@ -49,7 +44,6 @@ class SensitivityView:
     curve: list[list[str]]
     notes: list[str]
     charts: list[str]  # SVG
-    inputs: list[tuple[str, str]]
     tiles: list[tuple[str, str, str, bool]]
     columns: tuple[str, ...] = REPORT_COLUMNS
 
@@ -61,22 +55,17 @@ def write_sensitivity(found: Sensitivity, folder: Path) -> list[Path]:
         UserError: the folder cannot be written.
     """
     shown = sensitivity_view(found)
-    about = [label(shown.found.task["name"]), str(shown.found.recipe.get("name", "recipe"))]
-    more = {"facts": {"Model, data and settings": shown.inputs}, "recipe": shown.found.recipe}
-    title = model_label(shown.found.model["name"])
-    page = page_of(shown.found, "sensitivity", title, about, SENSITIVITY_FILE, **more)
     files.write_text(folder / SENSITIVITY_FILE, found.model_dump_json(indent=2) + "\n")
-    return [folder / SENSITIVITY_FILE, *write("sensitivity", folder, {"s": shown, "page": page})]
+    return [folder / SENSITIVITY_FILE, *write("sensitivity", folder, {"s": shown, "page": shown.page})]
 
 
 def sensitivity_view(found: Sensitivity) -> SensitivityView:
     """Words and figures for people; every one of them is in `sensitivity.json`."""
-    found = cleaned(found)
+    found, batch = cleaned(found), ("batch size", str(found.batch_size))
+    time = ("time of all candidates", seconds(found.timings["candidates_s"]))
     return SensitivityView(
         found=found,
-        title=" · ".join(
-            [model_label(found.model["name"]), label(found.task["name"]), found.recipe.get("name", "recipe")]
-        ),
+        page=page_of_choice(found, "sensitivity", SENSITIVITY_FILE, batch, time),
         headline=sensitivity_headline(found),
         choice=sentence(
             f"{found.choice.file} keeps {count_of(found.choice.kept, 'linear')} out of INT8: "
@@ -93,13 +82,6 @@ def sensitivity_view(found: Sensitivity) -> SensitivityView:
         ],
         notes=[sentence(note) for note in found.notes],
         charts=[svg for svg in (only_svg(found), all_but_svg(found), curve_svg(found)) if svg],
-        inputs=[
-            *flat(found.model, "model"),
-            *flat(found.data, "data"),
-            ("seed", str(found.seed)),
-            ("batch size", str(found.batch_size)),
-            ("time of all candidates", seconds(found.timings["candidates_s"])),
-        ],
         tiles=_tiles(found),
     )
 
@@ -150,7 +132,7 @@ def sensitivity_summary(found: Sensitivity) -> "Group":
     colour = "green" if found.choice.reached else "red"
     body = Text(f"{shown.headline}\n{shown.choice}")
     lines: list[RenderableType] = [
-        Panel(body, title=Text(shown.title), border_style=colour, title_align="left")
+        Panel(body, title=Text(shown.page.heading), border_style=colour, title_align="left")
     ]
     for title, rows in (
         (f"the {WORST} worst linears", ranking(found)[:WORST]),
@@ -188,7 +170,7 @@ def _brief(name: str) -> str:
 
 def _explanation(found: Sensitivity) -> list[str]:
     return [
-        f"Divergence is {COLUMN_MEANING[found.divergence]}. The ranking goes by it and not by the metric: on "
+        f"Divergence is {DIVERGENCES[found.divergence]}. The ranking goes by it and not by the metric: on "
         f"{found.data['samples']} samples most drops are noise. ± is one standard error, and (noise) marks "
         "drops of at most two, paired with FP32.",
         f"Measured on split {found.data['split']!r}, on other rows than those that calibrate; no evaluation "

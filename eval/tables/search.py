@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from qdqbench.eval.report.formats import code, drop_points, label, text, versions_text
+from qdqbench.eval.report.formats import code, delta_points, label, text, versions_text
 from qdqbench.eval.search.results import Confirmed, Search
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed, differences
@@ -56,7 +56,7 @@ def _row(found: Search, confirmed: Confirmed, changed: Changed, place: int) -> l
 def _drop(splits: dict[str, Comparison], metric: str) -> str:
     """Of the first split; empty where it was not measured."""
     for comparison in splits.values():
-        return drop_points(-comparison.delta[metric], comparison.delta_stderr[metric])
+        return delta_points(-comparison.delta[metric], comparison.delta_stderr[metric])
     return ""
 
 
@@ -67,8 +67,8 @@ def _said(found: Search) -> list[str]:
     if (drops := found.agreement) is not None:
         said = "they agree within noise" if drops.within_noise else "✗ they do not agree"
         lines.append(
-            f"drop {drop_points(drops.searched, drops.searched_stderr)} where it was searched, "
-            f"{drop_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {said}"
+            f"drop {delta_points(drops.searched, drops.searched_stderr)} where it was searched, "
+            f"{delta_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {said}"
         )
     return lines
 
