@@ -45,11 +45,6 @@ ShapesOfData = Annotated[
 RunLimit = Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")]
 
 
-def left_by(marker: str, *unfinished: str) -> Callable[[set[str]], bool]:
-    """Names of a call that wrote `marker`, or was cut short after `unfinished`; hidden files do not count."""
-    return lambda names: marker in names or all(n in unfinished or n.startswith(".") for n in names)
-
-
 @dataclass(frozen=True)
 class Subject:
     """The model, and the task with its data, that a command is about."""
@@ -131,28 +126,6 @@ class BaseSubject(Subject):
 def note(text: str) -> None:
     """A line on stderr, beside what is printed."""
     sys.stderr.write(f"{text}\n")
-
-
-def check_out(folder: Path, what: str, ours: Callable[[set[str]], bool]) -> None:
-    """Refuse an --out folder that holds something else than an earlier call left.
-
-    Args:
-        folder: given by --out.
-        what: the folder should hold.
-        ours: whether an earlier call left these names.
-
-    Raises:
-        UserError: it is a file, or holds something else.
-    """
-    from qdqbench.quantize.core import files
-    from qdqbench.quantize.core.errors import UserError
-
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; give --out a folder")
-    files.require_writable(folder)
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if there and not ours(there):
-        raise UserError(f"{folder} holds other files than {what}; give --out an empty or new folder")
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -47,6 +47,8 @@ class Purpose(Strict):
 
     def words(self, but: "Purpose | None" = None) -> str:
         """The recipe, model and task; of them only what is not as in `but`."""
+        if self.kind == "compare":
+            return "finished runs"
         parts = []
         if self.recipe and (but is None or self.recipe != but.recipe):
             parts.append(f"recipe {self.recipe}")

@@ -69,6 +69,11 @@ KINDS = {
     "finetune": Kind("fine-tuning", "finetune.json", _TRAINED),
     "study": Kind("study", "study.json", ("study.*", *_TRAINED)),
     "bench": Kind("bench", "bench.json", _BENCH),
+    "compare": Kind(
+        "comparison",
+        "compare.json",
+        ("compare.*", *(f"{name}.csv" for name in ("runs", "pairs", "samples", "layers"))),
+    ),
 }
 STAGES = "stages.json"
 HAND_OFF, SUMS = "deploy", "SHA256SUMS"

@@ -1,5 +1,6 @@
 """`compare` of finished runs, its page in a real browser."""
 
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -132,3 +133,20 @@ def test_a_bench_of_other_files_is_left_out_and_said(finished_run, a_run, tmp_pa
     done = qdqbench("compare", finished_run, a_run, "--out", tmp_path / "page", "--json")
     assert done.code == 0, done.err
     assert "the bench of run is of other files than model.int8.onnx: no latency is shown" in done.out
+
+
+def test_its_folder_is_claimed(finished_run, a_run, qdqbench, tmp_path):
+    """As those of other commands: of a comparison alone, of one process at a time, and nothing is left."""
+    page = tmp_path / "page"
+    assert qdqbench("compare", finished_run, finished_run, "--out", page).code == 1
+    assert not page.exists()
+    for _ in range(2):  # the second writes over the first
+        assert qdqbench("compare", finished_run, a_run, "--out", page).code == 0
+    with (page / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process has it
+        busy = qdqbench("compare", finished_run, a_run, "--out", page)
+    assert (busy.code, "is in use by" in busy.err) == (1, True)
+    other = qdqbench("run", "bert-int8-linears", "--out", page)
+    assert (other.code, "holds a finished comparison of finished runs" in other.err) == (1, True)
+    into = qdqbench("compare", finished_run, a_run, "--out", a_run)
+    assert (into.code, "holds a finished run" in into.err) == (1, True)

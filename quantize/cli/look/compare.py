@@ -1,11 +1,12 @@
 """The command `compare`: finished runs side by side. Everything heavy is imported inside."""
 
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qdqbench.quantize.cli.options import check_out, left_by
+from qdqbench.quantize.cli import options
 from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, command_line, show
 
@@ -13,15 +14,18 @@ from qdqbench.quantize.cli.terminal import Json, command_line, show
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder for page, JSON and CSV.")] = Path("runs/compare"),
+    replace: options.Replace = False,
     json: Json = False,
 ) -> None:
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
     from qdqbench.eval.compare.compare import compare_runs
     from qdqbench.eval.compare.report import PAGE, comparison_summary, write_comparison
+    from qdqbench.quantize.rundir.claim import Purpose, claimed
 
-    check_out(out, "a comparison", left_by(f"{PAGE}.json"))
-    with status() as say:
-        say("comparing")
-        found = compare_runs(runs, command_line())
-    written = write_comparison(found, out)
+    compared = cache(partial(compare_runs, runs, command_line()))
+    with claimed(out, Purpose(kind=PAGE), replace=replace, ready=compared, say=options.note):
+        with status() as say:
+            say("comparing")
+            found = compared()
+        written = write_comparison(found, out)
     show(found, json, comparison_summary, *(f"page: {path}" for path in written if path.suffix == ".html"))
