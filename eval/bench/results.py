@@ -53,6 +53,7 @@ class BenchContestant(Strict):
     label: str
     precision: Literal["int8", "fp16", "bf16", "fp32"]
     backend: str  # library and version
+    recipe: dict[str, Any] | None = None  # of `--also`; null: the bench's own, or older than this field
 
 
 class BenchThroughput(Strict):

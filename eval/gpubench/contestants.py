@@ -74,6 +74,7 @@ def contestants(target: Target, options: BenchOptions, backend: str) -> list[Ben
             label=kind.label,
             precision=kind.precision,
             backend=backend if kind.profile else torch,
+            recipe=target.also[kind.recipe].session.recipe.model_dump(mode="json") if kind.recipe else None,
         )
         for kind in table_of(target, options).values()
     ]

@@ -106,9 +106,11 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
     """Of the engines for the recipe's shapes, its own and those of `--also`, at fixed shapes."""
     if bench.device == "gpu" and bench.settings.profile == "static":
         return  # engines for each shape alone are not what `run` builds
-    own = str(bench.recipe.get("name"))
-    engines = {each.name: each.name.removeprefix("int8-") for each in bench.contestants}
-    engines["int8"] = "" if differences(bench.recipe) else own
+    made = {each.name: each.recipe or {"name": each.name.removeprefix("int8-")} for each in bench.contestants}
+    made["int8"] = bench.recipe
+    stale = {each.name for each in bench.contestants if each.recipe and differences(each.recipe)}
+    stale |= {"int8"} if differences(bench.recipe) else set()
+    engines = {name: str(recipe.get("name")) for name, recipe in made.items() if name not in stale}
     about = {each.name: each for each in bench.contestants}
     device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
     for cell in bench.cells:

@@ -28,7 +28,7 @@ from qdqbench.eval.runs.study_results import Study, read_study
 from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
 from qdqbench.eval.search.results import Search, read_search
 from qdqbench.eval.tables.accuracy import Places, accuracy_tables, mean_tables, run_key, table
-from qdqbench.eval.tables.changed import Changed
+from qdqbench.eval.tables.changed import Changed, differences
 from qdqbench.eval.tables.lengths import length_tables
 from qdqbench.eval.tables.search import search_tables
 from qdqbench.eval.tables.study import study_tables
@@ -150,6 +150,8 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     rows = [[text(name), *map(_shown, marks)] for name, marks in (*latency_rows(bench), *ratio_rows(bench))]
     said = [*bench.notes, *_built_as(bench), *_proofs(bench), clocks(bench), *slow_lines(bench)]
     notes = [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
+    others = [(about.label, about.recipe) for about in bench.contestants if about.recipe]
+    notes += [f"- {text(name)}: {changed.label(recipe)}" for name, recipe in others if differences(recipe)]
     if not bench.complete:
         notes.insert(0, "- interrupted: not every shape was measured")
     return [

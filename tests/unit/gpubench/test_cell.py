@@ -15,6 +15,7 @@ from qdqbench.eval.gpubench.engines import EngineSpec, marker
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.tiny_bert import LINEARS
 from ..bench.test_run import OPTIONS
@@ -227,6 +228,8 @@ def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path, stack):
     options = replace(OPTIONS, profile="both", peers=False)
     listed = makers.contestants(target, options)
     assert (listed[-1].name, listed[-1].label) == ("int8-mine", "INT8 engine, mine")
+    assert listed[-1].recipe == load_recipe("bert-int8-attention").model_dump(mode="json")
+    assert {about.recipe is None for about in listed[:-1]} == {True}
     makers.ahead(target, options, lambda text: None)
     with ExitStack() as cell:
         entries = makers.prepare(target, options, CellShape(8, 128, None), listed, cell)

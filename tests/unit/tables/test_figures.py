@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from qdqbench.eval.tables.figures import figures_json, figures_of
-from qdqbench.eval.tables.write import find_results
+from qdqbench.eval.tables.write import find_results, tables_markdown
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..bench.test_results import sample_bench
@@ -71,3 +71,27 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
     assert figures_of([], [alone]) == []
     bench.recipe["calibration"]["smooth"] = 0.25
     assert "bert-int8-linears" not in {each.recipe for each in figures_of([], [bench])}
+
+
+def test_recipes_beside_it_that_changed_since_count_no_more_and_are_marked():
+    """`--also` engines carry their recipe as the bench carries its own."""
+    (bench,) = (copy.deepcopy(each) for each in find_results([GOLDEN / "bert-base"])[1])
+    own, other = (load_recipe(f"bert-int8-{name}").model_dump(mode="json") for name in ("linears", "ffn"))
+    bench.recipe, bench.settings.profile = own, "both"
+    fastest = next(each for each in bench.contestants if each.name == "int8")
+    also = fastest.model_copy(update={"name": "int8-bert-int8-ffn", "label": "beside", "recipe": other})
+    bench.contestants.append(also)
+    for cell in bench.cells:
+        same = [
+            row.model_copy(update={"contestant": also.name}) for row in cell.rows if row.contestant == "int8"
+        ]
+        more = [
+            s.model_copy(update={"contestant": also.name}) for s in cell.speedups if s.contestant == "int8"
+        ]
+        cell.rows += same
+        cell.speedups += more
+    assert "bert-int8-ffn" in {each.recipe for each in figures_of([], [bench])}
+    assert "†" not in tables_markdown([], [bench])
+    other["calibration"]["smooth"] = 0.25
+    assert "bert-int8-ffn" not in {each.recipe for each in figures_of([], [bench])}
+    assert "- beside: `bert-int8-ffn` †" in tables_markdown([], [bench])
