@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -23,10 +23,9 @@ from qdqbench.quantize.cpu.products import ATTENTION
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
 MAX_MERGED = 64  # GEMMs in one kernel
-_LINE = re.compile(
-    r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"
-    r"(?:, Constants: \[(?P<constants>.*?)\])?, Outputs: \[(?P<rest>.*)$"
-)
+_NAME = re.compile(r"(?:^|\s)Name: ")
+_KIND = re.compile(r", LayerType: (\w+), Inputs: \[")
+_CONSTANTS, _OUTPUTS = "], Constants: [", "], Outputs: ["
 _AFTER_OUTPUTS = re.compile(r"\], (?:Tactic|Parameter|Stream|Event|shapeValues|Metadata)\w*: ")
 _DATATYPE = re.compile(r"(?:Format/)?Datatype: ([^,}\]]*)")
 _GRAPH = re.compile(r"_myl(\d+)_\d+$")  # the copy of the network (one a profile) and the kernel's place in it
@@ -56,17 +55,16 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
     """Rows of the layer table that a DETAILED build prints; any other line is passed over."""
     rows = []
     for line in (part for message in lines for part in message.split("\n")):
-        match = _LINE.search(line)
-        if match is None:
+        if (parts := _parts(line)) is None:
             continue
-        outputs = _AFTER_OUTPUTS.split(match["rest"], maxsplit=1)[0]
-        metadata = match["rest"].partition(", Metadata: ")[2]
-        tensors = (match["inputs"], match["constants"] or "", outputs)
+        outputs = _AFTER_OUTPUTS.split(parts.rest, maxsplit=1)[0]
+        metadata = parts.rest.partition(", Metadata: ")[2]
+        tensors = (parts.inputs, parts.constants, outputs)
         inputs, constants, outs = ([_datatype(text) for text in _DATATYPE.findall(part)] for part in tensors)
         rows.append(
             LayerRow(
-                name=match["name"],
-                kind=match["kind"],
+                name=parts.name,
+                kind=parts.kind,
                 onnx=_onnx_names(metadata),
                 inputs=inputs,
                 constants=constants,
@@ -74,6 +72,27 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
             )
         )
     return rows
+
+
+class _Parts(NamedTuple):
+    name: str
+    kind: str
+    inputs: str
+    constants: str
+    rest: str  # outputs, and what follows
+
+
+def _parts(line: str) -> _Parts | None:
+    """A line of the table in one pass, at the first of each mark: where a later one fits, it fits too."""
+    name = _NAME.search(line)
+    kind = _KIND.search(line, name.end()) if name else None
+    if name is None or kind is None:
+        return None
+    head, found, rest = line[kind.end() :].partition(_OUTPUTS)
+    if not found:
+        return None
+    inputs, _, constants = head.partition(_CONSTANTS)
+    return _Parts(line[name.end() : kind.start()], kind[1], inputs, constants, rest)
 
 
 def read_table(path: Path) -> list[LayerRow]:

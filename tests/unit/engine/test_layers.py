@@ -1,12 +1,15 @@
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.engine import layers
 from qdqbench.quantize.engine.layers import (
     MAX_MERGED,
     MAX_TABLE_BYTES,
@@ -356,3 +359,51 @@ def test_a_name_of_nothing_but_pluses_is_not_taken_apart():
 def test_the_rows_that_compute_a_node_come_by_copy():
     rows = [row(f"/a/MatMul{tail}") for tail in ("_myl0_1", " [profile 1]_myl1_1")]
     assert computing_rows(rows, ["/a/MatMul", "/b/MatMul"]) == {"/a/MatMul": [[rows[0]], [rows[1]]]}
+
+
+MARKS = [
+    "Name: ",
+    " Name: ",
+    ", LayerType: ",
+    "a",
+    ", Inputs: [",
+    "], Constants: [",
+    "], Outputs: [",
+    "]",
+    "[",
+    ", ",
+]
+AS_WRITTEN = re.compile(  # what a line is; matching it takes quadratic time
+    r"(?:^|\s)Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\]"
+    r"(?:, Constants: \[(?P<constants>.*?)\])?, Outputs: \[(?P<rest>.*)$"
+)
+
+
+@given(st.lists(st.sampled_from(MARKS), max_size=14).map("".join))
+@example("Name: a, LayerType: a, Inputs: [a], Constants: [a], Outputs: []")
+@example("Name: Name: , LayerType: , LayerType: a, Inputs: [], Constants: [], Constants: [], Outputs: []")
+def test_a_line_is_what_the_expression_says(line):
+    match = AS_WRITTEN.search(line)
+    found = layers._parts(line)
+    assert (found is None) == (match is None)
+    if match is not None:
+        expected = (match[name] or "" for name in ("name", "kind", "inputs", "constants", "rest"))
+        assert tuple(found) == (*expected,)
+
+
+@pytest.mark.parametrize(
+    "part", ["Name: ", " Name: , LayerType: a", " Name: a, LayerType: a, Inputs: [", "], Constants: ["]
+)
+def test_a_hostile_line_takes_the_time_of_its_length(part):
+    """Four times the text takes about four times as long, not sixteen."""
+    line = "Name: a, LayerType: a, Inputs: [" + part * (50_000 // len(part))
+
+    def spent(text):
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            assert parse_log([text]) == []
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert spent(line * 4) < 8 * spent(line) + 0.05
