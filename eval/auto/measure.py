@@ -81,7 +81,9 @@ class Ladder:
         def progress(now: StageProgress) -> None:
             if now.alarm:
                 raise CheckFailed(now.alarm)
-            if now.total:
+            if now.said:
+                self.say(now.said)
+            elif now.total:
                 doing("", now.done, now.total)
             else:
                 self.say(f"{name}: stage {now.number} of {now.of}, {now.stage}")

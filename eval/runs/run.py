@@ -19,7 +19,14 @@ from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
-from qdqbench.quantize.rundir.pipeline import Stage, ancestors, finished, forget_others, run_stages
+from qdqbench.quantize.rundir.pipeline import (
+    Stage,
+    ancestors,
+    finished,
+    forget_others,
+    made_otherwise,
+    run_stages,
+)
 from qdqbench.quantize.rundir.session import CONFIG, Session
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ class StageProgress:
     reused: bool = False  # what is there is used again
     row: "LogRow | None" = None  # of a training's log
     alarm: str = ""  # what makes the rest of the run worth nothing
+    said: str = ""  # what is to know before it begins
     number: int = 1  # of the stage, among
     of: int = 1  # those that are gone through
 
@@ -60,7 +68,8 @@ def follow(
         now = StageProgress(name, reused=reused, number=number, of=len(names))
         progress(now)
 
-    session.alarm = lambda text: progress(replace(now, alarm=text))
+    session.alarm = lambda text: progress(StageProgress("", alarm=text))
+    session.say = lambda text: progress(StageProgress("", said=text))
     session.progress = lambda done, total: progress(replace(now, done=done, total=total))
     session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
     return start
@@ -109,6 +118,8 @@ def run_until(
         files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
         forget_others(session.folder, stages(session))
         files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+        if said := made_otherwise(session.folder, [stage.name for stage in needed]):
+            session.say(said)
         timings = _run(session, needed, show)
         if until not in REPORTED:
             return None
@@ -153,12 +164,16 @@ def _run(session: Session, needed: list[Stage], show: Callable[[str, bool], None
     made = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = run_stages(session, made, announce)
     _require_room(session, {stage.name for stage in needed})
-    rest = needed[len(made) :]
-    known = next((at + 1 for at, stage in enumerate(rest) if stage.name == BASELINE), 0)
-    timings |= run_stages(session, rest[:known], announce)
-    if known and (said := unreadable(session)):
+    rest = (
+        replace(stage, recorded=_tell_unreadable) if stage.name == BASELINE else stage
+        for stage in needed[len(made) :]
+    )
+    return timings | run_stages(session, rest, announce)
+
+
+def _tell_unreadable(session: Session) -> None:
+    if said := unreadable(session):
         session.alarm(said)
-    return timings | run_stages(session, rest[known:], announce)
 
 
 def unreadable(session: Session) -> str:

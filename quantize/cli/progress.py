@@ -62,15 +62,14 @@ class Display:
             texts = {name: clean(text) for name, text in fields.items() if isinstance(text, str)}
             self.bars.update(bar, **(fields | texts))
 
-    def alarm(self, text: str) -> None:
+    def say(self, text: str, style: str = "") -> None:
         """A line that stays, above the bars."""
-        line = f"✗ {clean(text)}"
         if self.bars is None:
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{clean(text)}\n")
         else:
             from rich.text import Text
 
-            self.bars.console.print(Text(line, "bold red"))
+            self.bars.console.print(Text(clean(text), style))
 
     def _draw(self) -> None:
         self.refresh()
@@ -169,7 +168,10 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
 
         def show(now: "StageProgress") -> None:
             if now.alarm:
-                shown.alarm(f"{now.alarm}. The run goes on; Ctrl-C ends it")
+                shown.say(f"✗ {now.alarm}. The run goes on; Ctrl-C ends it", "bold red")
+                return
+            if now.said:
+                shown.say(now.said)
                 return
             name = f"stage {now.number} of {now.of}: {now.stage}"
             if not now.total:

@@ -38,6 +38,7 @@ class Done(Strict):
     outputs: dict[str, str]  # path inside the run directory -> sha256
     notes: list[str]
     warnings: list[str] = []
+    made_with: dict[str, Any] = {}  # empty: of code that did not say it
     wall_s: float
     cpu_s: float
     peak_rss_bytes: int
@@ -101,6 +102,7 @@ def run_stages(
                     outputs=hashes,
                     notes=session.notes[noted:],
                     warnings=session.warnings[warned:],
+                    made_with=made_with(),
                     wall_s=cost.wall_s,
                     cpu_s=cost.cpu_s,
                     peak_rss_bytes=cost.peak_rss_bytes,
@@ -123,6 +125,22 @@ def timing(done: Done, *, reused: bool) -> Timing:
 def finished(folder: Path) -> dict[str, Done]:
     """What the finished stages of a run directory left, by name."""
     return _read(folder / STAGES_FILE).stages
+
+
+def made_otherwise(folder: Path, names: Iterable[str]) -> str:
+    """Which finished stages other code or libraries made, so that they are made again; empty where none."""
+    known, here = finished(folder), made_with()
+    stale = [name for name in names if name in known and known[name].made_with != here]
+    if not stale:
+        return ""
+    was = known[stale[0]].made_with.get("versions", {})
+    moved = [
+        f"{name} {was[name]} (now {now})"
+        for name, now in here["versions"].items()
+        if was.get(name, now) != now
+    ]
+    other = ", ".join(moved) or "other code of qdqbench"
+    return f"{', '.join(stale)} made again: what is there was made with {other}"
 
 
 def unchanged(session: Session, stages: Iterable[Stage]) -> bool:

@@ -10,6 +10,7 @@ from qdqbench.eval.runs import run
 from qdqbench.quantize.activity import told
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.core.training_results import LogRow
+from qdqbench.quantize.rundir.pipeline import Stage
 
 ROW = LogRow(step=7, epoch=0.5, learning_rate=1e-5, loss=0.25)
 STAGES = ["baseline", "quantize", "qat", "export"]
@@ -20,7 +21,7 @@ def session(monkeypatch):
     """Of a run with a few stages."""
     stages = [SimpleNamespace(name=name) for name in STAGES]
     monkeypatch.setattr(run, "planned", lambda session, until: stages)
-    return SimpleNamespace(progress=None, report=None, alarm=None)
+    return SimpleNamespace(progress=None, report=None, alarm=None, say=None)
 
 
 def test_quick_commands_and_other_processes_are_silent(clock, capsys):
@@ -79,28 +80,32 @@ def test_what_makes_a_run_worth_nothing_is_said_and_stays(terminal, monkeypatch,
     monkeypatch.setenv("COLUMNS", "80")
     with progress.stages() as stages:
         announce = run.follow(session, stages)
+        session.say("a, c made again")
         announce("baseline", False)
         session.alarm("FP32 accuracy 0.1 against 0.5 of always class 1: the labels are in another order")
     said = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err).split())
     assert "✗ FP32 accuracy 0.1 against 0.5 of always class 1: the labels are in another order." in said
     assert "Ctrl-C ends it" in said
+    assert "a, c made again" in said.partition("✗")[0]
 
 
 @pytest.mark.parametrize("reused", [False, True])
-def test_it_is_said_before_the_stage_behind_the_baseline(reused, monkeypatch):
+def test_it_is_said_once_the_baseline_is_there(reused, monkeypatch):
     told = []
 
     def run_stages(session, stages, announce):
         for stage in stages:
             announce(stage.name, reused)
+            stage.recorded(session)
         return {}
 
     monkeypatch.setattr(run, "run_stages", run_stages)
     monkeypatch.setattr(run, "remove", lambda folder: None)
-    monkeypatch.setattr(run, "unreadable", lambda session: "wrong" if told[-1] == "baseline" else "too late")
+    monkeypatch.setattr(run, "unreadable", lambda session: "wrong")
     monkeypatch.setattr(run, "_require_room", lambda session, names: None)
     session = SimpleNamespace(folder=Path("nowhere"), alarm=told.append)
-    run._run(session, [SimpleNamespace(name=name) for name in STAGES], lambda name, reused: told.append(name))
+    stages = [Stage(name, lambda session: [], (), lambda session: None) for name in STAGES]
+    run._run(session, stages, lambda name, reused: told.append(name))
     assert told == ["baseline", "wrong", *STAGES[1:]]
 
 

@@ -20,6 +20,7 @@ from qdqbench.quantize.rundir.pipeline import (
     Stage,
     ancestors,
     forget_others,
+    made_otherwise,
     open_run,
     run_stages,
 )
@@ -87,6 +88,23 @@ def test_nothing_runs_when_nothing_changed(line: Line) -> None:
     assert {name: timing.wall_s for name, timing in line.timings.items()} == first
     assert line.session.notes == ["note of a", "note of b", "note of c"]
     assert line.session.warnings == ["warning of a", "warning of b", "warning of c"]
+
+
+def test_what_other_code_made_is_told_before_it_is_made_again(line: Line) -> None:
+    folder, path = line.session.folder, line.session.folder / "stages.json"
+    assert made_otherwise(folder, ["a", "b", "c"]) == ""
+    known = json.loads(path.read_text())
+    known["stages"]["a"]["made_with"]["code"] = "another"
+    del known["stages"]["c"]["made_with"]  # as before it was written down
+    path.write_text(json.dumps(known))
+    assert made_otherwise(folder, ["a", "b", "c", "d"]) == (
+        "a, c made again: what is there was made with other code of qdqbench"
+    )
+    known["stages"]["a"]["made_with"]["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(known))
+    assert "a, c made again: what is there was made with torch 1.0 (now " in made_otherwise(
+        folder, ["a", "c"]
+    )
 
 
 @pytest.mark.parametrize(("changed", "runs"), [("a", ["a", "b", "c"]), ("b", ["b", "c"]), ("c", ["c"])])
