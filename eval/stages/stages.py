@@ -65,7 +65,10 @@ def embedded(session: Session) -> list[Path]:
 
 def baseline(session: Session) -> list[Path]:
     """Evaluate the FP32 model."""
-    return [_evaluate_torch(session, "fp32", session.fp32_model)]
+    from qdqbench.eval.accuracy.onednn import quick_linears
+
+    with quick_linears():
+        return [_evaluate_torch(session, "fp32", session.fp32_model)]
 
 
 def quantize_stage(session: Session) -> list[Path]:
@@ -231,19 +234,26 @@ def stages(session: Session) -> dict[str, Stage]:
     if trains:
         calibrated = (*calibrated, "qat")
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
+    behind = ("export", "check", "parity", "onnxruntime", "build", "gpu_build")
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
-        Stage("baseline", baseline, first, _evaluation): True,
+        Stage("baseline", baseline, first, _evaluation, beside=("quantize",)): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
         Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation): trains,  # QAT is compared with it
         Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
-        Stage("fake_quant", fake_quant, calibrated, _evaluation): quantized,
+        Stage("fake_quant", fake_quant, calibrated, _evaluation, beside=behind): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
+        Stage(
+            "onnxruntime",
+            onnxruntime,
+            (*first, "export"),
+            _evaluation,
+            beside=("build", "gpu_build", "verify"),
+        ): True,
         Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation): quantized,
         Stage("build", build_stage, ("export",), _built): True,
         Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),

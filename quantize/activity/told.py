@@ -3,6 +3,7 @@
 Without one this costs a call. What is timed is not to be disturbed: displays hold still while it is.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ T = TypeVar("T")
 Listener = Callable[[str, float, float], None]  # phase, steps done, steps in all (0: not known; 1: a share)
 
 _listeners: list[Listener] = []  # the innermost display is the last
+_silenced = threading.local()
 _timed: list[float] = []  # when what is being timed began
 
 
@@ -25,9 +27,19 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """What this thread does in the block is not what a display shows."""
+    _silenced.on = True
+    try:
+        yield
+    finally:
+        _silenced.on = False
+
+
 def doing(phase: str, done: float = 0, total: float = 0) -> None:
     """Say what is done now, and how many steps of it are."""
-    if _listeners:
+    if _listeners and not getattr(_silenced, "on", False):
         _listeners[-1](phase, done, total)
 
 

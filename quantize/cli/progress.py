@@ -159,11 +159,13 @@ def time_left() -> Iterator[Callable[[float, float, str], None]]:
 def stages() -> Iterator[Callable[["StageProgress"], None]]:
     """One bar per stage."""
     with _display("spinner", "{task.description:<28}", 20, "elapsed") as shown:
-        bars: list[Any] = []
+        bars: dict[str, tuple[Any, bool]] = {}  # of stages that go on, and whether others may start meanwhile
 
-        def finish() -> None:
-            if bars:
-                shown.update(bars[-1], total=1, completed=1)
+        def finish(*, all_of_them: bool) -> None:
+            for name, (bar, beside) in [*bars.items()]:
+                if all_of_them or not beside:
+                    shown.update(bar, total=1, completed=1)
+                    del bars[name]
             shown.note = ""
 
         def show(now: "StageProgress") -> None:
@@ -175,21 +177,21 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
                 return
             name = f"stage {now.number} of {now.of}: {now.stage}"
             if not now.total:
-                finish()
-                bars.append(
-                    shown.add(f"{name} (unchanged)" if now.reused else name, 1 if now.reused else None)
-                )
+                finish(all_of_them=False)
+                text, total = (f"{name} (unchanged)", 1) if now.reused else (name, None)
+                bars[now.stage] = shown.add(text, total), now.beside
                 shown.begin(name)
                 return
             if now.row and now.row.loss is not None:
                 shown.note = f"loss {now.row.loss:.4g}"
                 shown.now.what = f"{name}, {shown.note}"
-            if bars:
-                shown.update(bars[-1], completed=now.done, total=now.total)
-            shown.hear("", now.done, now.total)
+            if now.stage in bars:
+                shown.update(bars[now.stage][0], completed=now.done, total=now.total)
+            if not now.beside:
+                shown.hear("", now.done, now.total)
 
         yield show
-        finish()
+        finish(all_of_them=True)
 
 
 @contextmanager

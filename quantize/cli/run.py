@@ -258,7 +258,7 @@ def report(
 
 
 def profile(folder: RunFolder, json: Json = False) -> None:
-    """Wall time, CPU time and peak memory of each stage of a finished run."""
+    """Wall time, CPU time and peak memory of each stage of a finished run; wall times may overlap."""
     from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.core.strict import read
 

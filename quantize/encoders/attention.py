@@ -1,6 +1,7 @@
 """Eager attention with a finite mask, registered with transformers."""
 
 import importlib
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.families.known import family_of
@@ -11,20 +12,24 @@ if TYPE_CHECKING:
 
 ATTENTION = "qdq_eager"
 UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
+_numbers = count()
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
 
 def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
 
-    A family whose attention does not go through transformers' AttentionInterface is first made to: its file
-    beside this one says how.
+    `ATTENTION` has a name of its own in each model: ModelOpt's attention changes, while it runs, what all
+    models of its name run, those in other threads too. A family whose attention does not go through
+    transformers' AttentionInterface is first made to: its file beside this one says how.
     """
-    _register_attention()
+    if implementation == ATTENTION:
+        implementation = f"{ATTENTION}_{next(_numbers)}"
+        _register_attention(implementation)
     family = family_of(model.config)
     rewritten = family.rewritten_by
     if family.attention is None:
-        model.config._attn_implementation = ATTENTION  # its own goes on, with this mask
+        model.config._attn_implementation = implementation  # its own goes on, with this mask
     elif rewritten is None:
         model.set_attn_implementation(implementation)
     else:
@@ -32,7 +37,7 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
         model.config._attn_implementation = implementation  # transformers itself would not switch it
 
 
-def _register_attention() -> None:
+def _register_attention(name: str = ATTENTION) -> None:
     """Eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
 
     ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
@@ -79,5 +84,6 @@ def _register_attention() -> None:
             seen = near[None, None] if seen is None else near & seen.bool()
         return None if seen is None else (1.0 - seen.to(dtype)) * MASK_FILL
 
-    AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, mask)
+    for known in (ATTENTION, name):
+        AttentionInterface.register(known, attention)
+        AttentionMaskInterface.register(known, mask)

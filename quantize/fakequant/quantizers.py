@@ -1,9 +1,8 @@
 """ModelOpt's quantizers in a model: which there are, what each rounds, and how a model runs with them."""
 
-import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.arrays import Batch
@@ -11,6 +10,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import UNROUNDED
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.kinds.kind import LOGITS, joined
+from qdqbench.quantize.machine.quiet import alone, unprinted
 from qdqbench.quantize.tasks.task import kind_of
 
 if TYPE_CHECKING:
@@ -56,13 +56,22 @@ def outputs_of(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
 def import_modelopt() -> Any:
     """`modelopt.torch.quantization`, without its warning on transformers versions that it did not test.
 
+    What it has for FP8 is not compiled by torch: to say so would load Inductor, which takes a second.
+
     Raises:
         UserError: another version of ModelOpt.
     """
-    with warnings.catch_warnings():
+    with alone():
         warnings.simplefilter("ignore")
         import modelopt
-        import modelopt.torch.quantization as mtq
+        import torch
+
+        compiled = torch.compile
+        torch.compile = _as_it_is  # type: ignore[assignment]
+        try:
+            import modelopt.torch.quantization as mtq
+        finally:
+            torch.compile = compiled
     if not modelopt.__version__.startswith(f"{MODELOPT}."):
         raise UserError(
             f"nvidia-modelopt {modelopt.__version__} is installed and qdqbench is made for {MODELOPT}: it "
@@ -71,10 +80,15 @@ def import_modelopt() -> Any:
     return mtq
 
 
+def _as_it_is(function: Any = None, **_: Any) -> Any:
+    """`torch.compile`, which compiles nothing."""
+    return _as_it_is if function is None else function
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
     """ModelOpt prints what it registers and inserts, and warns where several processes train together."""
-    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with unprinted():
         warnings.filterwarnings("ignore", message="Distributed training is initialized")
         yield
 

@@ -33,6 +33,7 @@ from qdqbench.quantize.graph.rewrites import (
 from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.kinds.kind import LOGITS
+from qdqbench.quantize.machine.quiet import unprinted
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 
@@ -230,6 +231,6 @@ def save(model: onnx.ModelProto, path: Path, recipe: str) -> None:
 @contextlib.contextmanager
 def _silent_exporter() -> Iterator[None]:
     """None of the exporter's advice on its own deprecation."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with unprinted():
         warnings.simplefilter("ignore")
         yield

@@ -13,13 +13,15 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import MutableMapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 
 from qdqbench.quantize.machine.cpu import quota
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES = 2**28
+_here = threading.local()
 
 
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -31,6 +33,25 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (most := quota()) is not None:
         environ.setdefault("OMP_NUM_THREADS", str(most))
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Torch, and what asks `most_threads`, have this thread alone in the block; others keep theirs."""
+    import torch
+
+    before, _here.threads = torch.get_num_threads(), 1
+    torch.set_num_threads(1)  # of this thread, and of those that never ran a kernel
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        del _here.threads
+
+
+def most_threads() -> int | None:
+    """Threads that a library may start for work of this thread; None: as many as it chooses."""
+    return getattr(_here, "threads", None) or quota()
 
 
 def end_children(seconds: float = 3.0) -> None:

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +18,7 @@ from qdqbench.quantize.machine import interrupt
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.machine.usage import measured
+from qdqbench.quantize.rundir.beside import beside, has_room
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
 STAGES_FILE = "stages.json"
@@ -29,6 +33,7 @@ class Stage:
     needs: tuple[str, ...]  # stages whose outputs it reads
     inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
     recorded: Callable[[Session], None] = lambda session: None  # removes what a killed stage would go on from
+    beside: tuple[str, ...] = ()  # stages behind it that may run meanwhile, and so need nothing of it
 
 
 class Done(Strict):
@@ -71,6 +76,8 @@ def run_stages(
 ) -> dict[str, Timing]:
     """Run stages in order; one whose key and files are as it left them is reused.
 
+    What it leaves is the same where stages run beside those that follow them (`beside.py`).
+
     Args:
         stages: in an order in which each stage's needs come first.
         announce: called with a stage's name, and whether it is reused, before it runs.
@@ -81,40 +88,66 @@ def run_stages(
     Raises:
         UserError: another process is at this run.
     """
-    timings = {}
+    listed, timings = {stage.name: stage for stage in stages}, dict[str, Timing]()
+    writing = threading.Lock()
     with held(session.folder):
         manifest = _read(session.folder / STAGES_FILE)
-        for stage in stages:
-            interrupt.raise_if_interrupted()
-            key = _key(session, stage, manifest)
-            done = manifest.stages.get(stage.name)
-            reused = done is not None and done.key == key and _intact(session.folder, done)
-            announce(stage.name, reused)
-            if done is None or not reused:
-                manifest.stages.pop(stage.name, None)
-                before, noted, warned = done, len(session.notes), len(session.warnings)
-                with measured() as cost:
-                    outputs = stage.run(session)
-                hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
-                _remove_stale(session.folder, before, hashes)
-                done = Done(
-                    key=key,
-                    outputs=hashes,
-                    notes=session.notes[noted:],
-                    warnings=session.warnings[warned:],
-                    made_with=made_with(),
-                    wall_s=cost.wall_s,
-                    cpu_s=cost.cpu_s,
-                    peak_rss_bytes=cost.peak_rss_bytes,
-                )
+
+        def made(work: Session, stage: Stage, key: str, before: Done | None) -> Done:
+            """What a stage made in place of `before`; kept at once, in whatever thread this is."""
+            done = _made(work, stage, key, before)
+            with writing:
                 manifest.stages[stage.name] = done
                 files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
             stage.recorded(session)
+            return done
+
+        def finish(name: str, done: Done, *, reused: bool = False) -> None:
             session.notes += [note for note in done.notes if note not in session.notes]
             session.warnings += [line for line in done.warnings if line not in session.warnings]
-            interrupt.raise_if_interrupted()
-            timings[stage.name] = timing(done, reused=reused)
-    return timings
+            timings[name] = timing(done, reused=reused)
+
+        with beside(finish) as others:
+            for stage, following in zip_longest(listed.values(), [*listed][1:]):
+                interrupt.raise_if_interrupted()
+                others.wait(before=stage.name)
+                key = _key(session, stage, manifest)
+                done = manifest.stages.get(stage.name)
+                reused = done is not None and done.key == key and _intact(session.folder, done)
+                announce(stage.name, reused)
+                if done is not None and reused:
+                    stage.recorded(session)
+                    finish(stage.name, done, reused=True)
+                    continue
+                with writing:
+                    manifest.stages.pop(stage.name, None)
+                if following in stage.beside and has_room():
+                    copy = session.aside()
+                    copy.progress = others.progress(session.progress)
+                    others.start(stage.name, stage.beside, partial(made, copy, stage, key, done))
+                else:
+                    finish(stage.name, made(session, stage, key, done))
+                interrupt.raise_if_interrupted()
+    return {name: timings[name] for name in listed}
+
+
+def _made(session: Session, stage: Stage, key: str, before: Done | None) -> Done:
+    """Run a stage, and remove what it made before and no longer makes."""
+    noted, warned = len(session.notes), len(session.warnings)
+    with measured() as cost:
+        outputs = stage.run(session)
+    hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
+    _remove_stale(session.folder, before, hashes)
+    return Done(
+        key=key,
+        outputs=hashes,
+        notes=session.notes[noted:],
+        warnings=session.warnings[warned:],
+        made_with=made_with(),
+        wall_s=cost.wall_s,
+        cpu_s=cost.cpu_s,
+        peak_rss_bytes=cost.peak_rss_bytes,
+    )
 
 
 def timing(done: Done, *, reused: bool) -> Timing:

@@ -1,5 +1,6 @@
 """One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,6 +108,14 @@ class Session:
     alarm: Callable[[str], None] = lambda text: None  # told what makes the rest of a run worth nothing
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
+
+    def aside(self) -> "Session":
+        """This run for a stage in another thread: what it notes and loads is its own, its quantizers too."""
+        self.eval_splits  # noqa: B018  (a tokenizer works for one thread at a time)
+        other = copy.copy(self)
+        other.notes, other.warnings = [*self.notes], [*self.warnings]
+        other.__dict__.pop("fake_quant_model", None)
+        return other
 
     @property
     def recipe(self) -> Recipe:
