@@ -7,19 +7,41 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qdqbench.eval.accuracy.runners import evaluating, predict, torch_runner
+from qdqbench.eval.report.formats import label
 from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
     from qdqbench.quantize.recipe.training import Qat
 
 PROBED = 64  # samples
-# of an evaluation in FP32, until a run says what they are here; somewhat above docs/measured-cpu
+# of an evaluation in FP32, until a run says what they are here; somewhat above docs/measured-cpu, and so not
+# checked on a GPU (`UNCHECKED`): in docs/measured* a calibration took 0.3 to 28 times as long as FP32 there
 FAKE_QUANT, CALIBRATION = 1.5, 6.0
 RUN_EVALUATIONS = 1 + FAKE_QUANT + 2.0 + 0.5  # FP32, fake-quant, ONNX Runtime, engine
 RUN_S = 15.0  # what else a run does
 TRAINING = 5.0  # forward with fake-quant, backward, and the teacher
 LATENCY_S = 8.0
+
+
+UNCHECKED = (
+    "the estimates take calibrations and fake-quant as multiples of FP32 that were measured on CPUs and "
+    "never checked on a GPU"
+)
+LATENCY_ON = ("openvino", "onnxruntime", "tensorrt_rtx")  # backends on which `LATENCY_S` was measured
+
+
+def unchecked(backend: str | None) -> str:
+    """What of the estimates was never checked where they are made; empty where all was.
+
+    Args:
+        backend: whose engines are timed; None: none are.
+    """
+    found = [UNCHECKED] if find_gpu() else []
+    if backend is not None and backend not in LATENCY_ON:
+        found.append(f"that an engine takes about {LATENCY_S:g} s was never checked with {label(backend)}")
+    return ", and ".join(found)
 
 
 @dataclass(frozen=True)

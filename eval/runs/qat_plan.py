@@ -10,7 +10,7 @@ import numpy as np
 
 from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.runs.collect import scored
-from qdqbench.eval.runs.pace import probed
+from qdqbench.eval.runs.pace import probed, unchecked
 from qdqbench.eval.runs.run import planned, run_until
 from qdqbench.eval.stages import engine as engine_stages
 from qdqbench.eval.stages import stages
@@ -281,5 +281,5 @@ def _plan(
         cost=cost,
         plan_s=0.0,
         findings=findings,
-        notes=list(session.notes),
+        notes=[*session.remarks, *filter(None, ["" if known else unchecked(None)])],
     )

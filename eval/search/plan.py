@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.report.formats import count_of, size
-from qdqbench.eval.runs.pace import LATENCY_S, probed
+from qdqbench.eval.runs.pace import LATENCY_S, probed, unchecked
 from qdqbench.eval.search.latency import measured_source, modelled, runs_here
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.start import SAMPLES, own_ranking
@@ -49,6 +49,7 @@ class SearchPlan(Strict):
     samples: int  # train rows that judge a trial
     source: Source  # of latencies
     basis: str  # what the estimate comes from
+    unchecked: str = ""  # what of that was never checked on such a device or backend
     ranking_s: float  # 0: it is given, or was made
     trial_s: float  # each
     trials_s: float  # those that are left, within the budget
@@ -114,6 +115,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
         samples=options.samples,
         source=source,
         basis=basis,
+        unchecked=unchecked(source.backend if engine else None),
         ranking_s=ranking_s,
         trial_s=trial_s,
         trials_s=trials_s,
@@ -181,4 +183,5 @@ def plan_lines(plan: SearchPlan) -> "Group":
     ):
         table.add_row(Text(name, style="bold"), Text(text))
     title = f"plan of search {plan.study}; nothing was tried"
-    return Group(Text(title, style="bold"), table)
+    doubt = [Text(plan.unchecked, style="yellow")] if plan.unchecked else []
+    return Group(Text(title, style="bold"), table, *doubt)
