@@ -28,7 +28,10 @@ from qdqbench.quantize.recipe.schema import load_recipe
 
 PROGRAM = (sys.executable, "-c", "from qdqbench.quantize.cli.app import program; program()")
 TASKS = ("sst2", "mrpc", "stsb")
-RECIPES = ("fp16", "int8-attention", "int8-residual", "int8-linears", "int8-linears-per-tensor", "int8-ffn")
+RECIPES = (
+    "fp16", "int8-attention", "int8-residual", "int8-residual-small", "int8-linears",
+    "int8-linears-per-tensor", "int8-ffn",
+)  # fmt: skip
 STUDIED = ("int8-linears-per-tensor-qat", "int8-attention-qat", "int8-residual-qat")
 TRAINED = {  # options of the fine-tuning that a study begins with
     "sst2": ["--epochs", "2", "--batch-size", "64", "--max-steps", "1500"],
@@ -63,44 +66,40 @@ def bench(name: str, model: str, recipe: str, *options: str) -> Step:
     return Step(name, "bench.json", ["bench", "--model", model, "--recipe", recipe, *BENCH, *options])
 
 
+def also(*recipes: str) -> list[str]:
+    """Options of a bench's other recipes."""
+    return [part for recipe in recipes for part in ("--also", recipe)]
+
+
 def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
     """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
-    others = [] if model == "bert-base" else ["bert-int8-linears", "bert-int8-attention-single"]
-    also = [part for other in others for part in ("--also", other)]
     split = ["--real-lengths", task, "--real-batch", "128", "--data", data, "--profile", "static"]
-    given = ["bench", "--model", model, "--recipe", "bert-int8-residual", *also, *split, *options]
+    recipes = ["--recipe", "bert-int8-residual-small", "--also", "bert-int8-residual"]
+    given = ["bench", "--model", model, *recipes, *split, *options]
     return Step(f"{name}-bench", "bench.json", [*given, "--no-fp32", "--seconds", "0.4", *REAL])
 
 
 def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--profile", "static"]
-    others = [unsplit, *(f"bert-{name}" for name in RECIPES[2:]), "bert-int8-residual-qat"]
-    also = [part for other in others for part in ("--also", str(other))]
-    beside = ["--also", residual]
-    lean = ["--without", "autotune-fp16", "--without", "int8-exact"]
-    single = [part for name in ("linears", "ffn", "residual") for part in ("--also", f"bert-int8-{name}")]
+    small, ffn, lean = f"{residual}-small", "bert-int8-ffn", ["--without", "autotune-fp16"]
     found = {
         "bench": [
-            bench("base-attention", "bert-base", attention, *grid(1, 8, 32, 128), *beside),
-            bench("large-attention", "bert-large", attention, *grid(8, 128), *beside, *lean),
-            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact),
-            bench("base-384-attention", "bert-base", attention, *grid(32, length=384), *exact),
-            bench("base-exact", "bert-base", residual, *grid(8, 32), *exact, "--also", "bert-int8-ffn"),
             bench(
-                "base-single", "bert-base", f"{attention}-single", *grid(1), "--profile", "static", *single
+                "base-single", "bert-base", small, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
             ),
+            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact, *also(small)),
+            bench("large-attention", "bert-large", attention, *grid(8, 128), *also(residual, small), *lean),
         ],
         "bench-recipes": [
             bench(
                 "base-recipes",
                 "bert-base",
                 attention,
-                *grid(8, 32, 128),
-                "--profile",
-                "recipe",
-                *also,
-                *lean[:2],
+                *grid(1, 8, 32, 128),
+                *("--profile", "recipe"),
+                *also(residual, small, "bert-int8-linears", ffn, str(unsplit)),
+                *lean,
             )
         ],
         "lengths": [

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from qdqbench.eval.report.formats import count_of
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
-from qdqbench.quantize.calibrate.straight import straight as straight_of
-from qdqbench.quantize.calibrate.straight import straight_linears
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import ModelChange
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.straight import straight as straight_of
+from qdqbench.quantize.recipe.straight import straight_linears
 from qdqbench.quantize.rundir.artifacts import REWRITES, backend_of, graph_path
 from qdqbench.quantize.rundir.session import Session
 
@@ -87,8 +87,13 @@ def _moved(done: Done) -> Iterator[Row]:
     )
     yield "split channels", copied, "outlier channel", said
     moved = len([name for name in record.centers if name in straight])
-    said = "The biases of {} of k and v are gone: k's changes no softmax, v's is in the attention's output."
+    said = "The biases of {} of q, k and v are gone; k's changes no softmax, v's is behind the attention."
     yield "moved biases", moved, "linear", said
+    said = (
+        "What q, k and v of {} read is shifted by the LayerNorm before, which does what the bias of q did; "
+        "what else that does is taken out behind the attention."
+    )
+    yield "shifted inputs", len(record.shifts), "INT8 attention", said
     centred = {row.module for row in record.softmax if row.centered} - {*straight_of(plan)}
     said = (
         "The values of {} are centred, so that a softmax that rounds to zero loses little; their mean is in "

@@ -33,6 +33,7 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
         smoothing.inputs |= {n: v for n, v in given.inputs.items() if of(n) is record and n in plan.int8}
         smoothing.rows |= {n: v for n, v in given.rows.items() if of(n) is record}
     centers = {n: v for record in (plain, fused) for n, v in record.centers.items() if of(n) is record}
+    shifts = {name: each for name, each in fused.shifts.items() if name in plan.attention}
     softmax = [row for row in fused.softmax if row.module in plan.attention]
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
@@ -40,8 +41,8 @@ def narrowed(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord) -> 
         rows = f"{family.beside(name, 'ffn-in')}.weight_quantizer"
         if name not in splits and rows in quantizers:
             quantizers[rows] = _without_copies(quantizers[rows], each.extra, 1 + family.gated)
-    parts = {"smoothing": smoothing, "splits": splits, "centers": centers, "softmax": softmax}
-    return fused.model_copy(update={"quantizers": quantizers, **parts})
+    parts = {"shifts": shifts, "smoothing": smoothing, "splits": splits, "centers": centers}
+    return fused.model_copy(update={"quantizers": quantizers, "softmax": softmax, **parts})
 
 
 def _without_copies(state: QuantizerState, extra: int, parts: int) -> QuantizerState:

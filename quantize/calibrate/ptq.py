@@ -19,7 +19,7 @@ from qdqbench.quantize.calibrate.record import (
     require_plausible,
     require_shared,
 )
-from qdqbench.quantize.calibrate.straight import equalize, moved_biases, straight, straight_linears
+from qdqbench.quantize.calibrate.straight import Shifts, equalize, moved_biases, share_scales, shift, watched
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
@@ -35,6 +35,7 @@ from qdqbench.quantize.fakequant.quantizers import (
 )
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.recipe.straight import straight, straight_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,7 +129,7 @@ def calibrate(
     quantizers = insert_quantizers(model, plan)
     fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
     doing("looking at ranges")
-    moved, splits = _prepare(model, plan, settings.split_outliers, forward_loop)
+    shifts, moved, splits, shift_notes = _prepare(model, plan, settings.split_outliers, forward_loop)
     doing("looking at softmax")
     chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
     centers = {name: center for name, center in chosen.centers.items() if name not in straight(plan)}
@@ -140,11 +141,13 @@ def calibrate(
     doing("calibrating")
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*_shared_notes(model, plan), *chosen.notes, *_revive_dead_channels(model, quantizers)]
+    notes = [*_shared_notes(model, plan), *shift_notes, *chosen.notes]
+    notes += _revive_dead_channels(model, quantizers)
     for name in counted("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
+    share_scales(plan, quantizers)
     round_weight_scales(quantizers)
     replaced = given.impose(quantizers, fixed)
     told, warnings = given.compared(fixed, replaced)
@@ -163,6 +166,7 @@ def calibrate(
     return CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
+        shifts=shifts,
         splits=splits,
         smoothing=moved,
         centers=added,
@@ -179,12 +183,17 @@ def calibrate(
 
 def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
-) -> tuple[Smoothing, dict[str, ChannelSplit]]:
-    """Smooth, and split outlier channels, in one pass over the data; none where the plan asks for neither."""
+) -> tuple[Shifts, Smoothing, dict[str, ChannelSplit], list[str]]:
+    """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
-    ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds)
+    with watched(model, plan) as seen:
+        ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
+    shifts, notes = shift(model, plan, seen, ranges)
+    for added in shifts.values():
+        apply_biases(model, added)
     moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, straight(plan)))
-    return moved, splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
+    splits = splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
+    return shifts, moved, splits, notes
 
 
 def _by_error(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
@@ -209,6 +218,8 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
     require_shared(record.quantizers, plan)
+    for added in record.shifts.values():
+        apply_biases(model, added)
     smoothing.apply(model, record.smoothing)
     splitting.apply(model, record.splits)
     apply_biases(model, record.centers)

@@ -27,12 +27,15 @@ def largest_of(
     inputs: Sequence[str],
     outputs: Sequence[str],
     run: Callable[["PreTrainedModel"], None],
+    *,
+    always: bool = False,
 ) -> Ranges:
     """Ranges of what modules read and of what they make, by full name; quantizers are off meanwhile.
 
-    `run` passes the calibration data through the model once; not called where there is nothing to measure.
+    `run` passes the calibration data through the model once; not called where there is nothing to measure,
+    or `always`, where others watch meanwhile.
     """
-    if not (inputs or outputs):
+    if not (inputs or outputs or always):
         return Ranges({}, {})
     found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
 

@@ -59,6 +59,8 @@ class CalibrationRecord(Tabular):
     methods: dict[str, str] = {}  # linear or attention -> method, where it differs
     # second linear of a feed-forward -> its copies, made after smoothing
     splits: dict[str, ChannelSplit] = {}
+    # INT8 attention -> module -> what a shift of what q, k and v read added to its bias, before all else
+    shifts: dict[str, dict[str, list[float]]] = {}
     smoothing: Smoothing = Smoothing()
     # linear -> what centring the values of an INT8 attention added to its bias, float32 values
     centers: dict[str, list[float]] = {}

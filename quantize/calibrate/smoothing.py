@@ -234,11 +234,16 @@ def measure_ranges(
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],
     also: Iterable[str] = (),
+    *,
+    always: bool = False,
 ) -> Ranges:
-    """Ranges of the inputs of linears that the plan smooths and `also`, and of q and k of its attentions."""
+    """Ranges of the inputs of linears that the plan smooths and `also`, and of q and k of its attentions.
+
+    The data go through the model where there is something to measure, or `always`.
+    """
     inputs = [*_smoothed(plan, plan.int8), *also]
     outputs = [made.linear for name in _smoothed(plan, plan.attention) for made in _scored(plan, name)]
-    return largest_of(model, inputs, list(dict.fromkeys(outputs)), run)
+    return largest_of(model, inputs, list(dict.fromkeys(outputs)), run, always=always)
 
 
 @dataclass

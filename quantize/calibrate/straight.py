@@ -1,4 +1,4 @@
-"""k and v of an INT8 attention straight from their GEMMs: no kernel between them for scales and biases.
+"""k and v of an INT8 attention straight from their GEMMs, and q: no kernel between for scales and biases.
 
 An engine's INT8 GEMM can scale by one scalar and round; a factor for each channel or a bias behind it is a
 kernel of its own, which reads and writes the tensor once more. Where the recipe gives key and value `weights:
@@ -11,42 +11,151 @@ int8/tensor`, both go where they cost nothing:
   factors of the rows of k are divided out in those of q, factors of the rows of v in the columns of the
   output projection (Nagel et al. 2019, arXiv 1906.04721, section 4.1). They are powers of two.
 
-Not where q and k are rotated, or where other terms read k before the softmax.
+Where the recipe gives query the same:
+
+- **The bias of q** becomes a shift d of what q, k and v read, made by the bias of the LayerNorm before: W d
+  is that bias. What d does to k and v goes the way of their biases, and the output projection takes it out of
+  the residual. W is nearly singular in trained models, so d is chosen by what it costs and brings: it leaves
+  out what the keys of the calibration data do not see (ridge regression), and that rest is dropped.
+- **All three may share one scale** of weights and one of results (`export.qkv: merged`): then an engine makes
+  one GEMM of them. Powers of two bring v to the range of q and k.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.calibrate.ranges import Ranges
 from qdqbench.quantize.calibrate.record import Smoothing
 from qdqbench.quantize.calibrate.smoothing import apply
 from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.families.family import Role
 from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.straight import linears_of, merged, shifted, straight
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
-
-def straight(plan: Plan) -> list[str]:
-    """INT8 attentions whose k and v have linears of their own with one weight scale."""
-    family = plan.family
-    if family.rotary or family.terms:
-        return []
-    found = []
-    for name in plan.attention:
-        made = [family.made_by(name, role) for role in ("key", "value")]
-        if all(rows.parts == 1 and plan.int8.get(rows.linear) == "tensor" for rows in made):
-            found.append(name)
-    return found
+Shifts = dict[str, dict[str, list[float]]]  # by attention: what is added to the bias of each module
+ROLES: tuple[Role, ...] = ("query", "key", "value")
+# mean square of a shift, in half ranges of the channels, that is as bad as an error of 1 in all scores
+RIDGE = 0.01
+LARGEST_REST = 0.1  # of scores, root mean square; rounding q and k to INT8 costs 0.02 to 0.04 in MiniLM
 
 
-def straight_linears(plan: Plan) -> set[str]:
-    """The linears that make k and v there."""
-    return {plan.family.made_by(name, role).linear for name in straight(plan) for role in ("key", "value")}
+@dataclass
+class _Seen:
+    """What q, k and v of one attention read; tensors of K channels on the model's device."""
+
+    low: Any = np.inf
+    high: Any = -np.inf
+    spread: Any = 0.0  # sum over samples of the covariance of their tokens, float64 [K, K]
+    samples: int = 0
+
+    def add(self, x: "torch.Tensor") -> None:
+        """Add some inputs without padding, [B, L, K]."""
+        import torch
+
+        flat = x.detach().flatten(0, -2)
+        self.low = torch.minimum(torch.as_tensor(self.low).to(flat), flat.amin(dim=0))
+        self.high = torch.maximum(torch.as_tensor(self.high).to(flat), flat.amax(dim=0))
+        centred = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
+        self.spread = self.spread + (centred.T @ centred).double() / x.shape[1]
+        self.samples += len(x)
+
+
+@contextmanager
+def watched(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
+    """What q, k and v read in each attention to be shifted, filled while calibration data go through."""
+    seen = {name: _Seen() for name in shifted(plan)}
+
+    def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        seen[name].add(inputs[0])
+
+    with ExitStack() as hooks:
+        for name in seen:
+            (query,) = linears_of(plan, name, "query")
+            hooks.enter_context(model.get_submodule(query).register_forward_pre_hook(partial(read, name)))
+        yield seen
+
+
+def shift(
+    model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
+) -> tuple[Shifts, list[str]]:
+    """Choose the shifts and make them in a model whose weights are its own yet, in place; its answers stay.
+
+    Args:
+        ranges: those of what q, k and v read are made those of the shifted.
+
+    Returns:
+        What was added to biases, and a note where much of what a bias of q does is left out.
+    """
+    import torch
+
+    found: Shifts = {}
+    rests: dict[str, float] = {}
+    for name, stats in seen.items():
+        linears = linears_of(plan, name, *ROLES)
+        modules: list[Any] = [model.get_submodule(linear) for linear in linears]
+        weights = [module.weight.detach().double().cpu().numpy() for module in modules]
+        low, high = (edge.double().cpu().numpy() for edge in (stats.low, stats.high))
+        bias = modules[0].bias.detach().double().cpu().numpy()
+        size = int(getattr(model.get_submodule(name), plan.family.head_size))
+        spread = stats.spread.cpu().numpy() / stats.samples
+        values, rests[name] = chosen(weights[0], weights[1], bias, size, spread, (high - low) / 2)
+        values = values.astype(np.float32).astype(np.float64)
+        norm = plan.family.norm_read_by(name) or ""
+        added = {norm: values} | {
+            linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
+        }
+        added |= dict.fromkeys(linears_of(plan, name, "output"), -values)
+        found[name] = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
+        largest = np.maximum(np.abs(low + values), np.abs(high + values))
+        ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
+    lost = [name for name, rest in rests.items() if rest > LARGEST_REST]
+    if not lost:
+        return found, []
+    return found, [
+        f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
+        f"square of {max(rests.values()):.2f}; keep it with weights: int8/channel for their query"
+    ]
+
+
+def chosen(  # noqa: PLR0913, PLR0917
+    query: Float64, key: Float64, bias: Float64, size: int, spread: Float64, half: Float64
+) -> tuple[Float64, float]:
+    """The shift d of x that does best what the bias b of q does, and what is left of that.
+
+    d is the smallest sum of the mean square of ((b - W d) k) / sqrt(D), over heads and over the differences
+    of keys k of a sample, and of `RIDGE` times the mean square of d / half.
+
+    Args:
+        query: weight [N, K]; so is `key`.
+        bias: of q, [N].
+        size: D, channels of one head.
+        spread: covariance of x over the tokens of a sample, [K, K].
+        half: half of the range of each channel of x, [K].
+
+    Returns:
+        d, [K], and the root mean square of the rest in scores.
+    """
+    by_head = key.reshape(-1, size, key.shape[1])
+    seen = by_head @ spread @ by_head.transpose(0, 2, 1) / size  # covariance of the keys, [heads, D, D]
+    weighted = (seen @ query.reshape(by_head.shape)).reshape(query.shape) * half / len(seen)
+    system = (query * half).T @ weighted + RIDGE / len(half) * np.eye(len(half))
+    values: Float64 = half * np.linalg.solve(system, weighted.T @ bias)
+    rest = (bias - query @ values).reshape(-1, size)
+    return values, float(np.sqrt(max(np.einsum("hi,hij,hj->h", rest, seen, rest).mean(), 0.0)))
 
 
 def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothing:
-    """Give the weight rows of k and v about equal ranges, in place.
+    """Give the weight rows of k and v about equal ranges, or those of q and k like ones, in place.
 
     Args:
         moved: factors that are in the weights already.
@@ -56,13 +165,18 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
     """
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
+    balanced, level = shifted(plan), merged(plan)
     for name in straight(plan):
-        query, key, value, output = (
-            plan.family.made_by(name, role).linear for role in ("query", "key", "value", "output")
-        )
-        of_key, of_value = (_equal_rows(model, linear) for linear in (key, value))
-        rows |= {key: of_key.tolist(), query: (1 / of_key).tolist(), value: of_value.tolist()}
-        columns[output] = (1 / of_value).tolist()
+        query, key, value, output = linears_of(plan, name, *ROLES, "output")
+        of_query, of_key, of_value = (_row_ranges(model, linear) for linear in (query, key, value))
+        if name in balanced:
+            for_key = _towards(np.sqrt(of_query * of_key), of_key)
+        else:
+            for_key = _towards(_mean(of_key), of_key)
+        goal = np.max(of_key * for_key) if name in level else _mean(of_value)
+        for_value = _towards(goal, of_value)
+        rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
+        columns[output] = (1 / for_value).tolist()
     apply(model, Smoothing(rows=rows, columns=columns))
     return Smoothing(
         inputs=moved.inputs, columns=_times(moved.columns, columns), rows=_times(moved.rows, rows)
@@ -70,14 +184,17 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
 
 
 def moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
-    """What takes the biases out of k and v, and v's into the output projection; float32 values by linear."""
+    """What takes the biases out of q, k and v, and v's into the output projection; float32 values."""
     added: dict[str, list[float]] = {}
+    dropped = [linear for name in straight(plan) for linear in linears_of(plan, name, "key")]
+    dropped += [linear for name in shifted(plan) for linear in linears_of(plan, name, "query")]
+    for linear in dropped:
+        module: Any = model.get_submodule(linear)
+        if module.bias is not None:
+            added[linear] = (-module.bias.detach().float()).cpu().tolist()
     for name in straight(plan):
-        linears = (plan.family.made_by(name, role).linear for role in ("key", "value", "output"))
-        key, value, output = linears
-        modules: dict[str, Any] = {linear: model.get_submodule(linear) for linear in (key, value, output)}
-        if modules[key].bias is not None:
-            added[key] = (-modules[key].bias.detach().float()).cpu().tolist()
+        value, output = linears_of(plan, name, "value", "output")
+        modules: dict[str, Any] = {linear: model.get_submodule(linear) for linear in (value, output)}
         if modules[value].bias is not None and modules[output].bias is not None:
             bias = modules[value].bias.detach()
             moved = modules[output].weight.detach().double() @ bias.double()
@@ -85,14 +202,35 @@ def moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]
     return added
 
 
-def _equal_rows(model: "PreTrainedModel", linear: str) -> Float64:
-    """Powers of two that bring the largest magnitude of every row near their geometric mean; 1 for zeros."""
+def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
+    """Give q, k and v that are merged one amax for weights and one for results, the largest."""
+    for name in merged(plan):
+        weights = [f"{linear}.weight_quantizer" for linear in linears_of(plan, name, *ROLES)]
+        for group in (weights, [f"{name}.{x}_bmm_quantizer" for x in "qkv"]):
+            largest = max(quantizers[each].amax.max() for each in group)
+            for each in group:
+                quantizers[each].amax = largest.clone()
+
+
+def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:
+    """Largest magnitude of every row of a weight."""
     module: Any = model.get_submodule(linear)
     ranges: Float64 = module.weight.detach().abs().amax(dim=1).double().cpu().numpy()
-    alive = ranges > 0
-    exponents = np.log2(np.where(alive, ranges, 1.0))
-    mean = exponents[alive].mean() if alive.any() else 0.0
-    factors: Float64 = np.exp2(np.where(alive, np.clip(np.rint(mean - exponents), -8, 8), 0.0))
+    return ranges
+
+
+def _mean(ranges: Float64) -> float:
+    """Geometric mean of what is not zero."""
+    alive = ranges[ranges > 0]
+    return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
+
+
+def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
+    """Powers of two that bring ranges near a goal; 1 where either is zero."""
+    goals = np.broadcast_to(goal, ranges.shape)
+    alive = (ranges > 0) & (goals > 0)
+    exponents = np.log2(np.where(alive, goals, 1.0)) - np.log2(np.where(alive, ranges, 1.0))
+    factors: Float64 = np.exp2(np.clip(np.rint(exponents), -8, 8))
     return factors
 
 

@@ -152,6 +152,18 @@ class Family:
                 return Rows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
         raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
+    def norm_read_by(self, attention: str) -> str | None:
+        """The LayerNorm whose output q, k, v and the residual of the attention read; None without one."""
+        place = self.place(attention)
+        last = next((path for path, kind in self.norms.items() if kind == "ffn"), None)
+        if place is None or last is None or self.shared_layers:
+            return None
+        if place.number:
+            return f"{place.layers}.{place.number - 1}.{last}"
+        return (
+            None if self.embeddings_linear else place.layers.removesuffix(self.layers) + self.embeddings_norm
+        )
+
     def splittable(self, linears: Iterable[str]) -> list[str]:
         """Second feed-forward linears, whose outlier channels can be split."""
         return [name for name in linears if self.kind(name) == "ffn-out"]

@@ -36,6 +36,7 @@ from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.machine.quiet import unprinted
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.straight import straight_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,14 +168,15 @@ def finish_graph(
     done = {} if done is None else done
     if folded:
         share_scaled_inputs(model)
-        done["dropped biases"] = drop_zero_biases(model, _straight(plan))
+        done["dropped biases"] = drop_zero_biases(model, straight_linears(plan))
         done["tanh GELU"] = sum(map(is_tanh_gelu, model.graph.node))
     if settings.weights == "factored":
         factor_scales(model, merge=settings.merge_qkv)
     if folded and settings.for_gpu:
-        joined = join_heads(model)
         # a copy of q, k and v that is needed anyway costs the same in either order
-        turned = tokens_first(model) if plan.attention and has_straight_heads(model) else 0
+        straight = bool(plan.attention) and has_straight_heads(model)
+        joined = join_heads(model)
+        turned = tokens_first(model) if straight else 0
         done |= {"joined heads": joined, "tokens first": turned}
         note = unjoined_note(plan.family, folded, max(joined, turned))
         if note and notes is not None:
@@ -184,17 +186,6 @@ def finish_graph(
         to_fp16(model, fp32_modules=plan.fp32)
     prune(model)
     return model
-
-
-def _straight(plan: Plan) -> list[str]:
-    """Linears that may come without a bias: those of k and v with one weight scale, before INT8 attention."""
-    if not plan.attention:
-        return []
-    return [
-        name
-        for name, scales in plan.int8.items()
-        if scales == "tensor" and plan.family.role(name) in ("key", "value")
-    ]
 
 
 def write_graph(

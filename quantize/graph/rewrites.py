@@ -67,8 +67,9 @@ def join_heads(model: onnx.ModelProto) -> int:
     """Move q, k and v to their heads in one step, in place: Concat, one Transpose, Split.
 
     An engine copies q, k and v into the layout of its attention kernel in a kernel each; joined they take
-    one. Only linears with INT8 weights that read the same tensor are joined, and none of an attention with a
-    linear that has neither scales nor a bias behind its GEMM.
+    one. Only linears with INT8 weights that read the same tensor are joined. Where one of them has neither
+    scales nor a bias behind its GEMM, all three must, and share one scale: one GEMM makes them then, and one
+    copy takes them apart.
 
     Returns:
         Attentions that were rewritten.
@@ -80,9 +81,7 @@ def join_heads(model: onnx.ModelProto) -> int:
             groups[f"{input_key(index, node)} {branch.size} {branch.width}"].append(branch)
     before: dict[int, list[onnx.NodeProto]] = {}
     dropped: set[int] = set()
-    joined = [
-        members for members in groups.values() if len(members) == 3 and not any(m.straight for m in members)
-    ]
+    joined = [members for members in groups.values() if _joinable(index, members)]
     order = {id(node): number for number, node in enumerate(model.graph.node)}
     for members in joined:
         made = max(order[id(index.producers[member.product])] for member in members)
@@ -98,6 +97,16 @@ def join_heads(model: onnx.ModelProto) -> int:
             nodes.append(node)
     replace_nodes(model, nodes)
     return len(joined)
+
+
+def _joinable(index: GraphIndex, members: list[_Branch]) -> bool:
+    straight = [member.matmul for member in members if member.straight]
+    if not straight or len(members) != 3:
+        return len(members) == 3
+    dequantizers = [dq for node in straight if (dq := weight_dq(index, node)) is not None]
+    scales = [index.constant(dq.input[1]) for dq in dequantizers]
+    same = {float(scale) for scale in scales if scale is not None and not scale.ndim}
+    return len(scales) == len(members) and len(same) == 1
 
 
 def has_straight_heads(model: onnx.ModelProto) -> bool:

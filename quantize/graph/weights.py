@@ -163,6 +163,8 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
     for members in groups.values():
         if len(members) == 1 and not members[0][2].ndim:
             continue
+        if merge and _one_scale(index, members):
+            continue  # nor here: an engine makes one GEMM of them as they are
         shared = _middle(np.concatenate([np.atleast_1d(scale) for _, _, scale in members]))
         taken: set[np.float32] = set()
         for node, dq, scale in members:
@@ -175,6 +177,13 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
             behind[id(node)] = _factor(model, node, dq, scale, scalar)
     nodes = (n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None)
     replace_nodes(model, nodes)
+
+
+def _one_scale(index: GraphIndex, members: list[tuple[onnx.NodeProto, onnx.NodeProto, Float32]]) -> bool:
+    """Whether linears without a bias have one and the same scalar scale."""
+    scales = [scale for _, _, scale in members]
+    same = not any(scale.ndim for scale in scales) and len({float(scale) for scale in scales}) == 1
+    return same and not any(_has_bias(index, node) for node, _, _ in members)
 
 
 def _middle(scales: Float32) -> np.float32:

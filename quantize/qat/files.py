@@ -56,7 +56,7 @@ def trained_record(model: "PreTrainedModel", record: CalibrationRecord) -> Calib
         for name, quantizer in enabled_quantizers(model).items()
     }
     require_plausible(states)
-    return record.model_copy(update={"quantizers": states, "centers": {}, "biases": {}})
+    return record.model_copy(update={"quantizers": states, "shifts": {}, "centers": {}, "biases": {}})
 
 
 def _save_plain(session: Session, model: "PreTrainedModel", record: CalibrationRecord, folder: Path) -> None:

@@ -37,6 +37,7 @@ class Plan:
     residual: tuple[str, ...] = ()  # modules whose residual is INT8: bert.encoder.layer.0.attention.output
     fp32: tuple[str, ...] = ()  # modules (linears, LayerNorms, softmax, ...) that compute in FP32
     scaling: dict[str, Scaling] = field(default_factory=dict)  # of every INT8 linear, attention and residual
+    merge_qkv: bool = False  # an engine should make one GEMM of q, k and v of INT8 attentions
     family: Family = BERT  # of the model
 
     def scaling_of(self, name: str) -> Scaling:
@@ -86,6 +87,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
         residual=residual,
         fp32=tuple(n for n, info in modules.items() if inherited[n] == "fp32" or info.kind == "Pooling"),
         scaling=scaling | {name: scaling[first] for name, (first, *_) in readers.items()},
+        merge_qkv=bool(attention) and recipe.export.qkv == "merged",
         family=family,
     )
     _require_quantized_outputs(plan)

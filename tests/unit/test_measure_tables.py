@@ -80,7 +80,7 @@ def test_results_are_kept_and_what_is_not_done_is_told(tmp_path, monkeypatch):
 
 def test_the_list_and_unknown_chunks(capsys):
     assert main(["--list"]) == 0
-    assert "bench: base-attention, large-attention" in capsys.readouterr().out
+    assert "bench: base-exact, base-384, large-attention" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["bsae"])
     assert "no chunk is called bsae" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""k and v straight from their GEMMs: the same model, with nothing left to do behind them."""
+"""k, v and q straight from their GEMMs: the same model, with nothing left to do behind them."""
 
 import copy
 from pathlib import Path
@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import apply_biases
+from qdqbench.quantize.calibrate.ranges import Ranges
 from qdqbench.quantize.calibrate.record import CalibrationRecord, Smoothing
-from qdqbench.quantize.calibrate.straight import equalize, moved_biases, straight, straight_linears
+from qdqbench.quantize.calibrate.straight import RIDGE, chosen, equalize, moved_biases, shift, watched
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.recipe.straight import merged, shifted, straight, straight_linears
 
 from ...support.tiny_bert import (
     ATTENTIONS,
@@ -31,11 +35,14 @@ STRAIGHT = [
     {"match": f"*.self.{part}", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
     for part in ("key", "value")
 ]
+QUERY = {**STRAIGHT[0], "match": "*.self.query"}
+QUERIES = {name for name in LINEARS if name.endswith("query")}
 KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
 
 
-def recipe(*rules: dict[str, Any], **calibration: Any) -> Any:
-    return recipe_with("bert-int8-attention", rules=[EVERY, *rules], calibration=calibration)
+def recipe(*rules: dict[str, Any], qkv: str = "separate", **calibration: Any) -> Any:
+    export = {"opset": 20, "max_length": 128, "qkv": qkv}
+    return recipe_with("bert-int8-attention", rules=[EVERY, *rules], calibration=calibration, export=export)
 
 
 @pytest.fixture
@@ -59,6 +66,94 @@ def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any)
     assert straight(plan_of(without, model)) == []
 
 
+def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
+    plan = plan_of(recipe(*STRAIGHT, QUERY), model)
+    assert shifted(plan) == ATTENTIONS
+    assert straight_linears(plan) == KEYS_AND_VALUES | QUERIES
+    assert merged(plan) == []
+    assert merged(plan_of(recipe(*STRAIGHT, QUERY, qkv="merged"), model)) == ATTENTIONS
+    for rules in (STRAIGHT, [QUERY], [QUERY, STRAIGHT[0]]):
+        plan = plan_of(recipe(*rules, qkv="merged"), model)
+        assert shifted(plan) == merged(plan) == []
+
+
+def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) -> None:
+    with torch.no_grad():
+        for name in QUERIES:
+            model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
+    plan, batch = plan_of(recipe(*STRAIGHT, QUERY), model), padded_batch()
+    before = forward(model, batch)
+    with watched(model, plan) as seen:
+        for each in calibration_batches():
+            forward(model, each)
+    ranges = Ranges({name: np.zeros(1) for name in QUERIES}, {})
+    shifts, notes = shift(model, plan, seen, ranges)
+    assert (list(shifts), notes) == (ATTENTIONS, [])
+    without = copy.deepcopy(model)
+    for added in shifts.values():
+        apply_biases(model, added)
+    torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
+    for name in QUERIES:
+        assert ranges.inputs[name].shape == (model.config.hidden_size,)
+        without.get_submodule(name).bias.data.zero_()
+    apply_biases(model, moved_biases(model, plan))
+    assert not any(model.get_submodule(name).bias.any() for name in KEYS_AND_VALUES | QUERIES)
+    lost, rest = (float((forward(each, batch) - before).abs().max()) for each in (without, model))
+    assert rest < 0.1 * lost
+
+
+def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
+    """Weights of q that see nothing: no shift of their input replaces their bias."""
+    with torch.no_grad():
+        for name in QUERIES:
+            linear = model.get_submodule(name)
+            linear.weight.zero_()
+            linear.bias.fill_(100.0)
+    plan = plan_of(recipe(*STRAIGHT, QUERY), model)
+    with watched(model, plan) as seen:
+        for each in calibration_batches():
+            forward(model, each)
+    shifts, (note,) = shift(model, plan, seen, Ranges({}, {}))
+    assert all(name in note for name in ATTENTIONS)
+    assert "int8/channel for their query" in note
+    norms = {plan.family.norm_read_by(name): name for name in ATTENTIONS}
+    assert not any(any(shifts[name][str(norm)]) for norm, name in norms.items())
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.floats(1e-3, 1e3))
+def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    width, size = 12, 4
+    query, key = rng.standard_normal((2, width, width))
+    bias, half = scale * rng.standard_normal(width), rng.uniform(0.1, 10, width)
+    x = rng.standard_normal((40, width)) * half
+    x -= x.mean(axis=0)
+
+    def cost(shift: Any) -> float:
+        scores = [
+            x @ key[at : at + size].T @ (bias - query @ shift)[at : at + size] / np.sqrt(size)
+            for at in range(0, width, size)
+        ]
+        return float(np.square(scores).mean() + RIDGE * np.square(shift / half).mean())
+
+    found, rest = chosen(query, key, bias, size, x.T @ x / len(x), half)
+    best = cost(found)
+    assert best <= cost(np.zeros(width)) * (1 + 1e-9)
+    assert rest**2 == pytest.approx(best - RIDGE * np.square(found / half).mean(), abs=1e-9 * cost(0 * half))
+    for _ in range(5):
+        assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
+
+
+def test_merged_ones_share_their_scales(tiny_bert: Path) -> None:
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, QUERY, qkv="merged"))
+    states = made.record.quantizers
+    for name in ATTENTIONS:
+        assert len({states[f"{name}.{x}_bmm_quantizer"].amax for x in "qkv"}) == 1  # type: ignore[arg-type]
+        weights = [f"{name}.{part}.weight_quantizer" for part in ("query", "key", "value")]
+        assert len({states[weight].amax for weight in weights}) == 1  # type: ignore[arg-type]
+
+
 def test_the_model_stays_the_same(model: Any) -> None:
     plan = plan_of(recipe(*STRAIGHT), model)
     batch = padded_batch()
@@ -71,6 +166,19 @@ def test_the_model_stays_the_same(model: Any) -> None:
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
     assert set(moved.rows) == {name for name in LINEARS if name.endswith(("query", "key", "value"))}
     assert set(moved.columns) == {name for name in LINEARS if name.endswith("attention.output.dense")}
+
+
+def test_rows_of_q_and_k_become_alike(model: Any) -> None:
+    """Where q has one scale too; the value of a merged one gets the range of both."""
+    equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv="merged"), model), Smoothing())
+    for layer in model.bert.encoder.layer:
+        attention = layer.attention.self
+        query, key, value = (
+            getattr(attention, part).weight.detach().abs().amax(1) for part in ("query", "key", "value")
+        )
+        alive = (query > 0) & (key > 0)
+        assert ((query / key)[alive].log2().abs() <= 1).all()
+        assert float(value.max() / key.max()) == pytest.approx(1, abs=0.5)
 
 
 def test_rows_get_about_one_range(model: Any) -> None:
@@ -92,11 +200,15 @@ def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
     assert moved.rows[name] == [2 * factor for factor in alone.rows[name]]
 
 
-def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(tiny_bert: Path) -> None:
-    asked = recipe(*STRAIGHT, smooth=0.65, bias_correction=True, softmax="error")
+@pytest.mark.parametrize("also", [[], [QUERY]])
+def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(
+    tiny_bert: Path, also: list[dict[str, Any]]
+) -> None:
+    asked = recipe(*STRAIGHT, *also, smooth=0.65, bias_correction=True, softmax="error")
     made = calibrate(tiny_bert, asked)
     assert straight(made.plan) == ATTENTIONS
-    for name in KEYS_AND_VALUES:
+    assert list(made.record.shifts) == (ATTENTIONS if also else [])
+    for name in straight_linears(made.plan):
         assert not made.model.get_submodule(name).bias.any(), name
         assert name not in made.record.biases
     again = load_model(str(tiny_bert))

@@ -40,6 +40,26 @@ every_model = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize(
+    ("model_type", "norms"),
+    [
+        ("bert", ["bert.embeddings.LayerNorm", "bert.encoder.layer.0.output.LayerNorm"]),
+        (
+            "distilbert",
+            ["distilbert.embeddings.LayerNorm", "distilbert.transformer.layer.0.output_layer_norm"],
+        ),
+        ("electra", [None, "electra.encoder.layer.0.output.LayerNorm"]),  # a linear may stand between
+        ("albert", [None, None]),  # one LayerNorm for every run of the layer
+        ("modernbert", [None, None]),  # it reads less than the residual
+    ],
+)
+def test_the_layernorm_that_an_attention_reads_is_known(model_type: str, norms: list[str | None]) -> None:
+    model = new_model(model_type)
+    table, family = module_table(model), family_of(model.config)
+    attentions = [name for name, info in table.items() if info.kind == "Attention"]
+    assert [family.norm_read_by(name) for name in attentions] == norms
+
+
 @every_model
 def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: str) -> None:
     model = new_model(model_type)
@@ -57,6 +77,8 @@ def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: st
     layers = family.layer_names(model)
     assert of("Attention") == [f"{layer}.{family.attention}" for layer in layers]
     assert [table[name].head_size for name in of("Attention")] == [16, 16]
+    norms = [family.norm_read_by(name) for name in of("Attention")]
+    assert {norm for norm in norms if norm} <= names
     assert family.splittable(of("Linear")) == [family.beside(layer, "ffn-out") for layer in layers]
     for layer in layers:
         roles = {role: family.beside(layer, role) for role in family.linears.values()}

@@ -192,6 +192,23 @@ def test_biases_that_are_zero_in_the_model_itself_stay(
     assert adds[0] == adds[1]
 
 
+@pytest.mark.parametrize(("qkv", "gemms", "copies"), [("separate", 6, 0), ("merged", 4, 1)])
+def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
+    tiny_bert: Path, tmp_path: Path, qkv: str, gemms: int, copies: int
+) -> None:
+    rules = [EVERY, *STRAIGHT, {**STRAIGHT[0], "match": "*.self.query"}]
+    export = {"opset": 20, "max_length": 128, "qkv": qkv}
+    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
+    settings = ExportSettings(20, "fp16", "factored", qkv == "merged")
+    graph = finish_graph(trace(made.model, 20), made.plan, settings)
+    assert compare_layers(graph, made.model, [padded_batch()]).passed
+    assert turned(graph)
+    ours = kinds(graph, tmp_path)
+    assert ours.count("gemm") == gemms, ours
+    assert ours.count("layout") + ours.count("quantize") == copies, ours
+    assert ours.count("attention") == 1
+
+
 def test_nothing_stands_between_the_gemms_of_k_and_v_and_the_attention(
     graphs: dict[str, onnx.ModelProto], tmp_path: Path
 ) -> None:
