@@ -1,14 +1,13 @@
 """Schema of `auto.json`: what was tried, what each step bought, and what to deploy (docs/auto.md)."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Source
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.frames import Tabular
-from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.core.strict import Strict
 
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"
@@ -142,13 +141,3 @@ def _cells(found: Measured, metric: str) -> dict[str, Any]:
         "delta_stderr": versus.delta_stderr[metric],
         "speedup": found.latency.speedup if found.latency else None,
     }
-
-
-def read_auto(path: Path) -> Auto:
-    """Read `auto.json`, or the one in a folder.
-
-    Raises:
-        UserError: missing, or not of this version.
-    """
-    file = path / AUTO_FILE if path.is_dir() else path
-    return read(file, Auto, "ladder", "run `qdqbench auto` again")

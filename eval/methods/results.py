@@ -1,10 +1,9 @@
 """Schema of `methods.json`: calibration methods side by side (documented in docs/methods.md)."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.kinds.kind import Divergence
 
 METHODS_FILE = "methods.json"
@@ -96,13 +95,3 @@ class Methods(Strict):
     def own(self) -> MethodRow:
         """The recipe as it is."""
         return self.rows[0]
-
-
-def read_methods(path: Path) -> Methods:
-    """Read `methods.json`, or the one in a folder.
-
-    Raises:
-        UserError: missing, or not of this version.
-    """
-    file = path / METHODS_FILE if path.is_dir() else path
-    return read(file, Methods, "table of methods", "run `qdqbench methods` again")

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .tiny import Given, Outcome, call, one_profile, write_data, write_model
 
@@ -26,6 +27,20 @@ def given(made_once) -> Callable[[str], Given]:
 @pytest.fixture
 def sst2(given) -> Given:
     return given("sst2")
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Callable[..., Path]:
+    """A file of a shipped recipe, calibrated with 64 samples: there are 256 to share."""
+    from qdqbench.quantize.recipe.schema import load_recipe
+
+    def write(name: str = "bert-int8-linears", **calibration: object) -> Path:
+        text = load_recipe(name).model_dump(mode="json", exclude_defaults=True) | {"version": 1}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(text | {"calibration": {"samples": 64, **calibration}}))
+        return path
+
+    return write
 
 
 @pytest.fixture

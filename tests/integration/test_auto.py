@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.auto import judge, measure
-from qdqbench.eval.auto.results import read_auto
+from qdqbench.eval.auto.results import Auto
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
 from .tiny import MAIN, environment, listing, results
@@ -30,6 +30,10 @@ def clipped(tmp_path) -> Path:
     path = tmp_path / "clipped.yaml"
     path.write_text(dump_recipe(recipe.model_copy(update={"name": "clipped", "calibration": section})))
     return path
+
+
+def read_auto(folder):
+    return Auto.model_validate_json((folder / "auto.json").read_text())
 
 
 def options(given, out, *more):

@@ -4,10 +4,9 @@ import json
 import re
 
 import pytest
-import yaml
 
 from qdqbench.eval.methods.measure import Comparing
-from qdqbench.eval.methods.results import read_methods
+from qdqbench.eval.methods.results import Methods
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
@@ -16,21 +15,12 @@ FILES = [
     *("methods.fp32.npz", "methods.html", "methods.json", "methods.md", "methods.partial.jsonl"),
     "recipe.yaml",
 ]
+ATTENTION = "bert-int8-attention"
 NARROW = ("--method", "max", "--method", "percentile/99.9", "--smooth", "none")
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    """A recipe calibrated with 64 samples: there are 256 to share."""
-
-    def write(name="bert-int8-attention", **calibration):
-        text = load_recipe(name).model_dump(mode="json", exclude_defaults=True) | {"version": 1}
-        text["calibration"] = {"samples": 64, **calibration}
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(text))
-        return path
-
-    return write
+def read_methods(folder):
+    return Methods.model_validate_json((folder / "methods.json").read_text())
 
 
 def lasting(found):
@@ -83,7 +73,7 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
 def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """Killed at its second row, then once more with a torn line, against one that was not."""
     three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smooth", "none")
-    options = ("methods", recipe(), *sst2.options, "--samples", 32, "--limit", 32, *three)
+    options = ("methods", recipe(ATTENTION), *sst2.options, "--samples", 32, "--limit", 32, *three)
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
     row, answers, made = Comparing._row, Comparing._answers, []
 
@@ -119,7 +109,7 @@ def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypat
 @pytest.mark.long
 def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     """The fake-quant stage of `run` on the same recipe answers as the row, but for rounding flips."""
-    path = recipe(smooth=0.5, bias_correction=True, method="percentile/99.99")
+    path = recipe(ATTENTION, smooth=0.5, bias_correction=True, method="percentile/99.99")
     options = (path, *sst2.options, "--out")
     assert qdqbench("methods", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
     for stage in ("baseline", "fake_quant"):
@@ -142,7 +132,7 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
 
 def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
     """Other validation data: the same divergences and the same choice; and a second run is equal."""
-    path, data = recipe(), tmp_path / "data"
+    path, data = recipe(ATTENTION), tmp_path / "data"
     write_split(data / "sst2" / "train.parquet", rows("sst2", TRAIN_ROWS, 0))
     write_split(data / "sst2" / "validation.parquet", rows("sst2", 32, 5))
     found = []
@@ -175,7 +165,8 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
 
 def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
     mnli, out = given("mnli"), tmp_path / "out"
-    done = qdqbench("methods", recipe(), *mnli.options, "--out", out, "--samples", 64, "--limit", 48, *NARROW)
+    few = ("--samples", 64, "--limit", 48, *NARROW)
+    done = qdqbench("methods", recipe(ATTENTION), *mnli.options, "--out", out, *few)
     assert (done.code, done.err) == (0, "")
     found = read_methods(out)
     assert list(found.fp32) == ["validation_matched", "validation_mismatched"]
@@ -197,7 +188,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
 
     monkeypatch.setattr(methods, "calibrated", broken)
     out = tmp_path / "out"
-    options = (recipe(), *sst2.options, "--samples", 64, "--out")
+    options = (recipe(ATTENTION), *sst2.options, "--samples", 64, "--out")
     done = qdqbench("methods", *options, out, *NARROW)
     assert (done.code, done.err) == (0, "")
     assert "amax is a joke" in done.out
@@ -221,7 +212,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
 )
 def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
     (arguments, told), out = case, tmp_path / "out"
-    refused(qdqbench("methods", recipe(), *sst2.options, "--out", out, *arguments), told)
+    refused(qdqbench("methods", recipe(ATTENTION), *sst2.options, "--out", out, *arguments), told)
     assert not out.exists()
 
 
@@ -232,7 +223,7 @@ def test_wrong_options(case, qdqbench, sst2, recipe, tmp_path):
 )
 def test_wrong_data(case, qdqbench, sst2, recipe, tmp_path):
     calibration, told = case
-    done = qdqbench("methods", recipe(**calibration), *sst2.options, "--out", tmp_path / "out")
+    done = qdqbench("methods", recipe(ATTENTION, **calibration), *sst2.options, "--out", tmp_path / "out")
     refused(done, told)
     assert not (tmp_path / "out").exists()
 
@@ -242,7 +233,7 @@ def test_a_recipe_without_int8(qdqbench, sst2, tmp_path):
 
 
 def test_folders_of_others_are_left_alone(qdqbench, sst2, recipe, tmp_path):
-    path = recipe()
+    path = recipe(ATTENTION)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     refused(qdqbench("methods", path, *sst2.options, "--out", tmp_path / "mine"), "other files")

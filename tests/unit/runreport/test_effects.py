@@ -27,7 +27,8 @@ from qdqbench.quantize.core.comparison import (
     Speed,
 )
 
-from .test_report import HOSTILE, Page, measured, one_line, sample, written
+from ...support.pages import HOSTILE, Page
+from .test_report import measured, one_line, sample, written
 
 MODULE = "bert.encoder.layer.{}.output.dense"
 

@@ -20,7 +20,8 @@ from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, Spread, TrainingRun
 
-from .test_report import HOSTILE, Page, measured, one_line, terminal, written
+from ...support.pages import Page, offline, plain
+from .test_report import GARBLED, measured, one_line, terminal, written
 from .test_report import sample as sample_run
 
 DISTANCE = "held-out distance from FP32's answers"
@@ -138,7 +139,7 @@ def poisoned(
 ) -> Any:
     """Every string of a JSON value is an attack."""
     if isinstance(value, str):
-        return value if key in kept else HOSTILE
+        return value if key in kept else GARBLED
     if isinstance(value, dict):
         return {name: poisoned(item, kept, name) for name, item in value.items()}
     return [poisoned(item, kept, key) for item in value] if isinstance(value, list) else value
@@ -147,12 +148,12 @@ def poisoned(
 def hostile() -> Finetuning:
     result = finetuning([run_of(0, notes=["resumed"]), failed_run(1)])
     for run in result.runs:
-        run.metrics = {HOSTILE: 0.9} if run.metrics else {}
+        run.metrics = {GARBLED: 0.9} if run.metrics else {}
         for row in run.log:
-            row.values = {HOSTILE: row.score} if row.score is not None else {}
-    result.spread = {HOSTILE: Spread(mean=0.9, sd=None, n=1)}
+            row.values = {GARBLED: row.score} if row.score is not None else {}
+    result.spread = {GARBLED: Spread(mean=0.9, sd=None, n=1)}
     fields = poisoned(result.model_dump())
-    fields["task"]["metrics"] = [HOSTILE]
+    fields["task"]["metrics"] = [GARBLED]
     return Finetuning.model_validate(fields)
 
 
@@ -190,17 +191,11 @@ def shown(result: Finetuning, width: int = 110) -> str:
     return stream.getvalue()
 
 
-def test_the_page_is_one_offline_file_that_runs_nothing(made: tuple[Finetuning, Path]) -> None:
+def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> None:
     _, folder = made
     assert sorted(path.name for path in folder.iterdir()) == ["finetune.html", "finetune.md"]
-    html = (folder / "finetune.html").read_text(encoding="utf-8")
-    page = Page(html)
-    assert not page.open
-    assert all(address.startswith("#") for address in page.addresses)
-    assert page.tags.count("script") == 1  # that sorts tables
-    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert len(page.ids) == len(set(page.ids))
-    assert not re.search(r"@import|url\((?!#)", html)
+    offline((folder / "finetune.html").read_text(encoding="utf-8"))
+    plain((folder / "finetune.md").read_text(encoding="utf-8"))
 
 
 def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
@@ -439,15 +434,15 @@ def test_hostile_strings_of_a_qat_stay_text(tmp_path: Path) -> None:
     results = qat_run()
     assert results.training is not None
     fields = results.model_dump()
-    fields["training"] = poisoned(fields["training"]) | {"notes": [HOSTILE], "settings": {HOSTILE: HOSTILE}}
+    fields["training"] = poisoned(fields["training"]) | {
+        "notes": [GARBLED],
+        "settings": {GARBLED: GARBLED},
+    }
     for row in fields["training"]["log"]:
-        row["values"] = {HOSTILE: 0.5} if row["score"] is not None else {}
+        row["values"] = {GARBLED: 0.5} if row["score"] is not None else {}
     markdown, html = written(Results.model_validate(fields), tmp_path)
-    assert Page(html).tags.count("script") == 1
-    outside_fences = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", markdown)
-    assert "<script" not in re.sub(r"`[^`\n]*`", "code", outside_fences)
-    for table in re.findall(r"(?m)(?:^\|.*\n)+", markdown):
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table[:300]
+    offline(html)
+    plain(markdown)
 
 
 def test_a_training_without_a_log_still_has_its_section(tmp_path: Path) -> None:

@@ -50,8 +50,9 @@ from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import get_task
 
+from ...support.pages import Page
 from ...support.tiny_bert import exported, padded_batch, quantized
-from ..runreport.test_report import Page, sample, written
+from ..runreport.test_report import sample, written
 
 SST2, STSB = get_task("sst2"), get_task("stsb")
 PROFILE = Profile((1, 16), (32, 128), (64, 128))
