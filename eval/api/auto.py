@@ -17,7 +17,7 @@ from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.claim import claimed, default_folder, purpose_of
-from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length, run_config
+from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 
@@ -103,7 +103,10 @@ def auto(  # noqa: PLR0913
         raise UserError(f"--min-speedup {min_speedup:g} is no positive factor, such as 1.5")
     name = None if model is None else str(model)
     wanted = Wanted(max_drop=max_drop, min_speedup=min_speedup)
-    recipes = [_gated(each, wanted, max_length, backend) for each in _first_recipes(recipe, name, revision)]
+    recipes = [
+        adapted(_gated(each, wanted), max_length=max_length, backend=backend)
+        for each in _first_recipes(recipe, name, revision)
+    ]
     asked: dict[str, Any] = {
         "revision": revision,
         "task": task,
@@ -186,11 +189,8 @@ def _first_recipes(names: Sequence[str], model: str | None, revision: str | None
     return found
 
 
-def _gated(recipe: Recipe, wanted: Wanted, max_length: int | None, backend: str | None) -> Recipe:
-    gate = recipe.gate.model_copy(update=wanted.model_dump())
-    found = recipe.model_copy(update={"gate": gate})
-    found = found if backend is None else for_backend(found, backend)
-    return found if max_length is None else for_length(found, max_length)
+def _gated(recipe: Recipe, wanted: Wanted) -> Recipe:
+    return recipe.model_copy(update={"gate": recipe.gate.model_copy(update=wanted.model_dump())})
 
 
 def _calibrating(config: RunConfig, folder: Path, recipes: list[Recipe]) -> tuple[list[Recipe], list[str]]:

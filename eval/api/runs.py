@@ -23,7 +23,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.artifacts import backend_of
 from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder, taken_up
-from qdqbench.quantize.rundir.config import find_recipe, for_length, for_shapes, run_config
+from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.trtexec.plan import FOLDER, has_engine
@@ -103,9 +103,8 @@ def run(  # noqa: PLR0913
     """
     model = None if model is None else str(model)
     chosen = recipe if isinstance(recipe, Recipe) else find_recipe(str(recipe), model, revision)
-    chosen = chosen if shapes is None else for_shapes(chosen, shapes)
     config = run_config(
-        chosen if max_length is None else for_length(chosen, max_length),
+        adapted(chosen, max_length=max_length, shapes=shapes),
         model=model,
         revision=revision,
         task=task,

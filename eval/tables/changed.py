@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from qdqbench.eval.report.formats import code, flat, label, text
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shapes import AUTO
-from qdqbench.quantize.rundir.config import for_backend, for_length, for_shapes
+from qdqbench.quantize.rundir.config import adapted
 
 MARK = "†"
 IDLE = ("description", "gate")  # change no result
@@ -50,12 +50,12 @@ def differences(recipe: dict[str, Any]) -> list[str]:
         then = dict(flat(Recipe.model_validate(recipe).model_dump(mode="json")))
     except ValidationError:
         return ["it is of another version of qdqbench"]
-    shipped, length = load_recipe(name), _own_length(recipe)
-    shipped = for_length(shipped, length) if length else shipped
-    if backend := _own_backend(recipe):
-        shipped = for_backend(shipped, backend)
-    if _auto(recipe):
-        shipped = for_shapes(shipped, AUTO)
+    shipped = adapted(
+        load_recipe(name),
+        max_length=_own_length(recipe),
+        backend=_own_backend(recipe),
+        shapes=AUTO if _auto(recipe) else None,
+    )
     now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
     keys = [key for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key)]
     return [f"{key} {then.get(key)} (now {now.get(key)})" for key in keys if key.split(".")[0] not in IDLE]

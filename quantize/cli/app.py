@@ -9,7 +9,7 @@ import typer
 
 from qdqbench.quantize.activity import pulse
 from qdqbench.quantize.cli import bench, build, run, serve, train
-from qdqbench.quantize.cli.choose import auto, from_cache, search, sensitivity
+from qdqbench.quantize.cli.choose import auto, recipes, search, sensitivity
 from qdqbench.quantize.cli.look import check, compare, diagnose, doctor, inspect
 from qdqbench.quantize.cli.terminal import complain
 from qdqbench.quantize.machine import interrupt, process
@@ -26,8 +26,7 @@ STAGE_COMMANDS = {
     "evaluate": "Measure accuracy of every stage.",
 }
 
-run.recipes_app.command("from-cache")(from_cache.from_cache)
-app.add_typer(run.recipes_app, name="recipes", rich_help_panel="Run")
+app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
 STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
 STAGES["report"] = run.report
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them

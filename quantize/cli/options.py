@@ -42,6 +42,9 @@ ShapesOfData = Annotated[
         "--shapes", help="auto: profiles of the lengths that the evaluation data has; none: the recipe's."
     ),
 ]
+Revision = Annotated[
+    str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
+]
 RunLimit = Annotated[int | None, typer.Option(min=1, help="Evaluate on this many samples; the report warns.")]
 
 
@@ -50,9 +53,7 @@ class Subject:
     """The model, and the task with its data, that a command is about."""
 
     model: Annotated[str | None, typer.Option(help="Folder or hub id; none: the embedded default.")] = None
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
-    ] = None
+    revision: Revision = None
     task: Annotated[
         str | None,
         typer.Option(help="GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column."),
@@ -86,15 +87,11 @@ class Subject:
         backend: str | None = None,
         shapes: str | None = None,
     ) -> "Recipe":
-        """A recipe for the model; errors are those of `find_recipe` and of the `for_...` beside it."""
-        from qdqbench.quantize.rundir.config import find_recipe, for_backend, for_length, for_shapes
+        """A recipe for the model; errors are those of `find_recipe` and of `adapted` beside it."""
+        from qdqbench.quantize.rundir.config import adapted, find_recipe
 
         found = find_recipe(name, self.model, self.revision)
-        if shapes is not None:
-            found = for_shapes(found, shapes)
-        if backend is not None:
-            found = for_backend(found, backend)
-        return found if max_length is None else for_length(found, max_length)
+        return adapted(found, max_length=max_length, backend=backend, shapes=shapes)
 
     def found_task(self) -> "Task":
         """The task; errors are those of `rundir.config.find_task`."""

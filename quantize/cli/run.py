@@ -1,9 +1,7 @@
-"""The commands `run`, `qat`, `recipes`, `profile`, and one for each stage of a run."""
+"""The commands `run`, `qat`, `profile`, and one for each stage of a run."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,120 +9,13 @@ import typer
 from qdqbench.quantize.cli import options, progress
 from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show, show_json
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.families.family import Family
     from qdqbench.quantize.rundir.session import Session
 
 DEFAULT_QAT = "int8-attention-qat"
-recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
-
-
-@recipes_app.command("list")
-def recipes_list(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id: only what fits it.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/supported.md instead.")] = False,
-    json: Json = False,
-) -> None:
-    """List the shipped recipes with measured accuracy and speed, and which to start with."""
-    from qdqbench.quantize.cli.choose.recipes import print_recipes
-    from qdqbench.quantize.recipe import supported
-
-    if markdown:
-        sys.stdout.write(supported.markdown())
-        return
-    rows = supported.recipes(None if model is None else _family(model))
-    if json:
-        from qdqbench.quantize.cli.schemas import Recipes
-
-        shown = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
-        show_json(
-            Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, shown, strict=True)])
-        )
-        return
-    print_recipes(rows)
-
-
-def _family(model: str) -> "Family":
-    from qdqbench.quantize.encoders.load import load_config
-    from qdqbench.quantize.families.known import family_of
-
-    return family_of(load_config(model))
-
-
-@recipes_app.command("show")
-def recipes_show(
-    recipe: str,
-    resolved: Annotated[bool, typer.Option(help="With every default written out.")] = False,
-    json: Json = False,
-) -> None:
-    """Print a recipe as YAML."""
-    from qdqbench.quantize.cli.schemas import ShownRecipe
-    from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
-
-    loaded = load_recipe(recipe)
-    if json:
-        file = str(shipped_recipes().get(recipe, recipe))
-        show_json(ShownRecipe(name=loaded.name, source=file, recipe=loaded.model_dump(mode="json")))
-        return
-    if resolved:
-        sys.stdout.write(dump_recipe(loaded))
-        return
-    shipped = shipped_recipes()
-    source = shipped[recipe] if recipe in shipped else Path(recipe)
-    sys.stdout.write(source.read_text(encoding="utf-8"))
-
-
-@recipes_app.command("validate")
-def recipes_validate(recipe: list[str], json: Json = False) -> None:
-    """Check recipe files without loading a model."""
-    from qdqbench.quantize.cli.schemas import ValidRecipes
-    from qdqbench.quantize.recipe.schema import load_recipe
-
-    for name in recipe:
-        load_recipe(name)
-        if not json:
-            console().print(f"{name}: valid", highlight=False)
-    if json:
-        show_json(ValidRecipes(valid=recipe))
-
-
-@recipes_app.command("new")
-def recipes_new(
-    model: Annotated[str, typer.Option(help="Folder or hub id; its configuration is read, no weights.")],
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub model: branch, tag or commit; none: its default branch.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Recipe file; none: NAME.yaml here.")] = None,
-    json: Json = False,
-) -> None:
-    """Write a recipe for a model of any type, and list what was recognised in it and what was not."""
-    from qdqbench.quantize.core import files
-    from qdqbench.quantize.core.errors import UserError
-    from qdqbench.quantize.recipe.new import new_lines, new_recipe
-
-    made = new_recipe(model, revision)
-    path = out or Path(f"{made.recipe}.yaml")
-    if path.exists():
-        raise UserError(f"{path} is there already; give another --out")
-    files.write_text(path, made.text)
-    told = f"wrote {path}; run it with `qdqbench run {path} --model {model} --task ...`"
-    show(made, json, new_lines, plain(told))
-
-
-@recipes_app.command("schema")
-def recipes_schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/recipe.md instead.")] = False,
-) -> None:
-    """Print the JSON Schema of a recipe: editors complete and check YAML with it."""
-    from qdqbench.quantize.recipe import reference
-
-    if markdown:
-        sys.stdout.write(reference.markdown())
-    else:
-        print_json(reference.json_schema())
 
 
 @grouped

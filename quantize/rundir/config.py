@@ -30,43 +30,41 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
     return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
 
 
-def for_length(recipe: Recipe, length: int) -> Recipe:
-    """A recipe for samples of so many tokens: it cuts them there, and its longest profiles end there.
+def adapted(
+    recipe: Recipe, *, max_length: int | None = None, backend: str | None = None, shapes: str | None = None
+) -> Recipe:
+    """A recipe for what a call asks for beside it; None: as the recipe has it.
+
+    Args:
+        recipe: not changed.
+        max_length: tokens of a sample: it is cut there, and the longest profiles end there.
+        backend: of the engine.
+        shapes: "auto": profiles follow the data.
 
     Raises:
-        UserError: what the recipe asks for does not go with that length.
+        UserError: no such backend or shapes, or what the recipe asks for does not go with them.
     """
-    data = recipe.model_dump(mode="json")
-    longest = max((each.length[2] for each in recipe.engine.profiles), default=length)
-    data["export"]["max_length"] = length
-    shapes = [] if recipe.auto_shapes else data["engine"]["shapes"]
-    for each in [shapes] if isinstance(shapes, dict) else shapes:
-        each["length"] = [length if size == longest else min(size, length) for size in each["length"]]
-    return validated(data, f"recipe {recipe.name} for {length} tokens")
-
-
-def for_backend(recipe: Recipe, backend: str) -> Recipe:
-    """A recipe whose engine is of that backend.
-
-    Raises:
-        UserError: no such backend, or it cannot hold what the recipe asks for.
-    """
-    data = recipe.model_dump(mode="json")
-    data["engine"]["backend"] = backend
-    return validated(data, f"recipe {recipe.name} for backend {backend}")
-
-
-def for_shapes(recipe: Recipe, shapes: str) -> Recipe:
-    """A recipe whose profiles follow the data.
-
-    Raises:
-        UserError: `shapes` is not "auto".
-    """
-    if shapes != AUTO:
-        raise UserError(f"--shapes {shapes} is not known; give auto, or write engine.shapes into a recipe")
-    data = recipe.model_dump(mode="json")
-    data["engine"]["shapes"] = AUTO
-    return validated(data, f"recipe {recipe.name} with shapes of the data")
+    data, asked = recipe.model_dump(mode="json"), []
+    if shapes is not None:
+        if shapes != AUTO:
+            raise UserError(
+                f"--shapes {shapes} is not known; give auto, or write engine.shapes into a recipe"
+            )
+        data["engine"]["shapes"] = AUTO
+        asked.append("shapes of the data")
+    if backend is not None:
+        data["engine"]["backend"] = backend
+        asked.append(f"backend {backend}")
+    if max_length is not None:
+        data["export"]["max_length"] = max_length
+        kept = data["engine"]["shapes"]
+        longest = max((each.length[2] for each in recipe.engine.profiles), default=max_length)
+        for each in [] if kept == AUTO else [kept] if isinstance(kept, dict) else kept:
+            each["length"] = [
+                max_length if size == longest else min(size, max_length) for size in each["length"]
+            ]
+        asked.append(f"{max_length} tokens")
+    return validated(data, f"recipe {recipe.name} for {', '.join(asked)}") if asked else recipe
 
 
 def find_task(  # noqa: PLR0913

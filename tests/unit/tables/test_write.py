@@ -21,7 +21,7 @@ from qdqbench.eval.tables.write import (
 )
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.config import for_length, for_shapes
+from qdqbench.quantize.rundir.config import adapted
 
 from ..bench.test_results import sample_bench
 from ..runreport.test_report import sample as sample_run
@@ -53,7 +53,7 @@ def test_results_of_a_recipe_that_changed_since_are_marked():
 
 def test_a_length_that_the_run_was_given_is_told_and_is_no_change():
     runs, _ = find_results([GOLDEN])
-    runs[1].recipe = for_length(load_recipe("bert-int8-linears"), 256).model_dump(mode="json")
+    runs[1].recipe = adapted(load_recipe("bert-int8-linears"), max_length=256).model_dump(mode="json")
     assert differences(runs[1].recipe) == []
     made = tables_markdown(runs, [])
     assert "| `bert-int8-linears`, 256 tokens |" in made
@@ -66,7 +66,7 @@ def test_a_length_that_the_run_was_given_is_told_and_is_no_change():
 
 def test_shapes_of_the_data_are_told_and_are_no_change():
     runs, _ = find_results([GOLDEN])
-    runs[1].recipe = for_shapes(load_recipe("bert-int8-linears"), "auto").model_dump(mode="json")
+    runs[1].recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
     assert differences(runs[1].recipe) == []
     assert "| `bert-int8-linears`, shapes: auto |" in tables_markdown(runs, [])
 
@@ -77,7 +77,7 @@ def test_real_lengths_are_in_sequences_per_second(tmp_path):
     cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "real", [16, 40], 60, 80
     cell.headline = headline_of(bench.contestants, cell)
     bench.settings.real_lengths, bench.settings.profile = "sst2", "both"
-    bench.recipe = for_shapes(load_recipe("bert-int8-linears"), "auto").model_dump(mode="json")
+    bench.recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
     write_bench(tmp_path / "bench.json", bench)
     made = tables_markdown(*find_results([tmp_path]))
     line = next(line for line in made.partition("### Real lengths")[2].splitlines() if "SST-2" in line)
