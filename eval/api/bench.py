@@ -181,13 +181,16 @@ def bench(  # noqa: PLR0913
             save=lambda result: write_bench(place / BENCH_FILE, result),
             announce=progress,
         )
-        if prepare:
-            return found
-        refreshed, why = refresh_reports(place)
-        if why:
-            found = found.model_copy(update={"warnings": [*found.warnings, why]})
-        for report in [*write_bench_reports(found, place), *refreshed]:
-            written(report)
+        return found if prepare else report_bench(found, place, written)
+
+
+def report_bench(found: Bench, folder: Path, written: Callable[[Path], None]) -> Bench:
+    """Write the reports of a bench and again those of its run; why these cannot be is a warning of it."""
+    refreshed, why = refresh_reports(folder)
+    if why:
+        found = found.model_copy(update={"warnings": [*found.warnings, why]})
+    for report in [*write_bench_reports(found, folder), *refreshed]:
+        written(report)
     return found
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from qdqbench.eval.api.bench import report_bench
 from qdqbench.eval.api.runs import StageCallback, silent
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
-from qdqbench.eval.benchreport.report import write_bench_reports
-from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.eval.runs.run import follow, run_until
 from qdqbench.eval.trtexec.ask import plan_for, require_tensorrt
 from qdqbench.eval.trtexec.times import bench_of_times
@@ -59,9 +58,4 @@ def trtexec_bench(
     found = bench_of_times(path, command)
     with held(path):
         write_bench(path / BENCH_FILE, found)
-        refreshed, why = refresh_reports(path)
-        if why:
-            found = found.model_copy(update={"warnings": [*found.warnings, why]})
-        for report in [*write_bench_reports(found, path), *refreshed]:
-            written(report)
-    return found
+        return report_bench(found, path, written)

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from qdqbench.eval.bench.engines import ON_GPU, Devices
-from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.engine.build import gemm_names
+
+from .records import engine_result
 
 TWIN_MS = 2.0
 
@@ -76,20 +77,15 @@ def build(onnx_path, engine_path, *, expected_gemms, expected_attention, layers_
     engine_path.write_text(json.dumps({"int8": len(expected_gemms)}))
     Path(layers_path).write_text("[]")
     lost = list(expected_gemms)[: len(unproven)]
-    return EngineResult(
+    return engine_result(
+        len(expected_gemms),
         backend="fake",
-        version="0",
-        compute_capability=["0.0"],
-        ahead_of_time=False,
         file=engine_path.name,
-        bytes=1,
         int8_gemms=len(expected_gemms) - len(lost),
-        expected_int8_gemms=len(expected_gemms),
         not_int8=lost,
         attention_fused=expected_attention,
         attention_int8=expected_attention,
         expected_attention_int8=expected_attention,
-        layers=[],
     )
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from qdqbench.eval.auto.climb import Rung, chosen, climb
 from qdqbench.eval.auto.results import Final, Lacks, Measured, Step
-from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+
+from ...support.records import comparison
 
 KINDS = ("shipped", "shipped", "methods", "islands", "search", "qat")
 NAMES = ("attention", "linears", "methods", "islands", "search", "qat")
@@ -13,16 +14,7 @@ NAMES = ("attention", "linears", "methods", "islands", "search", "qat")
 
 def measured(name, drop=0.0, final=None, **lacks):
     """A recipe that loses so much, as a fraction, and lacks what is said."""
-    versus = Comparison(
-        delta={"accuracy": -drop},
-        delta_stderr={"accuracy": 0.001},
-        n=100,
-        disagreements=0,
-        mcnemar_p=1.0,
-        within_noise=False,
-        mean_abs_logit_diff=0.0,
-        sqnr_db=None,
-    )
+    versus = comparison({"accuracy": -drop}, 0.001, within_noise=False)
     return Measured(
         recipe=name,
         recipe_file=f"{name}/recipe.yaml",

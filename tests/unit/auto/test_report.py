@@ -5,26 +5,15 @@ from qdqbench.eval.auto.results import Auto, Choice, Final, Lacks, Measured, Ste
 from qdqbench.eval.auto.screen import auto_summary
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Source
-from qdqbench.quantize.core.comparison import Comparison
 
 from ...support.pages import HOSTILE, offline, plain
+from ...support.records import comparison
 
 LATE = "it needs about 8 min"
 
 
 def versus(delta, error):
-    return {
-        "validation": Comparison(
-            delta={"matthews": delta},
-            delta_stderr={"matthews": error},
-            n=1043,
-            disagreements=9,
-            mcnemar_p=0.5,
-            within_noise=abs(delta) <= 2 * error,
-            mean_abs_logit_diff=0.1,
-            sqnr_db=20.0,
-        )
-    }
+    return {"validation": comparison({"matthews": delta}, error)}
 
 
 def done(name, kind, delta, before=None, final=None, **lacks):

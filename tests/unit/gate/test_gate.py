@@ -19,20 +19,13 @@ from qdqbench.quantize.core.results import AnswersCheck, StageResult
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
 
+from ...support import records
+
 
 def comparison(**drops: tuple[float, float]) -> Comparison:
     """Of a drop and its standard error by metric."""
-    first = next(iter(drops.values()))
-    return Comparison(
-        delta={name: -drop for name, (drop, _) in drops.items()},
-        delta_stderr={name: error for name, (_, error) in drops.items()},
-        n=277,
-        disagreements=4,
-        mcnemar_p=0.5,
-        within_noise=abs(first[0]) <= 2 * first[1],
-        mean_abs_logit_diff=0.01,
-        sqnr_db=20.0,
-    )
+    deltas = {name: -drop for name, (drop, _) in drops.items()}
+    return records.comparison(deltas, {name: error for name, (_, error) in drops.items()}, n=277)
 
 
 def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:

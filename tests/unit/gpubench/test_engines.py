@@ -7,8 +7,9 @@ import pytest
 from qdqbench.eval.gpubench import engines
 from qdqbench.eval.gpubench.engines import EngineSpec, make
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.engine.profiles import Profile
+
+from ...support.records import engine_result
 
 
 @pytest.fixture
@@ -19,11 +20,7 @@ def machine(monkeypatch):
     def build(onnx, engine, **options):
         given.builds.append(options)
         engine.write_bytes(b"engine")
-        return EngineResult(
-            backend="tensorrt_rtx", version="1.4", compute_capability=["9.0"], ahead_of_time=False,
-            file=engine.name, bytes=6, int8_gemms=1, expected_int8_gemms=1, not_int8=[], attention_fused=0,
-            attention_int8=0, expected_attention_int8=0, layers=[],
-        )  # fmt: skip
+        return engine_result(1, file=engine.name)
 
     def check(engine, onnx):
         if not given.fits:

@@ -23,6 +23,7 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task
 
+from ...support import records
 from ...support.pages import HOSTILE, offline, plain
 from ...support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
 
@@ -170,16 +171,7 @@ def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:
 
 
 def comparison(delta: float) -> Comparison:
-    return Comparison(
-        delta={"f1": delta},
-        delta_stderr={"f1": 0.004},
-        n=400,
-        disagreements=5,
-        mcnemar_p=0.4,
-        within_noise=abs(delta) <= 0.008,
-        mean_abs_logit_diff=0.1,
-        sqnr_db=20.0,
-    )
+    return records.comparison({"f1": delta}, 0.004)
 
 
 def row(

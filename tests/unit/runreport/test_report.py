@@ -19,7 +19,7 @@ from qdqbench.eval.runreport import charts, parity, report
 from qdqbench.eval.runreport import report as report_module
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Parity, ParityRow, Speed
+from qdqbench.quantize.core.comparison import Gate, OpenQuestion, Parity, ParityRow, Speed
 from qdqbench.quantize.core.results import (
     BlockCheck,
     EngineResult,
@@ -33,6 +33,7 @@ from qdqbench.quantize.core.results import (
 )
 
 from ...support.pages import HOSTILE, Page, offline, plain
+from ...support.records import comparison, engine_result
 
 LINEARS = (
     "attention.self.query",
@@ -84,34 +85,13 @@ def engine(layers: int, prefix: str) -> EngineResult:
                 outputs=["Half"],
             )
         )
-    return EngineResult(
-        backend="tensorrt_rtx",
-        version="1.7.1.116",
-        compute_capability=["8.9"],
-        ahead_of_time=True,
-        file="engine/model.int8.engine",
-        bytes=34_900_000,
-        int8_gemms=6 * layers,
-        expected_int8_gemms=6 * layers,
-        not_int8=[],
-        attention_fused=layers,
-        attention_int8=0,
-        expected_attention_int8=0,
-        layers=table,
-    )
+    return engine_result(6 * layers, attention_fused=layers, layers=table)
 
 
 def measured(metrics: dict[str, float], delta: float | None, within_noise: bool = True) -> StageResult:
     """A scored stage; `delta` is its distance from FP32."""
-    versus = delta is not None and Comparison(
-        delta=dict.fromkeys(metrics, delta),
-        delta_stderr=dict.fromkeys(metrics, 0.0021),
-        n=872,
-        disagreements=5,
-        mcnemar_p=0.625,
-        within_noise=within_noise,
-        mean_abs_logit_diff=0.1683,
-        sqnr_db=21.4,
+    versus = delta is not None and comparison(
+        dict.fromkeys(metrics, delta), 0.0021, within_noise=within_noise
     )
     return StageResult(
         status="done",

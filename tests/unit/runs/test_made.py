@@ -8,9 +8,11 @@ from rich.console import Console
 
 from qdqbench.eval.runs.made import Calibrated, Made, _failures
 from qdqbench.eval.runs.made_lines import made_lines, stage_text
-from qdqbench.quantize.core.comparison import Comparison, Parity, ParityRow
-from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, LayerRow, StageResult, Timing
+from qdqbench.quantize.core.comparison import Parity, ParityRow
+from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
+
+from ...support.records import comparison, engine_result
 
 
 def made(*stages: str, **fields) -> Made:
@@ -25,24 +27,10 @@ def made(*stages: str, **fields) -> Made:
 
 
 def engine(**changes) -> EngineResult:
-    fields = {
-        "backend": "openvino",
-        "version": "2026.4",
-        "compute_capability": [],
-        "ahead_of_time": False,
-        "file": "model.int8.engine",
-        "bytes": 23_400_000,
-        "int8_gemms": 12,
-        "expected_int8_gemms": 12,
-        "not_int8": [],
-        "attention_fused": 2,
-        "attention_int8": 1,
-        "expected_attention_int8": 1,
-        "layers": [
-            LayerRow(name="k", kind="gemm", onnx=["/a/MatMul"], inputs=["f32"], constants=[], outputs=["f32"])
-        ],
-    }
-    return EngineResult.model_validate(fields | changes)
+    layer = {"name": "k", "kind": "gemm", "onnx": ["/a/MatMul"], "inputs": ["f32"], "constants": []}
+    fields = {"backend": "openvino", "version": "2026.4", "ahead_of_time": False, "file": "model.int8.engine"}
+    fields |= {"bytes": 23_400_000, "attention_fused": 2, "attention_int8": 1, "expected_attention_int8": 1}
+    return engine_result(12, **fields | {"layers": [layer | {"outputs": ["f32"]}]} | changes)
 
 
 def parity(differing: int) -> Parity:
@@ -79,16 +67,7 @@ SCORED = StageResult(
     metrics={"accuracy": 0.875},
     stderr={"accuracy": 0.0125},
     n=1200,
-    vs_fp32=Comparison(
-        delta={"accuracy": -0.01},
-        delta_stderr={"accuracy": 0.002},
-        n=1200,
-        disagreements=31,
-        mcnemar_p=0.1,
-        within_noise=False,
-        mean_abs_logit_diff=0.1,
-        sqnr_db=20.0,
-    ),
+    vs_fp32=comparison({"accuracy": -0.01}, 0.002, n=1200, disagreements=31),
 )
 TRAINED = TrainingRun(
     seed=0,

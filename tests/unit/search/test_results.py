@@ -25,11 +25,11 @@ from qdqbench.eval.search.results import (
 )
 from qdqbench.eval.tables.changed import Changed
 from qdqbench.eval.tables.search import search_tables
-from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 
+from ...support import records
 from ...support.pages import offline, plain
 
 
@@ -64,16 +64,7 @@ def trial_of(number, drop, divergence, ms, gate=GateSettings(max_drop=0.003), **
 
 
 def comparison(drop, stderr=0.001):
-    return Comparison(
-        delta={"accuracy": -drop},
-        delta_stderr={"accuracy": stderr},
-        n=900,
-        disagreements=4,
-        mcnemar_p=0.5,
-        within_noise=abs(drop) <= 2 * stderr,
-        mean_abs_logit_diff=0.01,
-        sqnr_db=20.0,
-    )
+    return records.comparison({"accuracy": -drop}, stderr)
 
 
 def confirmed(name, value, ms, drop=0.0, **changes):

@@ -1,0 +1,44 @@
+"""Records of results with every field filled in; a test names those that it is about."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.results import EngineResult
+
+
+def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], **changes: Any) -> Comparison:
+    """A stage minus FP32 by metric, the primary first, and the standard error of each."""
+    errors = error if isinstance(error, Mapping) else dict.fromkeys(delta, error)
+    first = next(iter(delta))
+    fields = {
+        "delta": delta,
+        "delta_stderr": errors,
+        "n": 872,
+        "disagreements": 5,
+        "mcnemar_p": 0.625,
+        "within_noise": abs(delta[first]) <= 2 * errors[first],
+        "mean_abs_logit_diff": 0.1683,
+        "sqnr_db": 21.4,
+    }
+    return Comparison.model_validate(fields | changes)
+
+
+def engine_result(gemms: int, **changes: Any) -> EngineResult:
+    """An engine built ahead of time that runs all of its INT8 products in INT8."""
+    fields: dict[str, Any] = {
+        "backend": "tensorrt_rtx",
+        "version": "1.7.1.116",
+        "compute_capability": ["8.9"],
+        "ahead_of_time": True,
+        "file": "engine/model.int8.engine",
+        "bytes": 34_900_000,
+        "int8_gemms": gemms,
+        "expected_int8_gemms": gemms,
+        "not_int8": [],
+        "attention_fused": 0,
+        "attention_int8": 0,
+        "expected_attention_int8": 0,
+        "layers": [],
+    }
+    return EngineResult.model_validate(fields | changes)
