@@ -73,7 +73,7 @@ def modelled(session: Session, options: "SearchOptions") -> "tuple[Source, Measu
         version=fitted.version,
         batch=batch,
         length=length,
-        outside=fitted.outside(shape, batch, length),
+        outside=[*fitted.outside(shape, batch, length), *_split(session)],
         error=fitted.leave_one_out.model_dump(),
     )
 
@@ -82,6 +82,12 @@ def modelled(session: Session, options: "SearchOptions") -> "tuple[Source, Measu
         return Latency(ms=ms, twin_ms=twin, speedup=twin / ms)
 
     return source, measure
+
+
+def _split(session: Session) -> list[str]:
+    """Channels that the recipe adds, of which the cost model does not know."""
+    extra, plan = session.recipe.calibration.split_outliers, session.plan
+    return [f"split_outliers {extra} (measured: 0)"] if extra and plan.family.splittable(plan.int8) else []
 
 
 def measured_source(session: Session, options: "SearchOptions") -> Source:

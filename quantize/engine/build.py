@@ -18,10 +18,9 @@ from qdqbench.quantize.cpu.products import name_products
 from qdqbench.quantize.cpu.runtimes import compiled, first_run
 from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.hazards import hazards
-from qdqbench.quantize.engine.kernels import one_profile
+from qdqbench.quantize.engine.kernels import float_residuals, one_profile
 from qdqbench.quantize.engine.layers import (
     coverage,
-    float_residuals,
     parse_inspector_json,
     parse_log,
     why_not,

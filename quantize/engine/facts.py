@@ -14,6 +14,7 @@ from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.kernels import (
     count_text,
+    float_residuals,
     is_gelu,
     is_norm,
     kernel_kind,
@@ -24,7 +25,6 @@ from qdqbench.quantize.engine.kernels import (
 )
 from qdqbench.quantize.engine.layers import (
     computing_rows,
-    float_residuals,
     is_attention,
     is_int8,
     name_parts,

@@ -6,7 +6,7 @@ that goes to FP32 first. Long names end in Etc, and then the ONNX nodes that the
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from qdqbench.quantize.core.names import count_of
@@ -229,3 +229,19 @@ def norm_precision(row: LayerRow) -> str:
         own = "BF16" if "BFloat16" in row.inputs else "FP16"
         return "FP32" if before[-1:] == ["Cast"] else own
     return "FP32"
+
+
+def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
+    """The normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
+
+    In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
+    that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not
+    proven.
+    """
+    proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
+    for row in layers:
+        int8 = row.inputs.count("Int8") > (row.kind == "gemm")
+        for name in proven.keys() & set(row.onnx):
+            copies = proven[name]
+            copies[copy_of(row)] = copies.get(copy_of(row), False) or int8
+    return sorted(name for name, copies in proven.items() if not copies or not all(copies.values()))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -57,15 +57,14 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
     for line in (part for message in lines for part in message.split("\n")):
         if (parts := _parts(line)) is None:
             continue
-        outputs = _AFTER_OUTPUTS.split(parts.rest, maxsplit=1)[0]
-        metadata = parts.rest.partition(", Metadata: ")[2]
-        tensors = (parts.inputs, parts.constants, outputs)
+        name, kind, *tensors, rest = parts
+        tensors.append(_AFTER_OUTPUTS.split(rest, maxsplit=1)[0])
         inputs, constants, outs = ([_datatype(text) for text in _DATATYPE.findall(part)] for part in tensors)
         rows.append(
             LayerRow(
-                name=parts.name,
-                kind=parts.kind,
-                onnx=_onnx_names(metadata),
+                name=name,
+                kind=kind,
+                onnx=_onnx_names(rest.partition(", Metadata: ")[2]),
                 inputs=inputs,
                 constants=constants,
                 outputs=outs,
@@ -74,16 +73,11 @@ def parse_log(lines: Iterable[str]) -> list[LayerRow]:
     return rows
 
 
-class _Parts(NamedTuple):
-    name: str
-    kind: str
-    inputs: str
-    constants: str
-    rest: str  # outputs, and what follows
+def _parts(line: str) -> tuple[str, str, str, str, str] | None:
+    """Name, kind, inputs, constants and the rest of a line, in one pass.
 
-
-def _parts(line: str) -> _Parts | None:
-    """A line of the table in one pass, at the first of each mark: where a later one fits, it fits too."""
+    It is parted at the first of each mark: where a later one fits, that does too.
+    """
     name = _NAME.search(line)
     kind = _KIND.search(line, name.end()) if name else None
     if name is None or kind is None:
@@ -92,7 +86,7 @@ def _parts(line: str) -> _Parts | None:
     if not found:
         return None
     inputs, _, constants = head.partition(_CONSTANTS)
-    return _Parts(line[name.end() : kind.start()], kind[1], inputs, constants, rest)
+    return line[name.end() : kind.start()], kind[1], inputs, constants, rest
 
 
 def read_table(path: Path) -> list[LayerRow]:
@@ -199,22 +193,6 @@ def computing_rows(layers: Sequence[LayerRow], known: Collection[str]) -> dict[s
         for node in _nodes(row, names):
             found[node][copy_of(row)].append(row)
     return {node: [_deciding(rows, node) for rows in graphs.values()] for node, graphs in found.items()}
-
-
-def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
-    """The normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
-
-    In a fused kernel the residual stands beside the result of the linear, so one INT8 input is enough; a GEMM
-    that normalizes what it makes has INT8 operands too, and needs another. One that no row names is not
-    proven.
-    """
-    proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
-    for row in layers:
-        int8 = row.inputs.count("Int8") > (row.kind == "gemm")
-        for name in proven.keys() & set(row.onnx):
-            copies = proven[name]
-            copies[copy_of(row)] = copies.get(copy_of(row), False) or int8
-    return sorted(name for name, copies in proven.items() if not copies or not all(copies.values()))
 
 
 def copy_of(row: LayerRow) -> str:

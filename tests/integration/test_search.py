@@ -106,6 +106,7 @@ def test_the_outcome_is_whole(searched):
     assert all(t.accuracy.n == 96 for t in tried)
     assert found.source.mode == "model"
     assert "modelled, not measured" in found.warnings[0]
+    assert any(line.endswith("split_outliers 64 (measured: 0)") for line in found.warnings)
 
 
 def test_the_chosen_recipe_is_confirmed_on_validation(searched):

@@ -388,7 +388,7 @@ def test_a_line_is_what_the_expression_says(line):
     assert (found is None) == (match is None)
     if match is not None:
         expected = (match[name] or "" for name in ("name", "kind", "inputs", "constants", "rest"))
-        assert tuple(found) == (*expected,)
+        assert found == (*expected,)
 
 
 @pytest.mark.parametrize(

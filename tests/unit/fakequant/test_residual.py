@@ -23,7 +23,7 @@ from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.build import build, require_int8
 from qdqbench.quantize.engine.facts import graph_of
 from qdqbench.quantize.engine.inspection import inspect_layers
-from qdqbench.quantize.engine.layers import float_residuals
+from qdqbench.quantize.engine.kernels import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.graph import export
