@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.arrays import Array, Float32, Int32, Int64
-from qdqbench.quantize.core.comparison import Comparison, Parity, ParityRow
+from qdqbench.quantize.core.comparison import Parity, ParityRow
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values
@@ -70,7 +70,6 @@ def compare_layers(
     onnx_model: onnx.ModelProto,
     model: "PreTrainedModel",
     batches: Iterable[dict[str, Int64]],
-    end_to_end: Comparison | None = None,
 ) -> Parity:
     """Teacher-forced parity of an exported graph with the fake-quant model that it came from.
 
@@ -78,7 +77,6 @@ def compare_layers(
         onnx_model: graph with Q/DQ; not changed.
         model: the calibrated fake-quant model.
         batches: int64 [B, L] arrays; padded ones make the mask count.
-        end_to_end: ONNX Runtime against the fake-quant model on the whole split, for the record.
 
     Returns:
         One row per quantized layer; attention tensors and residuals have rows of their own.
@@ -122,7 +120,6 @@ def compare_layers(
         limit_fraction=LIMIT_FRACTION,
         limit_step=LIMIT_STEP,
         passed=all(row.holds for row in rows),
-        end_to_end=end_to_end,
     )
 
 

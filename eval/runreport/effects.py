@@ -127,11 +127,11 @@ def error_charts(results: Results) -> list[str]:
     return [svg for svg in charts if svg]
 
 
-def worst_linears(results: Results, count: int = 3) -> list[tuple[str, str]]:
-    """The linears with the largest error alone, and that in percent."""
+def worst_linears(results: Results) -> list[tuple[str, str]]:
+    """The three linears with the largest error alone, and that in percent."""
     rows = results.layer_errors.rows if results.layer_errors else []
     linears = sorted((row for row in rows if row.what == "linear"), key=lambda row: -row.alone)
-    return [(row.name, f"{row.alone:.1%}") for row in linears[:count]]
+    return [(row.name, f"{row.alone:.1%}") for row in linears[:3]]
 
 
 def fp16_rows(results: Results) -> list[tuple[str, list[str]]]:

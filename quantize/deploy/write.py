@@ -97,7 +97,7 @@ def write_deploy(session: Session, results: Results, said: Said, out: Path | Non
     if for_gpu is not None:
         content |= {GPU_MODEL: for_gpu} if beside else {}
         shapes = dict.fromkeys(told["inputs"], (-1, -1))
-        options = build_options(context["gpu_model"], "built", shapes, profiles, "timing.cache")
+        options = build_options(context["gpu_model"], "built", shapes, profiles)
         content[BUILD_SCRIPT] = _render("build_tensorrt.sh", context | {"trtexec": options})
         context["trtexec"] = options
     for way in ways:

@@ -21,6 +21,7 @@ from qdqbench.quantize.machine.cpu import quota
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES = 2**28
+GRACE_S = 3.0  # until a child is killed
 _here = threading.local()
 
 
@@ -54,7 +55,7 @@ def most_threads() -> int | None:
     return getattr(_here, "threads", None) or quota()
 
 
-def end_children(seconds: float = 3.0) -> None:
+def end_children() -> None:
     """End what this process has started, and what that has; those that do not end in time are killed."""
     import psutil
 
@@ -62,7 +63,7 @@ def end_children(seconds: float = 3.0) -> None:
     for child in children:
         with suppress(psutil.Error):
             child.terminate()
-    for child in psutil.wait_procs(children, timeout=seconds)[1]:
+    for child in psutil.wait_procs(children, timeout=GRACE_S)[1]:
         with suppress(psutil.Error):
             child.kill()
 

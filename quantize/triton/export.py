@@ -195,7 +195,7 @@ def _write_ensemble(models: Path, ensemble: str, facts: Facts, context: dict[str
 def _write_plan_script(folder: Path, facts: Facts, context: dict[str, Any], graph: Path) -> None:
     """What builds the plan elsewhere, and the configurations that then replace those of a CPU."""
     name, inputs = context["name"], {each.name: (-1, -1) for each in facts.tokens}
-    options = build_options("model.onnx", "model", inputs, facts.profiles, "timing.cache")
+    options = build_options("model.onnx", "model", inputs, facts.profiles)
     folder.mkdir()
     shutil.copyfile(graph, folder / "model.onnx")
     script = folder / "build_plan.sh"

@@ -15,9 +15,7 @@ WARM_UP_MS, SECONDS = 500, 5  # of a measurement
 _PLAIN = re.compile(r"[\w./:-]+")  # of a name that needs no quotes of trtexec's own
 
 
-def build_options(
-    onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profile], timing_cache: str
-) -> list[str]:
+def build_options(onnx: str, stem: str, inputs: Inputs, profiles: Sequence[Profile]) -> list[str]:
     """Build a strongly typed engine STEM.engine with every profile, and write its layer table.
 
     Raises:
@@ -36,7 +34,7 @@ def build_options(
         "--profilingVerbosity=detailed",
         "--dumpLayerInfo",
         f"--exportLayerInfo={stem}.layers.json",
-        f"--timingCacheFile={timing_cache}",
+        "--timingCacheFile=timing.cache",
         f"--saveEngine={stem}.engine",
         "--skipInference",
     ]

@@ -189,7 +189,7 @@ echo done
 
 
 def _build(plan: Plan, name: Graph) -> str:
-    options = build_options(f"../{plan.onnx[name]}", name, plan.inputs, plan.profiles, "timing.cache")
+    options = build_options(f"../{plan.onnx[name]}", name, plan.inputs, plan.profiles)
     forget = "  rm -f output/*.json\n" if name == plan.graph else ""
     command = _command(f"{name}.log", options).replace("\n", "\n  ")
     return f"if [ ! -s {name}.engine ] || [ ! -s {name}.layers.json ]; then\n{forget}  {command}\nfi"

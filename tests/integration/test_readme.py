@@ -218,6 +218,20 @@ def test_every_option_in_the_text_exists():
     assert named - known <= {"--strict", "--fake", "--only-run"}
 
 
+def test_every_option_of_a_script_exists():
+    shown = []
+    for document in DOCUMENTS:
+        text = document.read_text().replace("\\\n", " ")
+        shown += re.findall(
+            r"(?:^|`)python3? ((?:tests/[\w/]+|dev)\.py)([^`\n]*(?:\n[^`\n]+)?`|[^`\n]*$)", text, re.M
+        )
+    assert len(shown) > 10
+    for script, words in shown:
+        source = (ROOT / script).read_text()
+        for option in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", words):
+            assert f'"--{option}"' in source or f'"{option}"' in source, f"{script} {words}"
+
+
 @pytest.mark.parametrize(
     "text",
     [
