@@ -69,7 +69,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
 
     Raises:
         MissingDevice: latency can neither be measured nor modelled here.
-        UserError: the recipe does not fit.
+        UserError: the recipe does not fit, or calibration leaves too few train rows.
     """
     model, recipe = session.fp32_model, session.recipe
     space = make_space(recipe, module_table(model), model.base_model_prefix)
@@ -80,6 +80,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
     pace, rows = probed(session), sum(each.rows for _, each in session.eval_splits.values())
     name = options.study or f"{recipe.name}-{session.config.task.name}"
     done, seconds = _before(name, folder)
+    judged = len(work.draw.gold)  # of a small train split fewer than were asked for, or too few
     samples, latency_s = recipe.calibration.samples, 0.0
     if engine:
         latency_s = LATENCY_S * max(1.0, parameters / MEASURED_WITH)
@@ -90,10 +91,10 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
         )
     else:
         basis = "a few rows in FP32, timed now, and what calibrations, fake-quant and engines took elsewhere"
-        trial_s = AROUND_S + options.samples * pace.fake_s + pace.calibrated(SHARED, samples) + latency_s
+        trial_s = AROUND_S + judged * pace.fake_s + pace.calibrated(SHARED, samples) + latency_s
     ranking_s = 0.0
     if options.sensitivity is None and not done:
-        ranking_s = own_ranking(work).evaluations * min(SAMPLES, options.samples) * pace.fp32_s
+        ranking_s = own_ranking(work).evaluations * min(SAMPLES, judged) * pace.fp32_s
         ranking_s += pace.calibrated(1, samples)
     trials_s = max(options.trials - done, 0) * trial_s
     trials_s = trials_s if options.budget_s is None else min(trials_s, options.budget_s)
@@ -112,7 +113,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
         trials=options.trials,
         done=done,
         budget_s=options.budget_s,
-        samples=options.samples,
+        samples=judged,
         source=source,
         basis=basis,
         unchecked=unchecked(source.backend if engine else None),

@@ -148,8 +148,7 @@ def claimed(
     files.require_writable(folder)
     with held(folder):
         there = _found(folder, purpose, replace)
-        if there is None or replace:
-            ready()
+        ready()  # whatever is there stays as it is where this raises
         if there is not None and replace:
             ended = _ended(folder, there)
             say(f"{folder}: removed {ended} of {there.words()}: {remove_made(folder, there.kind)}")

@@ -183,6 +183,8 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
             raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give the rows in one of them")
         return [folder], []
     if not folder.is_dir():
+        if folder.suffix in FORMATS:
+            raise UserError(f"data file {folder} does not exist; give --data the file, a folder or hub")
         raise UserError(
             f"data folder {folder} does not exist; give --data a folder with {split}.parquet, or hub"
         )

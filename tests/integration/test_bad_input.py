@@ -410,6 +410,14 @@ def test_run_of_another_version(text, a_run, qdqbench):
     one_sentence(qdqbench("report", a_run), 1, r"run\.json")
 
 
+def test_a_mistake_leaves_a_finished_run_as_it_is(a_run, sst2, qdqbench):
+    """Seen: `--max-length` beyond the model's positions took the report of the run in that folder with it."""
+    before = {name: (a_run / name).read_bytes() for name in ("run.json", "results.json", "report.html")}
+    done = qdqbench("run", "bert-int8-linears", *sst2.options, "--out", a_run, "--max-length", 4096)
+    one_sentence(done, 1, "export.max_length is 4096")
+    assert {name: (a_run / name).read_bytes() for name in before} == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [pytest.param("{", marks=pytest.mark.long), '{"schema_version": 99}'])
 def test_unreadable_manifest_means_that_nothing_is_reused(text, a_run, qdqbench):

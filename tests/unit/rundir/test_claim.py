@@ -79,15 +79,16 @@ def test_replace_removes_what_was_made_and_nothing_else(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replace", [False, True])
+def test_nothing_is_removed_before_what_is_asked_can_be_done(tmp_path: Path, replace: bool) -> None:
     folder = tmp_path / "run"
     begun(folder)
 
     def ready() -> None:
         raise UserError("no such data")
 
-    with pytest.raises(UserError, match="no such data"), claimed(folder, RUN, replace=True, ready=ready):
-        pass
+    with pytest.raises(UserError, match="no such data"), claimed(folder, RUN, replace=replace, ready=ready):
+        (folder / "results.json").unlink()
     assert (folder / "results.json").is_file()
 
 

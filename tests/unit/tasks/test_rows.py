@@ -101,6 +101,11 @@ def test_shards_are_joined_in_order_and_must_be_complete(tmp_path):
     assert load(tmp_path, split="train").dataset[:]["sentence"] == ["a", "b", "c", "d"]
 
 
+def test_a_file_that_is_not_there_is_called_a_file(tmp_path):
+    with pytest.raises(UserError, match=r"data file .*mine\.csv does not exist"):
+        load(tmp_path / "mine.csv")
+
+
 def test_folder_names_with_wildcards(tmp_path):
     sst2(tmp_path / "a[b]*/validation.csv")
     assert load(tmp_path / "a[b]*").rows == 6
