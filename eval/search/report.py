@@ -114,7 +114,6 @@ def _context(found: Search) -> dict[str, Any]:
     )
     return {
         "s": found,
-        "title": f"{label(found.task)} · {model_label(found.model)} · {found.recipe['name']}",
         "headline": search_headline(found),
         "chosen": chosen,
         "recipe_yaml": chosen.recipe if chosen else "",

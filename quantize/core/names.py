@@ -6,11 +6,11 @@ DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are 
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 
-def name_list(names: Iterable[str]) -> str:
+def name_list(names: Iterable[str], most: int = MAX_NAMED) -> str:
     """Names for one sentence: the first few, then how many more."""
     names = list(names)
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def count_of(number: int, noun: str) -> str:

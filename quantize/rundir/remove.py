@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.machine.lock import HOLDER, LOCK
 
 MARK = ".qdqbench.json"
@@ -90,7 +91,7 @@ class Removed:
     kept: tuple[str, ...] = ()  # which qdqbench did not make
 
     def __str__(self) -> str:
-        kept = f"; kept {_some(self.kept)}, not made by qdqbench" if self.kept else ""
+        kept = f"; kept {name_list(self.kept, 3)}, not made by qdqbench" if self.kept else ""
         return f"{self.count} files, {self.size / 1e6:.1f} MB{kept}"
 
 
@@ -161,8 +162,3 @@ def remove_asked(folder: Path) -> None:
                 path.unlink()
         for path in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
             path.rmdir()
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"

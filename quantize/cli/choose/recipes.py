@@ -9,6 +9,7 @@ import typer
 
 from qdqbench.quantize.cli import options
 from qdqbench.quantize.cli.terminal import Json, console, plain, print_json, show, show_json
+from qdqbench.quantize.core.names import name_list
 
 if TYPE_CHECKING:
     from qdqbench.quantize.families.family import Family
@@ -185,9 +186,5 @@ def _cache_lines(made: "FromCache") -> Any:
     for linear, why in made.calibrated.items():
         reasons.setdefault(why, []).append(linear)
     for why, linears in reasons.items():
-        lines.append(f"calibrated from data, because {why}: {linears[0]}" + _more(linears))
+        lines.append(f"calibrated from data, because {why}: {name_list(linears, 1)}")
     return Group(*(Text(plain(line).replace("\\[", "[")) for line in lines))
-
-
-def _more(linears: list[str]) -> str:
-    return f" and {len(linears) - 1} more" if len(linears) > 1 else ""
