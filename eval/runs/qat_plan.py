@@ -97,6 +97,7 @@ class QatPlan(Strict):
     cost: TrainingCost
     plan_s: float  # that the plan itself took
     findings: list[str]
+    warnings: list[str] = []
     notes: list[str]
 
 
@@ -281,5 +282,6 @@ def _plan(
         cost=cost,
         plan_s=0.0,
         findings=findings,
-        notes=[*session.remarks, *filter(None, ["" if known else unchecked(None)])],
+        warnings=[*session.warnings, *filter(None, ["" if known else unchecked(None)])],
+        notes=list(session.notes),
     )

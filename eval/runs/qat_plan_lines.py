@@ -20,7 +20,9 @@ def plan_lines(plan: QatPlan) -> "Group":
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in _lines(plan):
         table.add_row(Text(name, style="bold"), Text(text))  # Text: names are never read as markup
-    warned = [Text(line, style="yellow") for line in [*plan.findings, *plan.notes]]
+    warned = [Text(line, style="yellow") for line in plan.findings]
+    warned += [Text(f"warning: {line}", style="yellow") for line in plan.warnings]
+    warned += [Text(f"note: {line}", style="dim") for line in plan.notes]
     title = f"QAT plan of {plan.recipe}, made in {duration(plan.plan_s)}; nothing was trained"
     return Group(Text(title, style="bold"), table, *warned)
 
