@@ -14,8 +14,8 @@ from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_b
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
     ChannelSplit,
-    QuantizerState,
     Smoothing,
+    quantizer_state,
     require_plausible,
     require_shared,
 )
@@ -288,16 +288,6 @@ def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) 
             quantizer.amax = torch.where(dead, amax.max(), amax)
             notes.append(f"{name}: {int(dead.sum())} output channels are all zero")
     return notes
-
-
-def quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
-    """What the record holds of a quantizer; `rms` of an activation while calibrating."""
-    amax = quantizer.amax
-    values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
-    scalar = amax is not None and quantizer.axis is None
-    return QuantizerState(
-        kind=quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
-    )
 
 
 def _lengths(lengths: list[int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.fakequant.quantizers import QuantizerKind
+from qdqbench.quantize.fakequant.quantizers import QuantizerKind, quantizer_kind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -78,6 +78,16 @@ class CalibrationRecord(Tabular):
         return [
             quantizer_row(name, state, self.replaced.get(name)) for name, state in self.quantizers.items()
         ]
+
+
+def quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+    """What the record holds of a quantizer; `rms` of an activation while calibrating."""
+    amax = quantizer.amax
+    values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
+    scalar = amax is not None and quantizer.axis is None
+    return QuantizerState(
+        kind=quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
+    )
 
 
 def read_record(path: Path) -> CalibrationRecord:

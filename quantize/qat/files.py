@@ -4,8 +4,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.quantize.calibrate.ptq import quantizer_state
-from qdqbench.quantize.calibrate.record import CalibrationRecord, require_plausible, write_record
+from qdqbench.quantize.calibrate.record import (
+    CalibrationRecord,
+    quantizer_state,
+    require_plausible,
+    write_record,
+)
 from qdqbench.quantize.calibrate.smoothing import take_back
 from qdqbench.quantize.calibrate.splitting import merge
 from qdqbench.quantize.core import files
