@@ -13,7 +13,7 @@ from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import hash_of
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.results import read_results
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.identity import made_with
@@ -112,7 +112,7 @@ def _told(ladder: Ladder, steps: list[Step], budget_s: float, command: str) -> A
     best = chosen(steps, metric)
     fp32 = {}
     if best is not None and best.measured is not None:
-        results = read(ladder.folder / best.measured.run / "results.json", Results, "report", "run it again")
+        results = read_results(ladder.folder / best.measured.run)
         fp32 = results.stages["fp32"].metrics
     return Auto(
         created=now(),

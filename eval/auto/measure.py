@@ -23,8 +23,7 @@ from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
@@ -161,9 +160,9 @@ class Ladder:
     def going_on(self, steps: Sequence[Step]) -> None:
         """Learn what things take here from the steps of an interrupted call."""
         for step in steps:
-            path = self.folder / step.measured.run / "results.json" if step.measured else None
-            if path is not None and path.is_file():
-                self._learn(read(path, Results, "report", "run the step again"))
+            run = self.folder / step.measured.run if step.measured else None
+            if run is not None and (run / RESULTS_FILE).is_file():
+                self._learn(read_results(run))
 
     def judged(self, step: Step) -> Answers:
         """The same, with whether other samples could change that it does not hold."""

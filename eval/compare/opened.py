@@ -15,14 +15,11 @@ from qdqbench.eval.report.formats import model_label
 from qdqbench.eval.runreport.verdict import last_measured, quantized_file
 from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.encoders.load import class_names
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
-
-RESULTS = "results.json"
 
 
 @dataclass(frozen=True)
@@ -137,10 +134,9 @@ def _names(folders: list[Path]) -> list[str]:
 
 def _open(folder: Path, name: str) -> Opened:
     config = read_config(folder)
-    path = folder / RESULTS
-    if not path.is_file():
-        raise UserError(f"{folder} has no {RESULTS}; run `qdqbench report {folder}` first")
-    results = read(path, Results, "report", f"run `qdqbench report {folder}`")
+    if not (folder / RESULTS_FILE).is_file():
+        raise UserError(f"{folder} has no {RESULTS_FILE}; run `qdqbench report {folder}` first")
+    results = read_results(folder)
     last = last_measured(results)
     if last is None or last[0] == "fp32":
         raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")

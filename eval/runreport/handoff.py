@@ -8,8 +8,7 @@ from qdqbench.eval.report.formats import cleaned
 from qdqbench.eval.runreport.verdict import verdict
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.deploy.write import DEPLOY, TOLD, Said, write_deploy
 from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.rundir.session import Session, read_config
@@ -38,9 +37,9 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
         UserError: no finished run, or as `write_deploy`.
     """
     session = Session(read_config(folder), folder)
-    if not (folder / "results.json").is_file():
+    if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
-    results = read(folder / "results.json", Results, "report", f"run `qdqbench report {folder}`")
+    results = read_results(folder)
     with held(folder):
         _write(session, results, out)
     return out or folder / DEPLOY

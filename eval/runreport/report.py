@@ -47,9 +47,7 @@ from qdqbench.eval.runreport.verdict import (
 )
 from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, Comparison
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.files import write_text
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results, write_results
 from qdqbench.quantize.engine.facts import facts_of
 from qdqbench.quantize.kinds.embedding import AGREEMENT
 
@@ -87,29 +85,27 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
     Raises:
         UserError: the folder cannot be written.
     """
-    path = folder / "results.json"
-    if not path.is_file():
+    if not (folder / RESULTS_FILE).is_file():
         return [], None
     try:
-        results = read(path, Results, "report", "run `qdqbench report`")
+        results = read_results(folder)
     except UserError:  # what was measured must not be lost to it
-        return [], f"{path.name} is not of this version: run `qdqbench report` for a report with this bench"
+        why = f"{RESULTS_FILE} is not of this version"
+        return [], f"{why}: run `qdqbench report` for a report with this bench"
     speed = speed_of(folder)
     twins = twins_of(folder, results.engine.backend if results.engine else None)
     gate = with_speed(results.gate, speed)
     results = results.model_copy(update={"speed": speed, "twins": twins, "gate": gate})
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
-    write_text(path, results.model_dump_json(indent=2) + "\n")
+    write_results(folder, results)
     return write_reports(results, folder), None
 
 
 def too_slow(folder: Path) -> list[str]:
     """Where a finished run is slower than its gate asks, by its last bench; empty before it has a report."""
-    path = folder / "results.json"
-    if not path.is_file():
+    if not (folder / RESULTS_FILE).is_file():
         return []
-    gate = read(path, Results, "report", "run `qdqbench report`").gate
-    return [line for line in gate.failures if line.startswith(SPEED)]
+    return [line for line in read_results(folder).gate.failures if line.startswith(SPEED)]
 
 
 def summary_lines(results: Results) -> "Group":
@@ -239,7 +235,7 @@ def _context(results: Results) -> dict[str, Any]:
         "task": about[0],
         "recipe_name": about[1],
         "page": page_of(
-            results, "run", name, about, "results.json", facts={"Model, task and data": inputs}, recipe=recipe
+            results, "run", name, about, RESULTS_FILE, facts={"Model, task and data": inputs}, recipe=recipe
         ),
         "recipe_yaml": yaml_text(recipe),
         "metrics": metrics,

@@ -12,7 +12,7 @@ from qdqbench.eval.runs.collect import collect, scored
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import Timing
+from qdqbench.quantize.core.results import RESULTS_FILE, Timing, write_results
 from qdqbench.quantize.deploy.folder import remove
 from qdqbench.quantize.deploy.write import DEPLOY
 from qdqbench.quantize.engine.profiles import require_room
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BASELINE = "baseline"
 EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")
-REPORT = ("results.json", "report.md", "report.html", FILE)
+REPORT = (RESULTS_FILE, "report.md", "report.html", FILE)
 REPORTED = (None, "report")
 
 
@@ -128,7 +128,7 @@ def run_until(
         show("report", False)
         results = collect(session, timings)
         results.warnings[:0] = hand_off(session, results)
-        files.write_text(session.folder / "results.json", results.model_dump_json(indent=2) + "\n")
+        write_results(session.folder, results)
         write_reports(results, session.folder)
         return results
 

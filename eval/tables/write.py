@@ -34,12 +34,12 @@ from qdqbench.eval.tables.search import search_tables
 from qdqbench.eval.tables.study import study_tables
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import RESULTS_FILE as RESULTS
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.strict import Schema, read
 from qdqbench.quantize.recipe.shapes import AUTO
 
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
-RESULTS = "results.json"
 
 
 def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:

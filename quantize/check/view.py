@@ -16,7 +16,7 @@ from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex
 
 MATMULS = ("MatMul", "Gemm")
-_QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")
+QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")
 
 # Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
 # scalar; an Add, a ReLU or a Mul by a vector does not [measured].
@@ -45,7 +45,7 @@ def is_dequantize(node: onnx.NodeProto) -> bool:
 
 
 def _is_qdq(node: onnx.NodeProto, name: str) -> bool:
-    return node.op_type == name and node.domain in _QDQ_DOMAINS and len(node.input) > 1 and bool(node.output)
+    return node.op_type == name and node.domain in QDQ_DOMAINS and len(node.input) > 1 and bool(node.output)
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,9 @@ def report(
 
 def profile(folder: RunFolder, json: Json = False) -> None:
     """Wall time, CPU time and peak memory of each stage of a finished run; wall times may overlap."""
-    from qdqbench.quantize.core.results import Results
-    from qdqbench.quantize.core.strict import read
+    from qdqbench.quantize.core.results import read_results
 
-    found = read(folder / "results.json", Results, "report", f"run `qdqbench report {folder}`")
+    found = read_results(folder)
     if json:
         print_json(found.model_dump()["timings"])
         return

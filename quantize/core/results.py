@@ -1,10 +1,12 @@
 """Schema of `results.json`, the one file that holds every number of a run (documented in docs/results.md)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.calibration_results import Lengths, QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import (
     ChangedAnswers,
@@ -19,10 +21,11 @@ from qdqbench.quantize.core.comparison import (
 )
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import TrainingRun
 
 SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
+RESULTS_FILE = "results.json"
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
 # What a finding does to an engine of TensorRT, in the order in which it matters. "not portable": ONNX Runtime
 # refuses the file, TensorRT does not.
@@ -265,3 +268,17 @@ class Results(Tabular):
     def expected_stages(self) -> tuple[str, ...]:
         """The stages of such a run, in their order."""
         return QAT_STAGES if self.trained else STAGES
+
+
+def read_results(folder: Path) -> Results:
+    """Read `results.json` of a finished run.
+
+    Raises:
+        UserError: missing, or not of this version.
+    """
+    return read(folder / RESULTS_FILE, Results, "report", f"run `qdqbench report {folder}`")
+
+
+def write_results(folder: Path, results: Results) -> None:
+    """Write `results.json` of a run."""
+    files.write_text(folder / RESULTS_FILE, results.model_dump_json(indent=2) + "\n")

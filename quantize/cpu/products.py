@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import onnx
 
+from qdqbench.quantize.check.view import MATMULS
 from qdqbench.quantize.core.results import LayerRow
 
-PRODUCTS = ("MatMul", "Gemm")
 ATTENTION = "attention"  # kind of a row that is a whole one
 
 
@@ -22,7 +22,7 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
         for tensor in dict.fromkeys(node.input):
             consumers[tensor].append(node)
     for node in graph.node:
-        if node.op_type not in PRODUCTS or node.name in places:
+        if node.op_type not in MATMULS or node.name in places:
             continue
         waiting, seen = [node], {node.name}
         while waiting:
@@ -32,7 +32,7 @@ def name_products(rows: Sequence[LayerRow], graph: onnx.GraphProto) -> None:
             if row is not None:
                 row.onnx.append(node.name)
                 break
-            if here is not node and here.op_type in PRODUCTS:
+            if here is not node and here.op_type in MATMULS:
                 continue
             for after in (each for tensor in here.output for each in consumers[tensor]):
                 if after.name not in seen:

@@ -7,10 +7,9 @@ import onnx
 from onnx import helper, numpy_helper
 
 from qdqbench.quantize.check.codes import finding_label
+from qdqbench.quantize.check.view import QDQ_DOMAINS
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
-
-_DOMAINS = ("", "ai.onnx", "com.microsoft")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def lift(model: onnx.ModelProto) -> tuple[int, list[str]]:
     left: list[str] = []
     count = 0
     for node in model.graph.node:
-        if node.domain not in _DOMAINS:
+        if node.domain not in QDQ_DOMAINS:
             continue
         new = None
         if node.op_type in _FORMS:

@@ -13,8 +13,7 @@ from qdqbench.eval.report.formats import size
 from qdqbench.eval.runreport.parity import part_text, worst_first
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.verdict import verdict
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.results import Results, read_results
 
 
 class Cells(HTMLParser):
@@ -43,7 +42,7 @@ class Cells(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(finished_run: Path) -> tuple[Results, list[list[str]], list[list[str]], str]:
     """Results; cells of report.html and of report.md; the summary of the terminal."""
-    results = read(finished_run / "results.json", Results, "report", "")
+    results = read_results(finished_run)
     parser = Cells()
     parser.feed((finished_run / "report.html").read_text(encoding="utf-8"))
     lines = (finished_run / "report.md").read_text(encoding="utf-8").splitlines()

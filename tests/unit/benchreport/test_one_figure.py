@@ -12,8 +12,7 @@ from qdqbench.eval.report.formats import size
 from qdqbench.eval.runreport import sizes
 from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.eval.runreport.verdict import verdict
-from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.core.strict import read
+from qdqbench.quantize.core.results import Results, read_results
 
 from ..bench.test_results import sample_bench
 from ..runreport.test_report import sample as sample_run
@@ -24,7 +23,7 @@ def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Resul
     (folder / "results.json").write_text(sample_run(**changes).model_dump_json())
     write_bench(folder / "bench.json", bench)
     written = [*(write_bench_reports(bench, folder) if own else []), *refresh_reports(folder)[0]]
-    found = read(folder / "results.json", Results, "report", "")
+    found = read_results(folder)
     texts = {path.name: path.read_text(encoding="utf-8") for path in written}
     return found, {name: re.sub(r"\\([\[\]])", r"\1", text) for name, text in texts.items()}
 
