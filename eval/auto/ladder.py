@@ -144,7 +144,12 @@ def _choice(ladder: Ladder, steps: Sequence[Step], best: Step | None, command: s
     """What to deploy; writes its recipe."""
     if best is None or best.measured is None:
         (ladder.folder / BEST_RECIPE).unlink(missing_ok=True)
-        why = f"no step came to an end: {'; '.join(f'{s.name}: {s.reason}' for s in steps if s.reason)}"
+        reasons = dict.fromkeys(step.reason for step in steps if step.reason)
+        named = {
+            reason: ", ".join(step.name for step in steps if step.reason == reason) for reason in reasons
+        }
+        told = "; ".join(f"{names}: {reason}" for reason, names in named.items())
+        why = f"no step came to an end: {told}"
         nothing = dict[str, Any].fromkeys(("step", "recipe", "engine", "run", "command"))
         return Choice(passed=False, why=why, lacks=[why], **nothing)
     found, folder = best.measured, ladder.folder

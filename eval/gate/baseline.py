@@ -77,11 +77,11 @@ def mend_of(task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline,
         return ""
     moved = [(ours, int(theirs)) for ours, theirs in enumerate(order) if ours != theirs]
     shown = ", ".join(f"{ours} is the data's {theirs}" for ours, theirs in moved)
-    wrong = f"the labels are in another order: the model's {shown}, with which {metric} is {mended:.4f}"
+    wrong = f"the labels are in another order: the model's {shown}, which makes {metric} {mended:.4f}"
     if task.values and not all(value.isdigit() for value in task.values):
         names = json.dumps({str(ours): task.values[theirs] for ours, theirs in enumerate(order)})
         return f"{wrong}; write `id2label`: {names} into the model's config.json"
-    return f"{wrong}; number column {task.label_column!r} of the data so"
+    return f"{wrong}; number column {task.label_column!r} of the data as the model does"
 
 
 def baseline_of(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | None:

@@ -2,19 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from qdqbench.eval.auto import judge, measure
 from qdqbench.eval.auto.results import Auto
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
-from .tiny import MAIN, environment, listing, results
+from .tiny import MAIN, Given, environment, listing, results
 
 pytestmark = pytest.mark.slow
 OUT = "auto"
@@ -186,3 +189,20 @@ def test_the_embedded_default_without_any_option(tmp_path, qdqbench, monkeypatch
     assert done.code == (0 if found.choice.passed else 2), done.err
     assert found.steps[0].name == "bert-int8-attention"
     assert found.choice.command == "qdqbench run runs/auto-embedded/best.yaml"
+
+
+def test_labels_in_another_order_end_it_at_once(sst2, tmp_path, qdqbench):
+    """No recipe can hold where FP32 is wrong: each run ends at its baseline, and the reason is said once."""
+    table = pyarrow.parquet.read_table(sst2.data / "sst2" / "validation.parquet").to_pydict()
+    table["label"] = [1 - label for label in table["label"]]
+    data = tmp_path / "sst2"
+    shutil.copytree(sst2.data / "sst2", data)
+    (data / "validation.parquet").unlink()
+    pyarrow.parquet.write_table(pyarrow.table(table), data / "validation.parquet")
+    names = ("bert-int8-attention", "bert-int8-linears")
+    given = Given(sst2.model, sst2.task, tmp_path)
+    done = qdqbench(*options(given, tmp_path / OUT, *(word for name in names for word in ("--recipe", name))))
+    assert done.code == 2
+    assert done.err.count("the model's 0 is the data's 1, 1 is the data's 0, which makes accuracy") == 1
+    assert f"{', '.join(names)}: FP32 accuracy" in done.err
+    assert not list((tmp_path / OUT).rglob("model.int8.onnx"))

@@ -27,14 +27,14 @@ RIGHT = np.array([0, 1, 2] * 40)
 @pytest.mark.parametrize(
     ("order", "values", "said"),
     [
-        ([1, 2, 0], (), "the model's 0 is the data's 1, 1 is the data's 2, 2 is the data's 0, with which"),
-        ([1, 0, 2], (), "0 is the data's 1, 1 is the data's 0, with which accuracy is 1.0000; number column"),
+        ([1, 2, 0], (), "the model's 0 is the data's 1, 1 is the data's 2, 2 is the data's 0, which makes"),
+        ([1, 0, 2], (), "0 is the data's 1, 1 is the data's 0, which makes accuracy 1.0000; number column"),
         (
             [1, 0, 2],
             ("bad", "good", "so-so"),
             """; write `id2label`: {"0": "good", "1": "bad", "2": "so-so"} into the model's config.json""",
         ),
-        ([2, 1, 0], ("1", "2", "3"), "; number column 'label' of the data so"),
+        ([2, 1, 0], ("1", "2", "3"), "; number column 'label' of the data as the model does"),
     ],
 )
 def test_labels_in_another_order_are_told_with_the_order(order, values, said):
