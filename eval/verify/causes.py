@@ -11,7 +11,7 @@ from qdqbench.eval.verify.tensors import kept_positions
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.graph.index import GraphIndex, module_of
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
 
 EXPLAINED = 0.3  # of the error may stay behind when a factor or an offset explains it
 _MOVES = ("Cast", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
@@ -187,7 +187,7 @@ def _behind_int8(evidence: Evidence) -> onnx.NodeProto | None:
         if node.name in seen:
             continue
         seen.add(node.name)
-        if node.op_type in ("MatMul", "Gemm"):
+        if node.op_type in MATMULS:
             if all(_dequantizer(evidence.index, name) is not None for name in node.input[:2]):
                 return node
         elif node.op_type in _LINEAR_TAIL or node is evidence.node:

@@ -8,11 +8,11 @@ import onnx
 
 from qdqbench.quantize.check.codes import finding_label
 from qdqbench.quantize.check.operators import PRODUCTS, is_integer
-from qdqbench.quantize.check.view import MATMULS, MOVES, CheckGraph, is_dequantize, is_quantize, operator
+from qdqbench.quantize.check.view import MOVES, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.check.weights import is_stored_kn
 from qdqbench.quantize.core.results import FindingRow
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.graph.index import MAX_STEPS
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS
 
 ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]

@@ -13,9 +13,8 @@ from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import finding_label
 from qdqbench.quantize.core.arrays import Array
-from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex
 
-MATMULS = ("MatMul", "Gemm")
 QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")
 
 # Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import onnx
 
-from qdqbench.quantize.check.view import MATMULS
 from qdqbench.quantize.core.results import LayerRow
+from qdqbench.quantize.graph.index import MATMULS
 
 ATTENTION = "attention"  # kind of a row that is a whole one
 

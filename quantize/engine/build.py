@@ -28,7 +28,7 @@ from qdqbench.quantize.engine.layers import (
 from qdqbench.quantize.engine.log import BuildProgress
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
-from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.index import MATMULS, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
@@ -237,7 +237,7 @@ def attention_count(gemms: Iterable[str], modules: Collection[str]) -> int:
 
 
 def _gemms(model: onnx.ModelProto) -> list[str]:
-    return [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
+    return [node.name for node in model.graph.node if node.op_type in MATMULS]
 
 
 def require_int8(result: EngineResult) -> None:

@@ -30,7 +30,7 @@ from qdqbench.quantize.engine.layers import (
     name_parts,
 )
 from qdqbench.quantize.families.any_family import ANY_MERGED_QKV, ANY_QKV
-from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.index import MATMULS, module_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.graph.runs import run_of
@@ -98,7 +98,7 @@ def graph_of(path: Path) -> Graph:
     for node in model.graph.node:
         if constant.issuperset(node.input):
             constant.update(node.output)
-        elif node.op_type in ("MatMul", "Gemm"):
+        elif node.op_type in MATMULS:
             weighted = not constant.isdisjoint(node.input[:2])
             (found.linears if weighted else found.products).append(node.name)
         elif node.op_type == "Softmax":
@@ -114,7 +114,7 @@ def graph_from_table(layers: Sequence[LayerRow]) -> Graph:
         name for row in layers for name in ((*name_parts(row), *row.onnx) if row.kind == "gemm" else row.onnx)
     )
     softmaxes = [name for name in listed if kernel_operator(name) == "Softmax"]
-    gemms = [name for name in listed if kernel_operator(name) in ("MatMul", "Gemm") and "+" not in name]
+    gemms = [name for name in listed if kernel_operator(name) in MATMULS and "+" not in name]
     attended = {module_of(name) for name in softmaxes}
     fused = {name for row in layers if is_attention(row) for name in row.onnx}
     attended |= {module_of(name) for name in fused.intersection(gemms)}

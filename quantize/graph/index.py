@@ -11,6 +11,7 @@ from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.core.arrays import Array
 
+MATMULS = ("MatMul", "Gemm")
 MAX_SHAPE = 64  # values of a constant that a shape may come from
 MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
 # The exporter writes equal initializers once, the others as Identity; a Reciprocal is of smoothing's factors.

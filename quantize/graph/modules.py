@@ -4,7 +4,7 @@ from pathlib import Path
 
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.families.known import family_named
-from qdqbench.quantize.graph.index import GraphIndex, module_of
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import residuals
 from qdqbench.quantize.recipe.plan import resolve
@@ -24,7 +24,7 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     family = family_named(loaded.model.family)
     modules: dict[str, ModuleInfo] = {}
     for node in model.graph.node:
-        if node.op_type in ("MatMul", "Gemm"):
+        if node.op_type in MATMULS:
             place = family.place(module := module_of(node.name))
             if place is None or place.path not in family.terms:
                 modules.setdefault(module, ModuleInfo("Linear"))

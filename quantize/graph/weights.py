@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int8
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.graph.index import GraphIndex, attribute, module_of, replace_nodes
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, attribute, module_of, replace_nodes
 from qdqbench.quantize.graph.runs import run_of
 
 
@@ -60,7 +60,7 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
         step = consumers[0] if len(consumers) == 1 else None
         transposed = step is not None and step.op_type == "Transpose"
         gemm = index.consumers[step.output[0]][0] if step is not None and transposed else step
-        if gemm is None or gemm.op_type not in ("MatMul", "Gemm"):
+        if gemm is None or gemm.op_type not in MATMULS:
             raise CheckFailed(
                 f"quantized weight {q.input[0]} feeds {len(consumers)} nodes instead of one MatMul or Gemm"
             )

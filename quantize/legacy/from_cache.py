@@ -18,7 +18,7 @@ from qdqbench.quantize.describe.untrained import config_of, untrained
 from qdqbench.quantize.encoders.load import prepare_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.graph.export import trace
-from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.legacy.cache_file import CalibrationCache, read_cache_file
 from qdqbench.quantize.recipe.new import new_recipe
@@ -109,7 +109,7 @@ def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str)
     names = {linear: linear for linear in linears}
     names |= {linear.removeprefix(f"{prefix}."): linear for linear in linears}
     for node in model.graph.node:
-        if node.op_type in ("MatMul", "Gemm") and len(node.input) >= 2:
+        if node.op_type in MATMULS and len(node.input) >= 2:
             linear = next((names[name] for name in _paths(index, node) if name in names), None)
             if linear is not None and linear not in found:
                 found[linear] = list(_same_range(index, node.input[0]))
