@@ -4,7 +4,7 @@ import csv
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 FILE = "changed.csv"  # in the run directory: all of them
 KEPT = 200  # of them in results.json and on the page
-ORDER: tuple[Change, ...] = (
-    "right to wrong",
-    "wrong to right",
-    "still wrong",
-    "still right",
-    "nearer or farther",
-)
+ORDER: tuple[Change, ...] = get_args(Change)
 
 
 def changed_answers(

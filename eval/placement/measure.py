@@ -18,7 +18,7 @@ from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, al
 from qdqbench.eval.placement.cost_fit import read_rows
 from qdqbench.eval.placement.cost_model import CostRow, shape_of
 from qdqbench.eval.placement.random import Chosen, choose_placements, columns
-from qdqbench.eval.placement.space import Space, make_space
+from qdqbench.eval.placement.space import PLAIN, Space, make_space
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed
 from qdqbench.quantize.calibrate.record import CalibrationRecord
@@ -37,7 +37,6 @@ from qdqbench.quantize.rundir.session import RunConfig, Session
 
 BASE_RECIPE = "bert-int8-attention"  # its export, profiles and backend; every placement is a part of it
 MEASURED_MODELS = ("minilm", "bert-base", "bert-large")
-PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
 SEARCHED_METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 SMOOTH = ("none", "gain", "0.3", "0.5", "0.65", "0.8")  # of LayerNorm outputs
 WEIGHT_METHODS = ("max", "mse")
+PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"}
 FLIPS = ("flip_1", "flip_2")
 
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.placement.space import Space, ranked_by
+from qdqbench.eval.placement.space import PLAIN, Space, ranked_by
 from qdqbench.eval.search.study import First
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.eval.sensitivity.results import read_sensitivity
@@ -70,8 +70,7 @@ def own_ranking(work: Workspace, progress: "Progress" = lambda done, total, text
     from qdqbench.eval.sensitivity.measure import Measurement
 
     session = work.session
-    how = {"method": "max", "smooth": "none", "weights_method": "max"}
-    whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), how))
+    whole = without_corrections(work.space.assemble(set(work.space.units), set(work.space.attention), PLAIN))
     everything = session.config.model_copy(update={"recipe": whole})
     return Measurement(Session(everything, session.folder), min(SAMPLES, work.samples), progress)
 

@@ -30,7 +30,7 @@ from qdqbench.quantize.check.weights import check_weights
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.index import module_of, opset_of
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.graph.residuals import ResidualAdd, residuals
 
@@ -138,7 +138,7 @@ def _check_allow(allow: Collection[str]) -> None:
 def _check(model: onnx.ModelProto, expected: Collection[str] | None) -> CheckReport:
     validate_names(model)
     validate_tensors(model)
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    opset = opset_of(model)
     if not opset or not model.graph.node:
         raise UserError("the model holds no graph with ONNX operators; export the model again")
     report = CheckReport(ir_version=model.ir_version, opset=opset)

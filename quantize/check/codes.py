@@ -1,13 +1,9 @@
 """Every finding of `check`: its stable code, severity, effect and what to do about it."""
 
-from typing import Literal
-
 import onnx
 
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.results import Effect, FindingRow
-
-Severity = Literal["error", "warning"]
+from qdqbench.quantize.core.results import Effect, FindingRow, Severity
 
 # "Measured" in the modules of `check` means: parsed and built with TensorRT-RTX 1.7, strongly typed.
 CODES: dict[str, tuple[Severity, Effect, str]] = {

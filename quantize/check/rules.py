@@ -12,7 +12,7 @@ from qdqbench.quantize.check.view import MOVES, Attention, CheckGraph, is_dequan
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.graph.index import attribute
+from qdqbench.quantize.graph.index import ONNX_DOMAINS, attribute
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _NORMS = (
@@ -40,7 +40,7 @@ def check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
         elif (node.domain, node.op_type) in functions:
             why = f"the local function {node.op_type} was not looked into"
             yield finding("not-checked", node, why)
-        elif node.domain not in ("", "ai.onnx") and not is_quantize(node) and not is_dequantize(node):
+        elif node.domain not in ONNX_DOMAINS and not is_quantize(node) and not is_dequantize(node):
             why = f"{node.op_type} of domain {node.domain!r} needs a plugin, and was not looked into"
             yield finding("not-checked", node, why)
 

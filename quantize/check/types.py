@@ -16,7 +16,7 @@ from qdqbench.quantize.check.codes import finding, type_name
 from qdqbench.quantize.check.view import MOVES, CheckGraph, is_dequantize, is_quantize, operator
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.graph.index import attribute
+from qdqbench.quantize.graph.index import ONNX_DOMAINS, attribute
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 # Operators through which a large constant stays as large.
@@ -52,7 +52,7 @@ def _type_node(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
     if is_dequantize(node):
         types[node.output[0]] = attribute(node, "output_dtype") or types.get(node.input[1], 0)
         return ""
-    schema = _schema(node.op_type, opset) if node.domain in ("", "ai.onnx") else None
+    schema = _schema(node.op_type, opset) if node.domain in ONNX_DOMAINS else None
     if schema is None:
         return ""
     bound: dict[str, tuple[int, str]] = {}

@@ -13,9 +13,9 @@ from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import finding_label
 from qdqbench.quantize.core.arrays import Array
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex
 
-QDQ_DOMAINS = ("", "ai.onnx", "com.microsoft")
+QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 
 # Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
 # scalar; an Add, a ReLU or a Mul by a vector does not [measured].
@@ -29,7 +29,7 @@ _SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Cl
 
 def operator(node: onnx.NodeProto) -> str:
     """Operator of a node; one of another domain, whose inputs nobody checked, comes with its domain."""
-    known = node.domain in ("", "ai.onnx") or is_quantize(node) or is_dequantize(node)
+    known = node.domain in ONNX_DOMAINS or is_quantize(node) or is_dequantize(node)
     return str(node.op_type) if known else f"{node.domain}.{node.op_type}"
 
 

@@ -27,6 +27,7 @@ from qdqbench.quantize.core.training_results import TrainingRun
 SCHEMA_VERSION = 2  # since `n` is of the first split and a drop within noise holds
 RESULTS_FILE = "results.json"
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
+Severity = Literal["error", "warning"]
 # What a finding does to an engine of TensorRT, in the order in which it matters. "not portable": ONNX Runtime
 # refuses the file, TensorRT does not.
 Effect = Literal["refused", "wrong", "not INT8", "not portable", "slow", "note"]
@@ -199,7 +200,7 @@ class FileRow(Strict):
 class FindingRow(Strict):
     """One finding of `check`."""
 
-    severity: Literal["error", "warning"]
+    severity: Severity
     effect: Effect | None = None  # on an engine; None: of a run that did not tell it
     code: str
     node: str

@@ -30,7 +30,7 @@ from qdqbench.quantize.engine.layers import (
     name_parts,
 )
 from qdqbench.quantize.families.any_family import ANY_MERGED_QKV, ANY_QKV
-from qdqbench.quantize.graph.index import MATMULS, module_of
+from qdqbench.quantize.graph.index import MATMULS, module_of, opset_of
 from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.graph.runs import run_of
@@ -91,7 +91,7 @@ def graph_of(path: Path) -> Graph:
     """
     model = read_model(path)
     validate_names(model)
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    opset = opset_of(model)
     types, _ = walk_types(model, opset)
     constant = {tensor.name for tensor in model.graph.initializer} | {""}
     found = Graph([], [], [])

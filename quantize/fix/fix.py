@@ -16,12 +16,13 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.engine.inspection import named
 from qdqbench.quantize.fix.floats import finite_masks, to_half
-from qdqbench.quantize.fix.lift import lift, opset_of
+from qdqbench.quantize.fix.lift import lift
 from qdqbench.quantize.fix.prove import compare_outputs, engine_row, find_builder
 from qdqbench.quantize.fix.rebuild import place, strip
 from qdqbench.quantize.fix.results import FixReport
 from qdqbench.quantize.fix.runs import Feeds, fitting, random_feeds, ranges, read_feeds
 from qdqbench.quantize.fix.scales import Product, Scales, read_scales
+from qdqbench.quantize.graph.index import opset_of
 from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
 

@@ -183,8 +183,3 @@ def _signed(codes: Array, zero: Array | None) -> Array:
 def _only(index: GraphIndex, tensor: str, operator: str) -> onnx.NodeProto | None:
     readers = index.consumers.get(tensor, [])
     return readers[0] if len(readers) == 1 and readers[0].op_type == operator else None
-
-
-def opset_of(model: onnx.ModelProto) -> int:
-    """Version of the default domain."""
-    return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)

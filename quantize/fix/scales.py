@@ -11,8 +11,7 @@ from qdqbench.quantize.check.types import walk_types
 from qdqbench.quantize.check.view import Attention, CheckGraph, Operand
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.fix.lift import opset_of
-from qdqbench.quantize.graph.index import attribute
+from qdqbench.quantize.graph.index import attribute, opset_of
 
 _RANGES: dict[int, tuple[int, int]] = {
     TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT16: (-32768, 32767),

@@ -12,6 +12,7 @@ from onnx import TensorProto, numpy_helper
 from qdqbench.quantize.core.arrays import Array
 
 MATMULS = ("MatMul", "Gemm")
+ONNX_DOMAINS = ("", "ai.onnx")
 MAX_SHAPE = 64  # values of a constant that a shape may come from
 MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
 # The exporter writes equal initializers once, the others as Identity; a Reciprocal is of smoothing's factors.
@@ -93,7 +94,7 @@ class GraphIndex:
 
 def _standard(node: onnx.NodeProto) -> str:
     """Operator of a node, or '' for one of another domain."""
-    return str(node.op_type) if node.domain in ("", "ai.onnx") else ""
+    return str(node.op_type) if node.domain in ONNX_DOMAINS else ""
 
 
 def _tensor(item: onnx.AttributeProto) -> onnx.TensorProto | None:
@@ -179,3 +180,8 @@ def _reads(node: onnx.NodeProto) -> Iterator[str]:
             yield from (output.name for output in graph.output)
             for inner in graph.node:
                 yield from _reads(inner)
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """Version of ONNX's own operators; 0 where a file does not say."""
+    return next((int(entry.version) for entry in model.opset_import if entry.domain in ONNX_DOMAINS), 0)
