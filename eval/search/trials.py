@@ -62,13 +62,14 @@ def open_worker(
 
     Raises:
         MissingDevice: latency can neither be measured nor modelled here.
-        UserError: the recipe does not fit, or the study is of other settings.
+        UserError: the recipe does not fit, too few train rows are left, or the study is of other settings.
     """
     if options.sensitivity is not None:  # before a study is made for it
         read_ranking(session, options.sensitivity)
     model = session.fp32_model
     space = make_space(session.recipe, module_table(model), model.base_model_prefix)
     work = Workspace(session, space, options.samples, progress)
+    work.draw  # noqa: B018  (too few rows, too)
     source, measure = latency_source(session, options, work, stack)
     settings = _settings(session, options, source)
     work.identity = " ".join(str(settings[name]) for name in ("model", "data", "task"))

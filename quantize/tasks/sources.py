@@ -72,6 +72,11 @@ def _part(found: Split, task: Task, split: str) -> Split:
     grouped = task.kind.groups is not None and {*task.text_columns, task.label_column} <= {*columns}
     samples = task.kind.groups(found.dataset, task) if grouped else np.arange(found.rows)  # type: ignore[misc]
     rows = part_of_one_file(samples, judged=split != task.train_split)
+    if not len(rows):
+        raise UserError(
+            f"{found.source} is one file of {found.rows} rows, too few for one part that is evaluated on and "
+            "one that calibrates; give more"
+        )
     note = f"{found.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
     with quiet("datasets"):
         kept = found.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all

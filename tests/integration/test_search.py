@@ -89,9 +89,11 @@ def test_the_plan_says_about_what_it_takes(searched, given, files, tmp_path, qdq
     assert f"{TRIALS} of {TRIALS + 5} are done" in said
     assert "nothing was tried" in said
     assert len(read_search(out / "search.json").trials) == len(found.trials)
-    # and what cannot be searched is no plan
-    refused = qdqbench("search", "bert-int8-linears", *given().options, "--out", fresh, "--plan")
-    assert (refused.code, "are left to measure on" in refused.err) == (1, True)
+    # and what cannot be searched is no plan, and no study
+    for more in (["--plan"], []):
+        refused = qdqbench("search", "bert-int8-linears", *given().options, "--out", fresh, *more)
+        assert (refused.code, "are left to measure on" in refused.err) == (1, True)
+        assert not fresh.exists()
 
 
 def test_the_outcome_is_whole(searched):

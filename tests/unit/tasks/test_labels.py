@@ -96,6 +96,13 @@ def test_one_file_is_split_the_same_way_each_time(tmp_path):
     assert "one file" in read(OWN, path)[2][0]
 
 
+def test_one_file_of_one_row_has_no_two_parts(tmp_path):
+    path = write(tmp_path, "all.csv", [("text", 0)])
+    assert len(read(OWN, path, "train")[0]) == 1
+    with pytest.raises(UserError, match="is one file of 1 rows, too few"):
+        read(OWN, path)
+
+
 def test_labels_of_one_file_stay_with_their_texts(tmp_path, capfd):
     names = ("bad", "good")
     path = write(tmp_path, "all.csv", [(f"{names[n % 2]} {n}", names[n % 2]) for n in range(50)])
