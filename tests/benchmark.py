@@ -39,10 +39,11 @@ def run(arguments: list[str], out: Path, command: str = "run") -> float:
 
 def measured_run(told: Path, arguments: list[str]) -> None:
     """One `qdqbench` command in this process; writes wall and CPU seconds of it and of its evaluations."""
-    from qdqbench.quantize.machine.process import keep_memory, share_cores
+    from qdqbench.quantize.machine.process import collect_seldom, keep_memory, share_cores
 
     share_cores()
     keep_memory()
+    collect_seldom()
     from qdqbench.eval.accuracy import logits
     from qdqbench.quantize.cli import app
     from qdqbench.quantize.machine.usage import measured

@@ -114,6 +114,7 @@ def program() -> None:
     if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
         process.share_cores()
         process.keep_memory()
+        process.collect_seldom()
     try:
         main()
     except _Interrupted:

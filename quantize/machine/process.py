@@ -10,6 +10,7 @@ the next ones. Models and graphs are copied and freed all the time, and each of 
 
 import atexit
 import ctypes
+import gc
 import os
 import platform
 import sys
@@ -22,6 +23,7 @@ from qdqbench.quantize.machine.cpu import quota
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES = 2**28
 GRACE_S = 3.0  # until a child is killed
+NEW_OBJECTS = 100_000  # before Python looks for cycles among them; it comes with 700
 _here = threading.local()
 
 
@@ -74,6 +76,11 @@ def keep_memory() -> None:
         libc = ctypes.CDLL(None)
         for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
             libc.mallopt(parameter, KEPT_BYTES)
+
+
+def collect_seldom() -> None:
+    """Let Python look for cycles seldom: a million objects of imports would be looked at again and again."""
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def leads() -> bool:

@@ -36,6 +36,12 @@ class Beside(Generic[T]):
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "stage"))
     _running: dict[str, tuple[tuple[str, ...], Future[T]]] = field(default_factory=dict)
     _stopped: threading.Event = field(default_factory=threading.Event)
+    _cores: int = 0  # that torch has here where nothing runs there
+
+    @property
+    def busy(self) -> bool:
+        """Whether stages run there, or wait to."""
+        return bool(self._running)
 
     def start(self, name: str, others: tuple[str, ...], run: Callable[[], T]) -> None:
         """Run a stage beside others, behind those that were started before."""
@@ -44,6 +50,10 @@ class Beside(Generic[T]):
             with unheard(), one_core(), apart():
                 return run()
 
+        import torch
+
+        self._cores = self._cores or torch.get_num_threads()
+        torch.set_num_threads(max(1, self._cores - 1))  # more threads than cores wait for each other
         self._running[name] = others, self._pool.submit(alone)
 
     def progress(self, tell: Callable[[float, float], None]) -> Callable[[float, float], None]:
@@ -72,12 +82,22 @@ class Beside(Generic[T]):
                 doing(f"waiting for {name}")
             made = found.result()
             del self._running[name]
+            self._take_back()
             self.finish(name, made)
 
     def stop(self) -> None:
         """Drop what has not begun, and let what runs end where it next tells its progress."""
         self._stopped.set()
         self._pool.shutdown(cancel_futures=True)
+        self._running.clear()
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Give torch here the core that nothing there needs any more."""
+        if self._cores and not self._running:
+            import torch
+
+            torch.set_num_threads(self._cores)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def run_stages(
                     continue
                 with writing:
                     manifest.stages.pop(stage.name, None)
-                if following in stage.beside and has_room():
+                if following in stage.beside and (others.busy or has_room()):
                     copy = session.aside()
                     copy.progress = others.progress(session.progress)
                     others.start(stage.name, stage.beside, partial(made, copy, stage, key, done))

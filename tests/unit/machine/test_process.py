@@ -77,6 +77,19 @@ def test_freed_memory_serves_the_next_array(kept):
     assert int(done.stdout) < pages / 8 if kept else int(done.stdout) > pages / 2
 
 
+def test_python_looks_for_cycles_seldom():
+    code = (
+        "import gc; from qdqbench.quantize.machine.process import collect_seldom; collect_seldom(); "
+        "gc.callbacks.append(lambda phase, info: found.append(phase)); found = []; "
+        "kept = [[] for _ in range(50_000)]; print(len(found)); "
+        "kept += [[] for _ in range(60_000)]; print(len(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["0", "2"]  # start and stop of one look
+
+
 @pytest.mark.parametrize(("ends", "status"), [("sys.exit(2)", 2), ("None", 0)])
 def test_a_process_can_end_without_the_destructors_of_its_libraries_but_not_without_pythons(ends, status):
     # a destructor of C that kills, as one of a library that calls another which is gone

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.activity import told
@@ -151,6 +152,31 @@ def test_each_has_its_own_cpu_time_progress_and_no_say_in_what_is_done(tmp_path:
     assert timings["b"].cpu_s is not None
     assert 0.3 <= timings["a"].cpu_s < 0.38
     assert 0.08 <= timings["b"].cpu_s < 0.2
+
+
+def test_torch_has_each_core_once(tmp_path: Path) -> None:
+    cores, threads = torch.get_num_threads(), dict[str, int]()
+    both = threading.Barrier(2)
+
+    def count(name: str) -> Any:
+        def run(session: Session) -> None:
+            if name != "c":
+                both.wait(LONG_S)
+            threads[name] = torch.get_num_threads()
+
+        return run
+
+    torch.set_num_threads(3)
+    try:
+        line = Line(tmp_path / "run", **{name: count(name) for name in "abc"})
+        run_stages(line.session, line.stages)
+        assert threads == {"a": 1, "b": 2, "c": 3}
+        line = Line(tmp_path / "failed", b=fail("b"))
+        with pytest.raises(CheckFailed):
+            run_stages(line.session, line.stages)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(cores)
 
 
 def test_what_is_done_is_kept_and_told_at_once(tmp_path: Path) -> None:
