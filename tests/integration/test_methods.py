@@ -163,6 +163,7 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     assert any("192 samples, not 500" in note for note in found.notes)
 
 
+@pytest.mark.long
 def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
     mnli, out = given("mnli"), tmp_path / "out"
     few = ("--samples", 64, "--limit", 48, *NARROW)

@@ -296,7 +296,7 @@ NAMES = re.compile(
     r"attention\.(self|output)\b|intermediate\.dense|output\.dense|encoder\.layer|\.layer\\\.|Bert(Self)?Output"
     r"|BertSelfAttention|SelfAttention|(?<!nn)\.LayerNorm|hidden_dropout_prob|attention_probs_dropout_prob"
     r"|\bhidden_act\b|max_position_embeddings|\bintermediate_size\b|pooler\.|base\.pooler"
-    r"|(query|key|value)_proj|[qkv]_lin|^\.(query|key|value)$"
+    r"|(query|key|value)_proj|\b[qkv]_lin|^\.(query|key|value)$"
 )
 INPUT = re.compile(r"token_type_ids")
 
