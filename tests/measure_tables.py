@@ -29,7 +29,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 PROGRAM = (sys.executable, "-c", "from qdqbench.quantize.cli.app import program; program()")
 TASKS = ("sst2", "mrpc", "stsb")
 RECIPES = (
-    "fp16", "int8-attention", "int8-residual", "int8-residual-small", "int8-linears",
+    "fp16", "int8-attention", "int8-residual", "int8-residual-fused", "int8-linears",
     "int8-linears-per-tensor", "int8-ffn",
 )  # fmt: skip
 STUDIED = ("int8-linears-per-tensor-qat", "int8-attention-qat", "int8-residual-qat")
@@ -74,7 +74,7 @@ def also(*recipes: str) -> list[str]:
 def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
     """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
     split = ["--real-lengths", task, "--real-batch", "128", "--data", data, "--profile", "static"]
-    recipes = ["--recipe", "bert-int8-residual-small", "--also", "bert-int8-residual"]
+    recipes = ["--recipe", "bert-int8-residual-fused", "--also", "bert-int8-residual"]
     given = ["bench", "--model", model, *recipes, *split, *options]
     return Step(f"{name}-bench", "bench.json", [*given, "--no-fp32", "--seconds", "0.4", *REAL])
 
@@ -82,14 +82,14 @@ def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
 def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--profile", "static"]
-    small, ffn, lean = f"{residual}-small", "bert-int8-ffn", ["--without", "autotune-fp16"]
+    fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--without", "autotune-fp16"]
     found = {
         "bench": [
             bench(
-                "base-single", "bert-base", small, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
+                "base-single", "bert-base", fused, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
             ),
-            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact, *also(small)),
-            bench("large-attention", "bert-large", attention, *grid(8, 128), *also(residual, small), *lean),
+            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact, *also(fused)),
+            bench("large-attention", "bert-large", attention, *grid(8, 128), *also(residual, fused), *lean),
         ],
         "bench-recipes": [
             bench(
@@ -98,7 +98,7 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
                 attention,
                 *grid(1, 8, 32, 128),
                 *("--profile", "recipe"),
-                *also(residual, small, "bert-int8-linears", ffn, str(unsplit)),
+                *also(residual, fused, "bert-int8-linears", ffn, str(unsplit)),
                 *lean,
             )
         ],

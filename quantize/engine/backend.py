@@ -139,11 +139,14 @@ def build_engine(  # noqa: PLR0913  the options are keywords
     backend: Backend,
     profiles: Sequence[Profile],
     *,
+    graph: bytes | None = None,
     compute_capability: str | None = None,
     timing_cache: Path | None = None,
     progress: BuildProgress | None = None,
 ) -> BuiltEngine:
     """Build a strongly typed engine from an ONNX file whose inputs are [batch, length, ...].
+
+    `graph` is parsed in place of what the file holds.
 
     TensorRT-RTX builds for the GPU at hand, or ahead of time where `compute_capability` ("8.9") names another
     or there is no GPU (then DEFAULT_COMPUTE_CAPABILITY); one target at a time, because the log shows the
@@ -161,7 +164,7 @@ def build_engine(  # noqa: PLR0913  the options are keywords
         builder = _start(backend, logger, log)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, logger)
-        _parse(parser, network, onnx_path, backend)
+        _parse(parser, network, onnx_path, graph, backend)
         config = builder.create_builder_config()
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # datatypes in the layer table
         targets, ahead_of_time = _set_target(config, backend, compute_capability)
@@ -213,9 +216,9 @@ def _refused(what: str, text: str, backend: Backend) -> UserError:
     )
 
 
-def _parse(parser: Any, network: Any, path: Path, backend: Backend) -> None:
-    """Fill `network` from the file, or raise every parser message with its node."""
-    parsed = parser.parse_from_file(str(path))
+def _parse(parser: Any, network: Any, path: Path, graph: bytes | None, backend: Backend) -> None:
+    """Fill `network` from a graph or else the file, or raise every parser message with its node."""
+    parsed = parser.parse_from_file(str(path)) if graph is None else parser.parse(graph)
     errors = [parser.get_error(index) for index in range(parser.num_errors)]
     if parsed and not errors and network.num_outputs:
         return

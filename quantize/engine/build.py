@@ -29,6 +29,7 @@ from qdqbench.quantize.engine.log import BuildProgress
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, module_of
+from qdqbench.quantize.graph.one_gemm import one_gemm
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.machine.cpu import cpu_hazards, find_cpu
@@ -80,10 +81,12 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     if chosen.name in CPU_BACKENDS:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
     else:
+        joined = one_gemm(model)
         built = build_engine(
             onnx_path,
             chosen,
             profiles,
+            graph=None if joined is None else joined.SerializeToString(),
             compute_capability=compute_capability,
             timing_cache=timing_cache,
             progress=progress,

@@ -1,0 +1,124 @@
+"""q, k and v as one MatMul for the builder: bit for bit the same, and still three linears in the proof."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.quantize.engine.build import build, gemm_names
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.graph.one_gemm import TOGETHER, one_gemm
+
+from ...support.tiny_bert import (
+    INT8,
+    LAYERS,
+    LINEARS,
+    calibrate,
+    copied,
+    padded_batch,
+    recipe_with,
+    run_onnx,
+    traced,
+)
+
+PARTS = ("query", "key", "value")
+ONE_SCALE = [
+    {"match": f"*.self.{part}", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
+    for part in PARTS
+]
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_bert: Path) -> onnx.ModelProto:
+    """q, k and v with shared scales, before INT8 attention; shared, so never changed."""
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *ONE_SCALE]
+    export = {"opset": 20, "max_length": 128, "qkv": "merged"}
+    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
+    return finish_graph(trace(made.model, 20), made.plan, ExportSettings(20, "fp16", "factored", True))
+
+
+def joined(graph: onnx.ModelProto) -> onnx.ModelProto:
+    made = one_gemm(graph)
+    assert made is not None
+    return made
+
+
+def test_the_same_logits_bit_for_bit(graph: onnx.ModelProto) -> None:
+    before = graph.SerializeToString(deterministic=True)
+    made = joined(graph)
+    onnx.checker.check_model(made, full_check=True)
+    for batch in (padded_batch(), padded_batch((5, 1, 2, 3))):
+        np.testing.assert_array_equal(run_onnx(made, batch), run_onnx(graph, batch))
+    assert graph.SerializeToString(deterministic=True) == before
+
+
+def test_one_node_has_the_names_of_three(graph: onnx.ModelProto) -> None:
+    def gemms(model: onnx.ModelProto) -> list[str]:
+        return [node.name for node in model.graph.node if node.op_type == "MatMul"]
+
+    made, names = joined(graph), gemms(graph)
+    ours = gemms(made)
+    assert len(ours) == len(names) - 2 * LAYERS
+    assert sorted(name for node in ours for name in node.split(TOGETHER)) == sorted(names)
+    together = [[module_of(name) for name in node.split(TOGETHER)] for node in ours if TOGETHER in node]
+    assert [[name.rpartition(".")[2] for name in group] for group in together] == [[*PARTS]] * LAYERS
+    kept = {tensor.name: tensor.dims for tensor in made.graph.initializer}
+    wide = [dims for name, dims in kept.items() if name.endswith("_joined")]
+    assert [list(dims) for dims in wide] == [[96, 32]] * LAYERS
+    assert not any(name.endswith("self.key.weight_int8") for name in kept)
+
+
+@pytest.mark.parametrize("change", ["scale", "input", "reader", "axis"])
+def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> None:
+    other = copied(graph)
+    key = next(node for node in other.graph.node if node.name.endswith("layer.0/attention/self/key/MatMul"))
+    concat = next(node for node in other.graph.node if key.output[0] in node.input)
+    if change == "scale":
+        made = next(
+            n
+            for n in other.graph.node
+            if n.name.endswith("layer.0/attention/self/key/weight_quantizer/DequantizeLinear")
+        )
+        scale = onnx.numpy_helper.from_array(np.array(0.5, np.float32), "another")
+        other.graph.initializer.append(scale)
+        made.input[1] = "another"
+    elif change == "input":
+        key.input[0] = concat.input[0]
+    elif change == "reader":
+        other.graph.output.append(onnx.ValueInfoProto(name=key.output[0]))
+        other.graph.node.append(onnx.helper.make_node("Identity", [key.output[0]], ["read"], name="/read"))
+    else:
+        concat.attribute[0].i = 1
+    made_of = one_gemm(other)
+    names = [node.name for node in made_of.graph.node] if made_of is not None else []
+    assert sum(TOGETHER in name for name in names) == LAYERS - 1
+
+
+@pytest.mark.parametrize("name", ["bert-int8-attention", "bert-int8-linears", "bert-fp16"])
+def test_other_graphs_are_left_alone(tiny_bert: Path, name: str) -> None:
+    assert one_gemm(traced(tiny_bert, name)) is None
+
+
+def test_the_proof_counts_three_linears(graph: onnx.ModelProto, tmp_path: Path) -> None:
+    """In an engine that is built ahead of time from the file that has three."""
+    pytest.importorskip("tensorrt_rtx")
+    onnx.save(graph, tmp_path / "model.onnx")
+    wanted = [name for name in gemm_names(tmp_path / "model.onnx") if module_of(name) in LINEARS]
+    result: Any = build(
+        tmp_path / "model.onnx",
+        tmp_path / "model.engine",
+        backend="tensorrt_rtx",
+        profiles=[Profile((1, 64), (8, 64), (8, 64))],
+        expected_gemms=wanted,
+        expected_attention=LAYERS,
+        compute_capability="8.9",
+    )
+    assert (result.int8_gemms, result.not_int8) == (len(LINEARS), [])
+    assert result.attention_int8 == LAYERS
+    merged = [row for row in result.layers if row.name.count(TOGETHER) == 2]
+    assert len(merged) == LAYERS
+    assert {row.outputs[0] for row in merged} == {"Int8"}
