@@ -86,7 +86,7 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     found = {
         "bench": [
             bench(
-                "base-single", "bert-base", fused, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
+                "base-exact", "bert-base", fused, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
             ),
             bench("base-384", "bert-base", residual, *grid(32, length=384), *exact, *also(fused)),
             bench("large-attention", "bert-large", attention, *grid(8, 128), *also(residual, fused), *lean),
