@@ -14,12 +14,13 @@ from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_b
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
     ChannelSplit,
+    Shift,
     Smoothing,
     quantizer_state,
     require_plausible,
     require_shared,
 )
-from qdqbench.quantize.calibrate.straight import Shifts, equalize, moved_biases, share_scales, shift, watched
+from qdqbench.quantize.calibrate.straight import equalize, moved_biases, share_scales, shift, watched
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
@@ -183,14 +184,14 @@ def calibrate(
 
 def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
-) -> tuple[Shifts, Smoothing, dict[str, ChannelSplit], list[str]]:
+) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], list[str]]:
     """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
     with watched(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
     shifts, notes = shift(model, plan, seen, ranges)
-    for added in shifts.values():
-        apply_biases(model, added)
+    for each in shifts.values():
+        apply_biases(model, each.added)
     moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, straight(plan)))
     splits = splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
     return shifts, moved, splits, notes
@@ -218,8 +219,8 @@ def restore(model: "PreTrainedModel", plan: Plan, record: CalibrationRecord) -> 
     if set(quantizers) != set(record.quantizers):
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
     require_shared(record.quantizers, plan)
-    for added in record.shifts.values():
-        apply_biases(model, added)
+    for each in record.shifts.values():
+        apply_biases(model, each.added)
     smoothing.apply(model, record.smoothing)
     splitting.apply(model, record.splits)
     apply_biases(model, record.centers)

@@ -43,6 +43,13 @@ class Smoothing(Strict):
     rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
 
 
+class Shift(Strict):
+    """A shift of what q, k and v of an INT8 attention read, in place of the bias of q."""
+
+    added: dict[str, list[float]]  # module -> what is added to its bias before all else, float32 values
+    rest: float  # root mean square of what the bias did to scores and the shift does not
+
+
 class ChannelSplit(Strict):
     """Copies of outlier channels in one feed-forward; the columns that they leave are filled with zeros."""
 
@@ -59,8 +66,7 @@ class CalibrationRecord(Tabular):
     methods: dict[str, str] = {}  # linear or attention -> method, where it differs
     # second linear of a feed-forward -> its copies, made after smoothing
     splits: dict[str, ChannelSplit] = {}
-    # INT8 attention -> module -> what a shift of what q, k and v read added to its bias, before all else
-    shifts: dict[str, dict[str, list[float]]] = {}
+    shifts: dict[str, Shift] = {}  # by INT8 attention
     smoothing: Smoothing = Smoothing()
     # linear -> what centring the values of an INT8 attention added to its bias, float32 values
     centers: dict[str, list[float]] = {}

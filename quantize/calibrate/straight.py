@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibrate.ranges import Ranges
-from qdqbench.quantize.calibrate.record import Smoothing
+from qdqbench.quantize.calibrate.record import Shift, Smoothing
 from qdqbench.quantize.calibrate.smoothing import apply
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.names import name_list
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Shifts = dict[str, dict[str, list[float]]]  # by attention: what is added to the bias of each module
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 # mean square of a shift, in half ranges of the channels, that is as bad as an error of 1 in all scores
 RIDGE = 0.01
@@ -87,19 +86,18 @@ def watched(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
 
 def shift(
     model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
-) -> tuple[Shifts, list[str]]:
-    """Choose the shifts and make them in a model whose weights are its own yet, in place; its answers stay.
+) -> tuple[dict[str, Shift], list[str]]:
+    """Choose the shifts for a model whose weights are its own yet; they change no answer.
 
     Args:
         ranges: those of what q, k and v read are made those of the shifted.
 
     Returns:
-        What was added to biases, and a note where much of what a bias of q does is left out.
+        The shifts by attention, and a note where much of what a bias of q does is left out.
     """
     import torch
 
-    found: Shifts = {}
-    rests: dict[str, float] = {}
+    found: dict[str, Shift] = {}
     for name, stats in seen.items():
         linears = linears_of(plan, name, *ROLES)
         modules: list[Any] = [model.get_submodule(linear) for linear in linears]
@@ -108,22 +106,23 @@ def shift(
         bias = modules[0].bias.detach().double().cpu().numpy()
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         spread = stats.spread.cpu().numpy() / stats.samples
-        values, rests[name] = chosen(weights[0], weights[1], bias, size, spread, (high - low) / 2)
+        values, rest = chosen(weights[0], weights[1], bias, size, spread, (high - low) / 2)
         values = values.astype(np.float32).astype(np.float64)
         norm = plan.family.norm_read_by(name) or ""
         added = {norm: values} | {
             linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
         }
         added |= dict.fromkeys(linears_of(plan, name, "output"), -values)
-        found[name] = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
+        as_lists = {module: torch.from_numpy(each).float().tolist() for module, each in added.items()}
+        found[name] = Shift(added=as_lists, rest=rest)
         largest = np.maximum(np.abs(low + values), np.abs(high + values))
         ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
-    lost = [name for name, rest in rests.items() if rest > LARGEST_REST]
+    lost = {name: made.rest for name, made in found.items() if made.rest > LARGEST_REST}
     if not lost:
         return found, []
     return found, [
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
-        f"square of {max(rests.values()):.2f}; keep it with weights: int8/channel for their query"
+        f"square of {max(lost.values()):.2f}; keep it with weights: int8/channel for their query"
     ]
 
 

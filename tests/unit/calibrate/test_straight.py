@@ -14,7 +14,15 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import apply_biases
 from qdqbench.quantize.calibrate.ranges import Ranges
 from qdqbench.quantize.calibrate.record import CalibrationRecord, Smoothing
-from qdqbench.quantize.calibrate.straight import RIDGE, chosen, equalize, moved_biases, shift, watched
+from qdqbench.quantize.calibrate.straight import (
+    LARGEST_REST,
+    RIDGE,
+    chosen,
+    equalize,
+    moved_biases,
+    shift,
+    watched,
+)
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.recipe.straight import merged, shifted, straight, straight_linears
@@ -90,8 +98,9 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
     shifts, notes = shift(model, plan, seen, ranges)
     assert (list(shifts), notes) == (ATTENTIONS, [])
     without = copy.deepcopy(model)
-    for added in shifts.values():
-        apply_biases(model, added)
+    for each in shifts.values():
+        assert each.rest < LARGEST_REST
+        apply_biases(model, each.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
     for name in QUERIES:
         assert ranges.inputs[name].shape == (model.config.hidden_size,)
@@ -117,7 +126,7 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
     assert all(name in note for name in ATTENTIONS)
     assert "int8/channel for their query" in note
     norms = {plan.family.norm_read_by(name): name for name in ATTENTIONS}
-    assert not any(any(shifts[name][str(norm)]) for norm, name in norms.items())
+    assert not any(any(shifts[name].added[str(norm)]) for norm, name in norms.items())
 
 
 @settings(deadline=None)
