@@ -187,6 +187,8 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
                 shown.now.what = f"{name}, {shown.note}"
             if now.stage in bars:
                 shown.update(bars[now.stage][0], completed=now.done, total=now.total)
+                if now.beside and now.done >= now.total:
+                    del bars[now.stage]  # its time stands
             if not now.beside:
                 shown.hear("", now.done, now.total)
 

@@ -172,12 +172,13 @@ def test_a_stage_beside_others_keeps_its_bar_and_says_nothing_of_them(session):
             announce("quantize", False)
             beside(5, 9)
             session.progress(1, 2)
+            beside(9, 9)
             announce("qat", False)
     name = "stage {} of 5: {}".format
     assert drawn == [
         *((name(1, "baseline"), None), (name(2, "quantize"), None)),
-        *(("baseline", 5), ("quantize", 1), ("quantize", 1)),
-        *((name(3, "qat"), None), ("baseline", 1), ("qat", 1)),
+        *(("baseline", 5), ("quantize", 1), ("baseline", 9), ("quantize", 1)),
+        *((name(3, "qat"), None), ("qat", 1)),
     ]
     assert heard == [1]
 
