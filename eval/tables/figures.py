@@ -39,11 +39,9 @@ def figures_of(runs: Sequence[Results], benches: Sequence[Bench]) -> list[Figure
         if name in shipped_recipes() and not differences(run.recipe) and (found := _accuracy(run)):
             accuracy[name, _device(run)].append(found)
     speed: dict[tuple[str, Device], list[Speed]] = defaultdict(list)
-    for bench in sorted(benches, key=lambda each: each.created, reverse=True):
+    for bench in benches:
         for recipe, row in _speeds(bench):
-            known = speed[recipe, bench.device]
-            if not any((row.model, row.batch, row.length) == (k.model, k.batch, k.length) for k in known):
-                known.append(row)  # of the newest bench of that shape
+            speed[recipe, bench.device].append(row)
     order = [*shipped_recipes()]
     return [
         Figure(
@@ -52,10 +50,19 @@ def figures_of(runs: Sequence[Results], benches: Sequence[Bench]) -> list[Figure
             accuracy=tuple(
                 sorted(accuracy[recipe, device], key=lambda row: (row.task, row.model, row.where))
             ),
-            speed=tuple(sorted(speed[recipe, device], key=lambda row: (row.model, row.length, row.batch))),
+            speed=_least(speed[recipe, device]),
         )
         for recipe, device in sorted({*accuracy, *speed}, key=lambda key: (order.index(key[0]), key[1]))
     ]
+
+
+def _least(rows: list[Speed]) -> tuple[Speed, ...]:
+    """One of each shape: the smallest, as benches do not all time the same others."""
+    least: dict[tuple[str, int, int], Speed] = {}
+    for row in rows:
+        shape = (row.model, row.length, row.batch)
+        least[shape] = min(least.get(shape, row), row, key=lambda each: each.value)
+    return tuple(least[shape] for shape in sorted(least))
 
 
 def _device(run: Results) -> Device:

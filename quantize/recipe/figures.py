@@ -40,7 +40,7 @@ class Speed(Frozen):
     model: str
     batch: int
     length: int  # tokens
-    value: float
+    value: float  # the least of several benches of that shape
     low: float | None  # 95% interval over rounds
     high: float | None
     over: str  # precision of the fastest other

@@ -67,6 +67,13 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
     assert speed.value == round(min(over), 4)
     assert speed.over == "FP16"
     assert json.loads(json.dumps(found["bert-int8-linears"].model_dump()))
+    slower = copy.deepcopy(bench)
+    for row in slower.cells[0].speedups:
+        row.value /= 2
+    for both in ([bench, slower], [slower, bench]):  # the least of several benches of a shape
+        least = {each.recipe: each for each in figures_of([], both)}["bert-int8-linears"].speed
+        assert [row.value for row in least if row.batch == cell.batch] == [round(min(over) / 2, 4)]
+        assert len(least) == len(found["bert-int8-linears"].speed)
     alone = bench.model_copy(update={"settings": bench.settings.model_copy(update={"profile": "static"})})
     assert figures_of([], [alone]) == []
     bench.recipe["calibration"]["smooth"] = 0.25
