@@ -1,5 +1,6 @@
 """The ladder of an expert: shipped recipes, calibration, islands, search, QAT, until one holds."""
 
+import contextlib
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.claim import claimed, default_folder, purpose_of
 from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
@@ -22,6 +24,7 @@ from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 
 FIRST_RECIPES = ("int8-attention", DEFAULT_RECIPE)  # where a family has them
+FASTER = "int8-residual"  # on a GPU; tried second where a speed is asked
 MAX_DROP = 0.005
 BUDGET = "30m"
 LENGTH = 128
@@ -68,7 +71,8 @@ def auto(  # noqa: PLR0913
         out: folder; None: runs/auto-MODEL-TASK. Finished steps of an earlier call are reused.
         replace: what an earlier call left there is removed, whatever it was of; else another model or task is
             refused.
-        recipe: shipped names or YAML files to begin with; none: int8-attention, then int8-linears.
+        recipe: shipped names or YAML files to begin with; none: int8-attention, then int8-linears, and
+            between them int8-residual where a speed-up is asked of a GPU.
         budget: seconds, or a text such as "90s", "30m" or "2h": no step is begun that does not fit.
         max_drop: of the primary metric, a fraction; the gate of every recipe.
         min_speedup: over the twin without INT8; None: not asked.
@@ -105,7 +109,9 @@ def auto(  # noqa: PLR0913
     wanted = Wanted(max_drop=max_drop, min_speedup=min_speedup)
     recipes = [
         adapted(_gated(each, wanted), max_length=max_length, backend=backend)
-        for each in _first_recipes(recipe, name, revision)
+        for each in _first_recipes(
+            recipe, name, revision, fast=min_speedup is not None and backend not in CPU_BACKENDS
+        )
     ]
     asked: dict[str, Any] = {
         "revision": revision,
@@ -162,19 +168,23 @@ def duration(text: str | float) -> float:
     return float(found[1]) * UNITS[found[2] or "s"]
 
 
-def _first_recipes(names: Sequence[str], model: str | None, revision: str | None) -> list[Recipe]:
+def _first_recipes(
+    names: Sequence[str], model: str | None, revision: str | None, *, fast: bool = False
+) -> list[Recipe]:
     """Those that are named, without their training; else those of the family.
+
+    Args:
+        fast: also the faster one, where there is a GPU.
 
     Raises:
         UserError: one cannot be used, or two have the same name.
     """
     if not names:
-        careful = find_recipe(DEFAULT_RECIPE, model, revision)
-        try:
-            fast = [find_recipe(name, model, revision) for name in FIRST_RECIPES if name != DEFAULT_RECIPE]
-        except UserError:  # the family has none
-            fast = []
-        return [*fast, careful]
+        careful, shipped = find_recipe(DEFAULT_RECIPE, model, revision), []
+        for shipped_name in (*FIRST_RECIPES[:-1], *([FASTER] if fast and find_gpu() else [])):
+            with contextlib.suppress(UserError):  # the family has none
+                shipped.append(find_recipe(shipped_name, model, revision))
+        return [*shipped, careful]
     found = [find_recipe(name, model, revision).ptq for name in names]
     taken = {"methods", "islands", "search", "qat", "embedded"}
     for each in found:

@@ -5,7 +5,6 @@ A thread needs no second import of torch, whose kernels let other threads run. O
 a GPU, a stage alone is quicker than on one core, so everything there runs in order.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from qdqbench.quantize.machine.usage import apart
 
 T = TypeVar("T")
 MOST_CORES = 4  # from more on, all of them are quicker than one beside the others
-SWITCH_S = 0.0005  # a kernel that is done waits no longer for Python: 5 ms are more than most kernels take
 
 
 class Stopped(Exception):
@@ -106,8 +104,7 @@ def beside(finish: Callable[[str, T], None]) -> Iterator[Beside[T]]:
 
     A stage that fails there came before what fails in the block: its error is the one that is raised.
     """
-    made, before = Beside(finish), sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
+    made = Beside(finish)
     try:
         yield made
         made.wait()
@@ -116,7 +113,6 @@ def beside(finish: Callable[[str, T], None]) -> Iterator[Beside[T]]:
         raise
     finally:
         made.stop()
-        sys.setswitchinterval(before)
 
 
 def has_room() -> bool:

@@ -386,7 +386,8 @@ def test_disk_is_full(sst2, tmp_path, qdqbench, monkeypatch):
         patch.setattr(np, "savez", full)
         done = qdqbench("run", *sst2.options, "--out", out)
     one_sentence(done, 1, r"cannot write \S*logits/fp32\.npz: no space left on device", r"MB is free on /")
-    assert not out.exists()
+    # a stage that ran beside the baseline may have ended, and is kept
+    assert not [*out.glob("logits/*"), *out.glob("results.json")]
 
 
 @pytest.mark.parametrize("command", ["quantize", "export", "build", "evaluate", "report"])

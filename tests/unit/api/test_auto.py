@@ -1,0 +1,42 @@
+"""Which recipes a ladder begins with."""
+
+import pytest
+
+from qdqbench.eval.api import auto
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.machine.gpu import Gpu
+
+from ...support.families import write_model
+
+
+def names(model, *, fast=False, given=()):
+    return [recipe.name for recipe in auto._first_recipes(given, str(model), None, fast=fast)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fast", "wanted"),
+    [
+        (True, True, ["attention", "residual", "linears"]),
+        (True, False, ["attention", "linears"]),
+        (False, True, ["attention", "linears"]),
+    ],
+)
+def test_the_faster_recipe_is_tried_where_speed_is_asked_of_a_gpu(tiny_bert, monkeypatch, gpu, fast, wanted):
+    here = Gpu(name="any", compute_capability="9.0", driver="1") if gpu else None
+    monkeypatch.setattr(auto, "find_gpu", lambda: here)
+    assert names(tiny_bert, fast=fast) == [f"bert-int8-{part}" for part in wanted]
+
+
+def test_a_family_without_it_begins_as_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto, "find_gpu", lambda: Gpu(name="any", compute_capability="9.0", driver="1"))
+    model = write_model(tmp_path / "model", "roberta")
+    assert names(model, fast=True) == ["roberta-int8-attention", "roberta-int8-linears"]
+
+
+def test_named_ones_come_in_their_order(tiny_bert):
+    assert names(tiny_bert, fast=True, given=["bert-int8-ffn", "int8-linears"]) == [
+        "bert-int8-ffn",
+        "bert-int8-linears",
+    ]
+    with pytest.raises(UserError, match="two steps would be called"):
+        names(tiny_bert, given=["int8-ffn", "bert-int8-ffn"])
