@@ -205,16 +205,25 @@ def without_unmasked(bench: Bench) -> Bench:
     peers = {about.name for about in bench.contestants if about.name.startswith(PEERS)}
     if not peers or bench.settings.peers_masked or bench.device == "cpu":
         return bench
-    rest = [about for about in bench.contestants if about.name not in peers]
-    cells = [cell if cell.kind == "real" else _without(cell, peers, rest) for cell in bench.cells]
-    left = {row.contestant for cell in cells for row in cell.rows}
     warning = (
         "PyTorch and torch.compile at fixed shapes are left out: they were measured without an attention "
         "mask, which made them slower than they are; measure again"
     )
+    return without(bench, peers, warning, real=False)
+
+
+def without(bench: Bench, names: set[str], warning: str, *, real: bool = True) -> Bench:
+    """A bench without the figures of some contestants, and a warning in their place.
+
+    Args:
+        real: in its cells of real lengths too.
+    """
+    rest = [about for about in bench.contestants if about.name not in names]
+    cells = [_without(cell, names, rest) if real or cell.kind != "real" else cell for cell in bench.cells]
+    left = {row.contestant for cell in cells for row in cell.rows}
     changes = {
         "cells": cells,
-        "contestants": [about for about in bench.contestants if about.name not in peers - left],
+        "contestants": [about for about in bench.contestants if about.name not in names - left],
         "warnings": [*bench.warnings, warning],
     }
     return bench.model_copy(update=changes)

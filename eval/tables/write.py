@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.bench.results import BENCH_FILE as BENCH
-from qdqbench.eval.bench.results import Bench, rate_of, read_bench, without_unmasked
+from qdqbench.eval.bench.results import Bench, rate_of, read_bench, without, without_unmasked
 from qdqbench.eval.benchreport.words import (
     PROFILES,
     Mark,
@@ -118,16 +118,26 @@ def tables_markdown(
 ) -> str:
     """All tables: accuracy by task, means, QAT over seeds, searches, real lengths, latency, and where."""
     places, changed = Places(), Changed()
+    current = [without_changed(bench) for bench in benches]
     parts = [
         "Written by `qdqbench tables` from results files; do not edit by hand.",
         *accuracy_tables(runs, places, changed),
         *mean_tables(runs, places, changed),
         *study_tables(studies, changed),
         *search_tables(searches, changed),
-        *length_tables(benches, changed),
-        *(part for bench in benches for part in _latency(bench, changed)),
+        *length_tables(current, changed),
+        *(part for bench in current for part in _latency(bench, changed)),
     ]
     return "\n\n".join(part for part in [*parts, changed.text(), places.text()] if part)
+
+
+def without_changed(bench: Bench) -> Bench:
+    """A bench without the engines of `--also` recipes that are shipped otherwise now."""
+    changed = {about.name: about.label for about in bench.contestants if differences(about.recipe or {})}
+    if not changed:
+        return bench
+    said = f"left out, as what is shipped has changed since: {', '.join(changed.values())}"
+    return without(bench, {*changed}, said)
 
 
 def _latency(bench: Bench, changed: Changed) -> list[str]:
@@ -150,8 +160,6 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     rows = [[text(name), *map(_shown, marks)] for name, marks in (*latency_rows(bench), *ratio_rows(bench))]
     said = [*bench.notes, *_built_as(bench), *_proofs(bench), clocks(bench), *slow_lines(bench)]
     notes = [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
-    others = [(about.label, about.recipe) for about in bench.contestants if about.recipe]
-    notes += [f"- {text(name)}: {changed.label(recipe)}" for name, recipe in others if differences(recipe)]
     if not bench.complete:
         notes.insert(0, "- interrupted: not every shape was measured")
     return [
