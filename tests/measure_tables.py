@@ -97,7 +97,7 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
                 "bert-base",
                 attention,
                 *grid(1, 8, 32, 128),
-                *("--profile", "recipe"),
+                *("--without", "int8-exact"),
                 *also(residual, fused, "bert-int8-linears", ffn, str(unsplit)),
                 *lean,
             )
