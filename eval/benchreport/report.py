@@ -12,9 +12,9 @@ from qdqbench.eval.bench.results import (
     BenchRow,
     cell_label,
     read_bench,
-    without_unmasked,
 )
 from qdqbench.eval.benchreport.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.benchreport.left_out import without_unmasked
 from qdqbench.eval.benchreport.words import (
     Mark,
     cell_text,

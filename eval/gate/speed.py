@@ -9,8 +9,8 @@ from qdqbench.eval.bench.results import (
     headline_of,
     read_bench,
     row_of,
-    without_unmasked,
 )
+from qdqbench.eval.benchreport.left_out import without_unmasked
 from qdqbench.eval.benchreport.report import stale_files
 from qdqbench.quantize.core.comparison import EngineSize, Speed
 from qdqbench.quantize.core.errors import UserError

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.bench.results import BENCH_FILE as BENCH
-from qdqbench.eval.bench.results import Bench, rate_of, read_bench, without, without_unmasked
+from qdqbench.eval.bench.results import Bench, rate_of, read_bench
+from qdqbench.eval.benchreport.left_out import without, without_unmasked
 from qdqbench.eval.benchreport.words import (
     PROFILES,
     Mark,
