@@ -160,6 +160,7 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
     """One bar per stage."""
     with _display("spinner", "{task.description:<28}", 20, "elapsed") as shown:
         bars: dict[str, tuple[Any, bool]] = {}  # of stages that go on, and whether others may start meanwhile
+        latest = ""  # stage that began last: those beside it are not what is done now
 
         def finish(*, all_of_them: bool) -> None:
             for name, (bar, beside) in [*bars.items()]:
@@ -169,6 +170,7 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
             shown.note = ""
 
         def show(now: "StageProgress") -> None:
+            nonlocal latest
             if now.alarm:
                 shown.say(f"✗ {now.alarm}. The run goes on; Ctrl-C ends it", "bold red")
                 return
@@ -178,6 +180,7 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
             name = f"stage {now.number} of {now.of}: {now.stage}"
             if not now.total:
                 finish(all_of_them=False)
+                latest = now.stage
                 text, total = (f"{name} (unchanged)", 1) if now.reused else (name, None)
                 bars[now.stage] = shown.add(text, total), now.beside
                 shown.begin(name)
@@ -189,7 +192,7 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
                 shown.update(bars[now.stage][0], completed=now.done, total=now.total)
                 if now.beside and now.done >= now.total:
                     del bars[now.stage]  # its time stands
-            if not now.beside:
+            if now.stage == latest:
                 shown.hear("", now.done, now.total)
 
         yield show

@@ -169,6 +169,7 @@ def test_a_stage_beside_others_keeps_its_bar_and_says_nothing_of_them(session):
             announce = run.follow(session, shown)
             announce("baseline", False)
             beside = session.progress
+            beside(2, 9)  # nothing runs beside it yet, and nothing may
             announce("quantize", False)
             beside(5, 9)
             session.progress(1, 2)
@@ -176,11 +177,11 @@ def test_a_stage_beside_others_keeps_its_bar_and_says_nothing_of_them(session):
             announce("qat", False)
     name = "stage {} of 5: {}".format
     assert drawn == [
-        *((name(1, "baseline"), None), (name(2, "quantize"), None)),
+        *((name(1, "baseline"), None), ("baseline", 2), (name(2, "quantize"), None)),
         *(("baseline", 5), ("quantize", 1), ("baseline", 9), ("quantize", 1)),
         *((name(3, "qat"), None), ("qat", 1)),
     ]
-    assert heard == [1]
+    assert heard == [2, 1]
 
 
 def test_one_changing_line_is_gone_when_it_ends(monkeypatch, capsys):
