@@ -23,9 +23,9 @@ def compare(
     from qdqbench.quantize.rundir.claim import Purpose, claimed
 
     compared = cache(partial(compare_runs, runs, command_line()))
-    with claimed(out, Purpose(kind=PAGE), replace=replace, ready=compared, say=options.note):
-        with status() as say:
-            say("comparing")
+    with status() as say:
+        say("comparing")
+        with claimed(out, Purpose(kind=PAGE), replace=replace, ready=compared, say=options.note):
             found = compared()
-        written = write_comparison(found, out)
+            written = write_comparison(found, out)
     show(found, json, comparison_summary, *(f"page: {path}" for path in written if path.suffix == ".html"))
