@@ -77,7 +77,10 @@ def _linear(index: GraphIndex, product: str) -> _Linear | None:
     if node is None or node.op_type != "MatMul" or len(index.consumers.get(product, [])) != 1:
         return None
     read, _ = index.origin(node.input[0], ("Cast",))
-    weight, _ = index.origin(node.input[1], ("Cast", "Transpose"))
+    turned, _ = index.origin(node.input[1], ("Cast",))
+    if turned is None or turned.op_type != "Transpose":  # rows of [K, N] are not those of results
+        return None
+    weight, _ = index.origin(turned.input[0], ("Cast",))
     if read is None or weight is None or {read.op_type, weight.op_type} != {"DequantizeLinear"}:
         return None
     quantizer, codes = index.producers.get(read.input[0]), index.constant(weight.input[0])

@@ -72,22 +72,27 @@ def test_one_node_has_the_names_of_three(graph: onnx.ModelProto) -> None:
     assert not any(name.endswith("self.key.weight_int8") for name in kept)
 
 
-@pytest.mark.parametrize("change", ["scale", "input", "reader", "axis"])
+@pytest.mark.parametrize("change", ["scale", "input", "order", "reader", "axis"])
 def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> None:
     other = copied(graph)
     key = next(node for node in other.graph.node if node.name.endswith("layer.0/attention/self/key/MatMul"))
     concat = next(node for node in other.graph.node if key.output[0] in node.input)
+    of_weight = "layer.0/attention/self/key/weight_quantizer/DequantizeLinear"
+    dq = next(node for node in other.graph.node if node.name.endswith(of_weight))
     if change == "scale":
-        made = next(
-            n
-            for n in other.graph.node
-            if n.name.endswith("layer.0/attention/self/key/weight_quantizer/DequantizeLinear")
-        )
         scale = onnx.numpy_helper.from_array(np.array(0.5, np.float32), "another")
         other.graph.initializer.append(scale)
-        made.input[1] = "another"
+        dq.input[1] = "another"
     elif change == "input":
         key.input[0] = concat.input[0]
+    elif change == "order":  # codes [K, N], as no Transpose stands behind them
+        readers = {name: node for node in other.graph.node for name in node.input}
+        turned = readers[dq.output[0]]
+        while turned.op_type != "Transpose":
+            turned = readers[turned.output[0]]
+        codes = next(tensor for tensor in other.graph.initializer if tensor.name == dq.input[0])
+        codes.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(codes).T, codes.name))
+        turned.CopyFrom(onnx.helper.make_node("Cast", turned.input, turned.output, name=turned.name, to=1))
     elif change == "reader":
         other.graph.output.append(onnx.ValueInfoProto(name=key.output[0]))
         other.graph.node.append(onnx.helper.make_node("Identity", [key.output[0]], ["read"], name="/read"))
