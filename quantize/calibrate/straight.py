@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")
-# mean square of a shift, in half ranges of the channels, that is as bad as an error of 1 in all scores
+# mean square of an error of scores that is as bad as a shift of every channel by half its range
 RIDGE = 0.01
 LARGEST_REST = 0.1  # of scores, root mean square: more is told
 

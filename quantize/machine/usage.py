@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MEMORY_INTERVAL_S = 0.05  # every 10 ms it took 2.6 % of a core
-_apart: dict[
-    int, tuple[int, float]
-] = {}  # threads that count for themselves: their clocks, and when they began
+# threads that count for themselves: their clocks, and seconds on these when they began
+_apart: dict[int, tuple[int, float]] = {}
 _ended: list[float] = [0.0]  # seconds of those that ended
 _changing = threading.Lock()
 Progress = Callable[[float, float, str], None]  # what is done, what there is in all, what is next

@@ -32,7 +32,8 @@ class Stage:
     run: Callable[[Session], list[Path]]
     needs: tuple[str, ...]  # stages whose outputs it reads
     inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
-    recorded: Callable[[Session], None] = lambda session: None  # removes what a killed stage would go on from
+    # once its outputs are in the manifest, and where they are reused; in the thread that the stage ran in
+    recorded: Callable[[Session], None] = lambda session: None
     beside: tuple[str, ...] = ()  # stages behind it that may run meanwhile, and so need nothing of it
 
 
