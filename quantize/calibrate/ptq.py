@@ -130,7 +130,7 @@ def calibrate(
     quantizers = insert_quantizers(model, plan)
     fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
     doing("looking at ranges")
-    shifts, moved, splits, shift_notes = _prepare(model, plan, settings.split_outliers, forward_loop)
+    shifts, moved, splits, warnings = _prepare(model, plan, settings.split_outliers, forward_loop)
     doing("looking at softmax")
     chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
     centers = {name: center for name, center in chosen.centers.items() if name not in straight(plan)}
@@ -142,8 +142,7 @@ def calibrate(
     doing("calibrating")
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*_shared_notes(model, plan), *shift_notes, *chosen.notes]
-    notes += _revive_dead_channels(model, quantizers)
+    notes = [*_shared_notes(model, plan), *chosen.notes, *_revive_dead_channels(model, quantizers)]
     for name in counted("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
@@ -151,8 +150,8 @@ def calibrate(
     share_scales(plan, quantizers)
     round_weight_scales(quantizers)
     replaced = given.impose(quantizers, fixed)
-    told, warnings = given.compared(fixed, replaced)
-    notes += told
+    told, far_off = given.compared(fixed, replaced)
+    notes, warnings = notes + told, warnings + far_off
     states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
     require_shared(states, plan)
@@ -189,12 +188,12 @@ def _prepare(
     seconds = plan.family.splittable(plan.int8) if extra else []
     with watched(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
-    shifts, notes = shift(model, plan, seen, ranges)
+    shifts, warnings = shift(model, plan, seen, ranges)
     for each in shifts.values():
         apply_biases(model, each.added)
     moved = equalize(model, plan, smoothing.smooth(model, plan, ranges, straight(plan)))
     splits = splitting.split(model, {name: ranges.inputs[name] for name in seconds}, extra)
-    return shifts, moved, splits, notes
+    return shifts, moved, splits, warnings
 
 
 def _by_error(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:

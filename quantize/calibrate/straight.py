@@ -93,7 +93,7 @@ def shift(
         ranges: those of what q, k and v read are made those of the shifted.
 
     Returns:
-        The shifts by attention, and a note where much of what a bias of q does is left out.
+        The shifts by attention, and a warning where much of what a bias of q does is left out.
     """
     import torch
 

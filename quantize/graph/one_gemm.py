@@ -39,17 +39,16 @@ def one_gemm(model: onnx.ModelProto) -> onnx.ModelProto | None:
         A new model, or None where there is nothing to join.
     """
     index = GraphIndex(model)
-    groups = {node.name: len(group) for node in model.graph.node if (group := _group(index, node))}
-    if not groups:
+    if not any(_group(index, node) for node in model.graph.node):
         return None
     made = onnx.ModelProto()
     made.CopyFrom(model)
     index = GraphIndex(made)
     dropped: set[int] = set()
     for concat in made.graph.node:
-        if concat.name not in groups:
+        if not (group := _group(index, concat)):
             continue
-        first, *others = _group(index, concat)
+        first, *others = group
         codes = np.concatenate([first.codes, *(linear.codes for linear in others)])
         name = f"{first.weight.input[0]}_joined"
         made.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes), name))

@@ -99,6 +99,12 @@ def recipe_with(name: str = "bert-int8-linears", **changes: Any) -> Recipe:
     return Recipe.model_validate(load_recipe(name).model_dump(mode="json") | plain | changes)
 
 
+def one_scale(*parts: str) -> list[dict[str, Any]]:
+    """Rules that give linears of the attention, such as "query", one weight scale."""
+    one = {"type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
+    return [{"match": f"*.self.{part}"} | one for part in parts]
+
+
 def plan_of(recipe: Recipe, model: Any) -> Plan:
     return resolve(recipe, module_table(model), model.base_model_prefix)
 

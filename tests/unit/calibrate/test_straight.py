@@ -33,17 +33,15 @@ from ...support.tiny_bert import (
     LINEARS,
     calibrate,
     calibration_batches,
+    one_scale,
     padded_batch,
     plan_of,
     recipe_with,
 )
 
 EVERY = {"match": "encoder.layer.*", "type": "Linear"} | INT8
-STRAIGHT = [
-    {"match": f"*.self.{part}", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
-    for part in ("key", "value")
-]
-QUERY = {**STRAIGHT[0], "match": "*.self.query"}
+STRAIGHT = one_scale("key", "value")
+(QUERY,) = one_scale("query")
 QUERIES = {name for name in LINEARS if name.endswith("query")}
 KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
 
@@ -111,6 +109,19 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
     assert rest < 0.1 * lost
 
 
+def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model: Any, tmp_path: Path) -> None:
+    with torch.no_grad():
+        for name in QUERIES:
+            linear = model.get_submodule(name)
+            linear.weight.mul_(0.01)
+            linear.bias.fill_(100.0)
+    model.save_pretrained(tmp_path)
+    record = calibrate(tmp_path, recipe(*STRAIGHT, QUERY)).record
+    (warning,) = record.warnings
+    assert "what the bias of q adds" in warning
+    assert warning not in record.notes
+
+
 def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
     """Weights of q that see nothing: no shift of their input replaces their bias."""
     with torch.no_grad():
@@ -122,9 +133,9 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
     with watched(model, plan) as seen:
         for each in calibration_batches():
             forward(model, each)
-    shifts, (note,) = shift(model, plan, seen, Ranges({}, {}))
-    assert all(name in note for name in ATTENTIONS)
-    assert "int8/channel for their query" in note
+    shifts, (warning,) = shift(model, plan, seen, Ranges({}, {}))
+    assert all(name in warning for name in ATTENTIONS)
+    assert "int8/channel for their query" in warning
     norms = {plan.family.norm_read_by(name): name for name in ATTENTIONS}
     assert not any(any(shifts[name].added[str(norm)]) for norm, name in norms.items())
 

@@ -28,6 +28,7 @@ from ...support.tiny_bert import (
     Quantized,
     calibrate,
     copied,
+    one_scale,
     padded_batch,
     recipe_with,
     run_onnx,
@@ -35,10 +36,7 @@ from ...support.tiny_bert import (
 )
 
 BATCHES = [padded_batch(), padded_batch((7, 7, 7)), padded_batch((5, 1, 2, 3))]
-STRAIGHT = [
-    {"match": f"*.self.{part}", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
-    for part in ("key", "value")
-]
+STRAIGHT = one_scale("key", "value")
 EVERY = {"match": "encoder.layer.*", "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}
 
 
@@ -196,7 +194,7 @@ def test_biases_that_are_zero_in_the_model_itself_stay(
 def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
     tiny_bert: Path, tmp_path: Path, qkv: str, gemms: int, copies: int
 ) -> None:
-    rules = [EVERY, *STRAIGHT, {**STRAIGHT[0], "match": "*.self.query"}]
+    rules = [EVERY, *STRAIGHT, *one_scale("query")]
     export = {"opset": 20, "max_length": 128, "qkv": qkv}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
     settings = ExportSettings(20, "fp16", "factored", qkv == "merged")

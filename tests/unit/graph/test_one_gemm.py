@@ -19,6 +19,7 @@ from ...support.tiny_bert import (
     LINEARS,
     calibrate,
     copied,
+    one_scale,
     padded_batch,
     recipe_with,
     run_onnx,
@@ -26,16 +27,12 @@ from ...support.tiny_bert import (
 )
 
 PARTS = ("query", "key", "value")
-ONE_SCALE = [
-    {"match": f"*.self.{part}", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
-    for part in PARTS
-]
 
 
 @pytest.fixture(scope="module")
 def graph(tiny_bert: Path) -> onnx.ModelProto:
     """q, k and v with shared scales, before INT8 attention; shared, so never changed."""
-    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *ONE_SCALE]
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale(*PARTS)]
     export = {"opset": 20, "max_length": 128, "qkv": "merged"}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
     return finish_graph(trace(made.model, 20), made.plan, ExportSettings(20, "fp16", "factored", True))
