@@ -27,7 +27,7 @@ from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
-from qdqbench.quantize.rundir.pipeline import STAGES_FILE, open_run
+from qdqbench.quantize.rundir.pipeline import STAGES_FILE, finished, open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session
 
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
@@ -173,10 +173,10 @@ class Ladder:
 
     def _share_baseline(self, folder: Path, before: Sequence[Step]) -> None:
         """FP32 was evaluated by an earlier run: the pipeline sees whether that is what it would do itself."""
-        earlier = next((step.measured for step in before if step.measured), None)
-        if earlier is None or (folder / STAGES_FILE).exists():
+        runs = (self.folder / step.name / RUN for step in before)  # one that failed behind it has it too
+        source = next((run for run in runs if "baseline" in finished(run)), None)
+        if source is None or (folder / STAGES_FILE).exists():
             return
-        source = self.folder / earlier.run
         manifest = files.read_json(source / STAGES_FILE)
         baseline = manifest["stages"]["baseline"]
         for name in baseline["outputs"]:

@@ -176,10 +176,10 @@ def bench_summary(bench: Bench) -> "Group":
         widest = max(len(word) for name, _ in rows for word in name.split())
         add_table(["median, ms", *shown.columns[of]], rows, widest)
     lines.append(Text(shown.clocks))
-    lines += [Text(f"note: {line}", style="yellow") for line in bench.notes]
+    lines += [Text(f"✗ {line}", style="bold red") for line in shown.errors]
     lines += [Text(f"✗ {line}", style="red") for line in shown.slow]
     lines += [Text(f"warning: {line}", style="yellow") for line in bench.warnings]
-    lines += [Text(f"✗ {line}", style="bold red") for line in shown.errors]
+    lines += [Text(f"note: {line}", style="yellow") for line in bench.notes]
     return Group(*lines)
 
 

@@ -34,7 +34,7 @@ def made_lines(made: Made) -> "Group":
     warned = [Text(f"warning: {line}", style="yellow") for line in first(made.warnings, 3, "the report")]
     noted = [Text(f"note: {line}", style="dim") for line in first(made.notes, 3, "the report")]
     failed = [Text(f"✗ {line}", style="red") for line in first(made.failures, 5, "the report")]
-    return Group(table, files, *noted, *warned, *failed)
+    return Group(table, files, *failed, *warned, *noted)
 
 
 def stage_text(made: Made, name: str) -> str:

@@ -13,17 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from qdqbench.quantize.activity.told import doing, unheard
+from qdqbench.quantize.activity.told import doing, ended_by, raise_if_ended, unheard
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.machine.process import one_core
 from qdqbench.quantize.machine.usage import apart
 
 T = TypeVar("T")
 MOST_CORES = 4  # from more on, all of them are quicker than one beside the others
-
-
-class Stopped(Exception):
-    """Ends a stage whose run was interrupted."""
 
 
 @dataclass
@@ -45,8 +41,12 @@ class Beside(Generic[T]):
         """Run a stage beside others, behind those that were started before."""
 
         def alone() -> T:
-            with unheard(), one_core(), apart():
-                return run()
+            with unheard(), one_core(), apart(), ended_by(self._stopped):
+                try:
+                    return run()
+                except Exception:
+                    self._stopped.set()  # what follows is worth nothing, here and there
+                    raise
 
         import torch
 
@@ -54,12 +54,20 @@ class Beside(Generic[T]):
         torch.set_num_threads(max(1, self._cores - 1))  # more threads than cores wait for each other
         self._running[name] = others, self._pool.submit(alone)
 
+    def meanwhile(self, run: Callable[[], T]) -> T:
+        """Run a stage in this thread; it ends soon after one beside it has failed.
+
+        Raises:
+            Ended: for that; `wait` raises what failed.
+        """
+        with ended_by(self._stopped):
+            return run()
+
     def progress(self, tell: Callable[[float, float], None]) -> Callable[[float, float], None]:
-        """The progress of a stage that is to run here: it ends with it when the run was interrupted."""
+        """The progress of a stage beside others: it ends with it when the run was interrupted."""
 
         def told(done: float, total: float) -> None:
-            if self._stopped.is_set():
-                raise Stopped
+            raise_if_ended()
             tell(done, total)
 
         return told

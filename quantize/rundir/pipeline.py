@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ def run_stages(
         UserError: another process is at this run.
     """
     listed, timings = {stage.name: stage for stage in stages}, dict[str, Timing]()
-    writing = threading.Lock()
+    writing, noted, warned = threading.Lock(), [*session.notes], [*session.warnings]
     with held(session.folder):
         manifest = _read(session.folder / STAGES_FILE)
 
@@ -127,9 +127,17 @@ def run_stages(
                     copy.progress = others.progress(session.progress)
                     others.start(stage.name, stage.beside, partial(made, copy, stage, key, done))
                 else:
-                    finish(stage.name, made(session, stage, key, done))
+                    finish(stage.name, others.meanwhile(partial(made, session, stage, key, done)))
                 interrupt.raise_if_interrupted()
+        done_in_order = [manifest.stages[name] for name in listed]
+    session.notes = _once(noted, *(done.notes for done in done_in_order), session.notes)
+    session.warnings = _once(warned, *(done.warnings for done in done_in_order), session.warnings)
     return {name: timings[name] for name in listed}
+
+
+def _once(*lists: list[str]) -> list[str]:
+    """All lines, each where it comes first."""
+    return [*dict.fromkeys(chain.from_iterable(lists))]
 
 
 def _made(session: Session, stage: Stage, key: str, before: Done | None) -> Done:

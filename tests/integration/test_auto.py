@@ -206,3 +206,5 @@ def test_labels_in_another_order_end_it_at_once(sst2, tmp_path, qdqbench):
     assert done.err.count("the model's 0 is the data's 1, 1 is the data's 0, which makes accuracy") == 1
     assert f"{', '.join(names)}: FP32 accuracy" in done.err
     assert not list((tmp_path / OUT).rglob("model.int8.onnx"))
+    kept = [json.loads((tmp_path / OUT / name / "run" / "stages.json").read_text()) for name in names]
+    assert kept[0]["stages"]["baseline"] == kept[1]["stages"]["baseline"]  # evaluated once

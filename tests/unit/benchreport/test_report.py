@@ -163,6 +163,15 @@ def test_notes_on_the_gpu_and_the_clock_stand_beside_the_figures(tmp_path):
         assert "torch 2.11.0" in text
 
 
+def test_what_failed_then_warnings_then_notes_in_one_order(tmp_path):
+    said = {"errors": ["an error here"], "warnings": ["a warning here"], "notes": ["a note here"]}
+    words = ["an error here", REASON, "a warning here", "a note here"]
+    bench = sample_bench(**said)
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        places = [text.index(each) for each in words]
+        assert places == sorted(places)
+
+
 def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
     bench = sample_bench()
     for cell in bench.cells:

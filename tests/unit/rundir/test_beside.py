@@ -74,7 +74,7 @@ def test_what_is_left_is_the_same_as_in_order(tmp_path: Path, monkeypatch: pytes
     for name in "abc":
         mine, theirs = both.kept()[name], one.kept()[name]
         assert all(mine[key] == theirs[key] for key in ("key", "notes", "outputs"))
-    assert sorted(both.session.notes) == sorted(one.session.notes)
+    assert both.session.notes == one.session.notes == [f"note of {name}" for name in "abc"]
     assert (both.session.folder / "c.txt").read_text() == "abc"
     assert all(timing.reused for timing in run_stages(both.session, both.stages).values())
 
@@ -99,6 +99,28 @@ def test_the_first_that_fails_is_told_and_what_is_done_is_kept(
     assert (
         sorted({*line.kept()} - {"b"} if failing == "a" else line.kept()) == kept
     )  # b may have begun, or not
+
+
+def test_what_fails_beside_ends_what_is_done_here(tmp_path: Path) -> None:
+    begun = threading.Event()
+
+    def failing(session: Session) -> None:
+        assert begun.wait(LONG_S)
+        raise CheckFailed("the labels are in another order")
+
+    def endless(session: Session) -> None:
+        begun.set()
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            told.doing("calibrating")
+        raise CheckFailed("b was not ended")
+
+    line = Line(tmp_path / "run", b=endless)
+    line.stages[0] = dataclasses.replace(line.stages[0], recorded=failing)  # as the alarm of `auto`
+    with pytest.raises(CheckFailed, match="another order"):
+        run_stages(line.session, line.stages)
+    assert [*line.kept()] == ["a"]
+    told.doing("nothing ends this any more")
 
 
 def test_ctrl_c_ends_both(tmp_path: Path) -> None:

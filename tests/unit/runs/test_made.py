@@ -139,6 +139,7 @@ def test_every_stage_has_a_row_and_names_are_no_markup():
         stages={"fp32": SCORED},
         files=[FileRow(name=f"{n}.onnx", bytes=1000 * n, fp32_ratio=None) for n in range(1, 10)],
         notes=["n1", "n2", "n3", "n4", "[bold]n5"],
+        warnings=["part of the data"],
         failures=["the [gate]"],
     )
     shown = StringIO()
@@ -151,7 +152,8 @@ def test_every_stage_has_a_row_and_names_are_no_markup():
     assert "9 files in runs/a: 9.onnx 9 kB, 8.onnx 8 kB" in text
     assert "and 3 more in there" in text
     assert "and 2 more in the report" in text
-    assert "✗ the [gate]" in text
+    places = [text.index(each) for each in ("✗ the [gate]", "warning: part of the data", "note: n1")]
+    assert places == sorted(places)  # as in a report
 
 
 def test_what_does_not_hold_is_named():
