@@ -3,28 +3,35 @@
 import importlib
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.machine.quiet import alone
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = "qdq_eager"
 UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
-_numbers = count()
+_taken: "WeakValueDictionary[int, PretrainedConfig]" = WeakValueDictionary()  # by number of the name
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
 
 def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
 
-    `ATTENTION` has a name of its own in each model: ModelOpt's attention changes, while it runs, what all
-    models of its name run, those in other threads too. A family whose attention does not go through
-    transformers' AttentionInterface is first made to: its file beside this one says how.
+    `ATTENTION` has a name of its own in each living model, but for copies of one, which are not to run in two
+    threads: ModelOpt's attention changes, while it runs, what all models of its name run. A family whose
+    attention does not go through transformers' AttentionInterface is first made to: its file beside this one
+    says how.
     """
     if implementation == ATTENTION:
-        implementation = f"{ATTENTION}_{next(_numbers)}"
+        with alone():
+            # one that is free, or its own: transformers forgets no name
+            number = next(each for each in count() if _taken.get(each, model.config) is model.config)
+            _taken[number] = model.config
+        implementation = f"{ATTENTION}_{number}"
         _register_attention(implementation)
     family = family_of(model.config)
     rewritten = family.rewritten_by
