@@ -1,4 +1,4 @@
-"""Schema of `study.json`: FP32, PTQ and QAT of one task over seeds, and its table."""
+"""Schema of `study.json`: FP32, PTQ and QAT of one task over seeds (documented in docs/qat.md)."""
 
 from pathlib import Path
 from typing import Any, Literal

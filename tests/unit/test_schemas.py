@@ -9,8 +9,10 @@ from pydantic import BaseModel
 
 from qdqbench.eval.auto.results import Auto
 from qdqbench.eval.bench.results import Bench
+from qdqbench.eval.compare.results import Compared
 from qdqbench.eval.methods.results import Methods
 from qdqbench.eval.runs.made import Made
+from qdqbench.eval.runs.study_results import Study
 from qdqbench.eval.search.results import Search
 from qdqbench.eval.sensitivity.results import Sensitivity
 from qdqbench.quantize.cli import schemas
@@ -25,6 +27,8 @@ PAGES: dict[str, tuple[Any, ...]] = {
     "sensitivity": (Sensitivity,),
     "methods": (Methods,),
     "auto": (Auto,),
+    "compare": (Compared,),
+    "qat": (Study,),
     "json": tuple(each for each in vars(schemas).values() if getattr(each, "__module__", "") == OURS),
 }
 SHARED = ("results", "search")  # pages of what other files have too
