@@ -65,10 +65,7 @@ def embedded(session: Session) -> list[Path]:
 
 def baseline(session: Session) -> list[Path]:
     """Evaluate the FP32 model."""
-    from qdqbench.eval.accuracy.onednn import quick_linears
-
-    with quick_linears():
-        return [_evaluate_torch(session, "fp32", session.fp32_model)]
+    return [_evaluate_torch(session, "fp32", session.fp32_model)]
 
 
 def quantize_stage(session: Session) -> list[Path]:

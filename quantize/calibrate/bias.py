@@ -47,13 +47,15 @@ def correct_biases(
     """
     import torch
 
+    from qdqbench.quantize.fakequant.onednn import quick_linears
+
     family = family_of(model.config)
     linears = [name for name in linears if model.get_submodule(name).bias is not None]
     if not linears:
         return {}
     runs = Counter(family.runs(model))
     added: dict[str, list[float]] = {}
-    with torch.inference_mode():
+    with torch.inference_mode(), quick_linears():
         with quantizers_off(model):
             exact, given = _calls(model, runs, _some(batches))
         states = exact

@@ -39,8 +39,10 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
     """Answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
+    from qdqbench.quantize.fakequant.onednn import quick_linears
+
     device = next(model.parameters()).device
-    with torch.inference_mode():
+    with torch.inference_mode(), quick_linears():
         output = model(
             **{name: torch.from_numpy(array).to(device) for name, array in inputs_of(model, batch).items()}
         )
