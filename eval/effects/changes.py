@@ -90,7 +90,7 @@ def _moved(done: Done) -> Iterator[Row]:
     said = "The biases of {} of q, k and v are gone; k's changes no softmax, v's is behind the attention."
     yield "moved biases", moved, "linear", said
     said = (
-        "What q, k and v of {} read is shifted by the LayerNorm before, which does what the bias of q did; "
+        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did; "
         "what else that does is taken out behind the attention."
     )
     yield "shifted inputs", len(record.shifts), "INT8 attention", said

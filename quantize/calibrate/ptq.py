@@ -36,7 +36,7 @@ from qdqbench.quantize.fakequant.quantizers import (
 )
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.recipe.straight import straight, straight_linears
+from qdqbench.quantize.recipe.straight import notes_on, straight, straight_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +142,8 @@ def calibrate(
     doing("calibrating")
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*_shared_notes(model, plan), *chosen.notes, *_revive_dead_channels(model, quantizers)]
+    notes = [*_shared_notes(model, plan), *notes_on(plan), *chosen.notes]
+    notes += _revive_dead_channels(model, quantizers)
     for name in counted("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)

@@ -33,6 +33,7 @@ from qdqbench.quantize.calibrate.ranges import Ranges
 from qdqbench.quantize.calibrate.record import Shift, Smoothing
 from qdqbench.quantize.calibrate.smoothing import apply
 from qdqbench.quantize.core.arrays import Float64
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.families.family import Role
 from qdqbench.quantize.recipe.plan import Plan
@@ -71,17 +72,37 @@ class _Seen:
 
 @contextmanager
 def watched(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
-    """What q, k and v read in each attention to be shifted, filled while calibration data go through."""
-    seen = {name: _Seen() for name in shifted(plan)}
+    """What q, k and v read in each attention to be shifted, filled while calibration data go through.
+
+    Raises:
+        UserError: they read another tensor than that whose maker the family names.
+    """
+    makers = shifted(plan)
+    seen = {name: _Seen() for name in makers}
+    made: dict[str, Any] = {}
+
+    def keep(name: str, _: Any, __: Any, output: Any) -> None:
+        made[name] = output
 
     def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        _require_same(name, makers[name], made.pop(name, None), inputs[0])
         seen[name].add(inputs[0])
 
     with ExitStack() as hooks:
-        for name in seen:
+        for name, maker in makers.items():
             (query,) = linears_of(plan, name, "query")
+            hooks.enter_context(model.get_submodule(maker).register_forward_hook(partial(keep, name)))
             hooks.enter_context(model.get_submodule(query).register_forward_pre_hook(partial(read, name)))
         yield seen
+
+
+def _require_same(attention: str, maker: str, made: "torch.Tensor | None", read: "torch.Tensor") -> None:
+    """Hold what q, k and v read to what a module made; a family of a recipe's own may name a wrong one."""
+    if made is None or made.shape != read.shape or not made.nan_to_num().equal(read.nan_to_num()):
+        raise UserError(
+            f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
+            "does; give their query weights: int8/channel, or mend model.layout of the recipe"
+        )
 
 
 def shift(
@@ -93,12 +114,18 @@ def shift(
         ranges: those of what q, k and v read are made those of the shifted.
 
     Returns:
-        The shifts by attention, and a warning where much of what a bias of q does is left out.
+        The shifts by attention whose q has a bias, and a warning where much of what one does is left out.
+
+    Raises:
+        UserError: what has to make or take out a shift has no bias.
     """
     import torch
 
     found: dict[str, Shift] = {}
+    makers = shifted(plan)
     for name, stats in seen.items():
+        if not _needs_shift(model, plan, name, makers[name]):
+            continue
         linears = linears_of(plan, name, *ROLES)
         modules: list[Any] = [model.get_submodule(linear) for linear in linears]
         weights = [module.weight.detach().double().cpu().numpy() for module in modules]
@@ -108,8 +135,7 @@ def shift(
         spread = stats.spread.cpu().numpy() / stats.samples
         values, rest = chosen(weights[0], weights[1], bias, size, spread, (high - low) / 2)
         values = values.astype(np.float32).astype(np.float64)
-        norm = plan.family.norm_read_by(name) or ""
-        added = {norm: values} | {
+        added = {makers[name]: values} | {
             linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
         }
         added |= dict.fromkeys(linears_of(plan, name, "output"), -values)
@@ -124,6 +150,20 @@ def shift(
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
         f"square of {max(lost.values()):.2f}; keep it with weights: int8/channel for their query"
     ]
+
+
+def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
+    """Whether q of an attention has a bias; all that a shift goes through must have one then."""
+    through = [*linears_of(plan, attention, *ROLES, "output"), maker]
+    without = [name for name in through if getattr(model.get_submodule(name), "bias", None) is None]
+    if through[0] in without:
+        return False
+    if without:
+        raise UserError(
+            f"the bias of {through[0]} cannot go elsewhere, as {name_list(without)} have none; give their "
+            "query weights: int8/channel"
+        )
+    return True
 
 
 def chosen(  # noqa: PLR0913, PLR0917

@@ -146,6 +146,13 @@ def embeddings_norm(frame: Frame, model: "PreTrainedModel") -> str:
     return names[-1].removeprefix(frame.prefix) if names else ""
 
 
+def embeddings_linear(frame: Frame) -> str | None:
+    """The linear between the embeddings, their LayerNorm included, and the layers; None without one."""
+    first = next(step.number for step in frame.flow.steps if frame.path(step.module))
+    before = [s for s in frame.flow.steps if s.number < first and s.kind in {"linear", "norm"}]
+    return before[-1].module.removeprefix(frame.prefix) if before and before[-1].kind == "linear" else None
+
+
 def pooler(frame: Frame, outside: Mapping[str, Role]) -> str | None:
     """The module of the base model that makes what the classifier reads."""
     poolers = (name for name, role in outside.items() if role == "pooler")

@@ -93,7 +93,7 @@ def recognise(model: "PreTrainedModel") -> Recognised:
         norms=parts.norms(frame, found),
         embeddings=parts.embeddings(frame, model),
         embeddings_norm=parts.embeddings_norm(frame, model),
-        embeddings_linear=next((each for each, role in outside.items() if role == "embeddings"), None),
+        embeddings_linear=parts.embeddings_linear(frame),
         pooler=parts.pooler(frame, outside),
         inputs=parts.inputs(frame),
         head_size=parts.attribute(modules[attention], size),

@@ -1,7 +1,7 @@
 """Encoder families as data: what a family calls its modules, and the few ways in which its models differ."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -152,17 +152,25 @@ class Family:
                 return Rows(f"{place.layers}.{place.number}.{path}", roles.index(role), len(roles))
         raise UserError(f"family {self.name} has no linear that makes the {role} beside {name}")
 
-    def norm_read_by(self, attention: str) -> str | None:
-        """The LayerNorm whose output q, k, v and the residual of the attention read; None without one."""
+    def read_by(self, attention: str, linears: Container[str]) -> str | None:
+        """What makes the tensor that q, k, v and the residual of an attention read, and nothing else reads.
+
+        Args:
+            linears: those of the model, as not every one has a linear behind its embeddings.
+
+        Returns:
+            A LayerNorm, or the linear behind the embeddings; None where it serves several runs, where what is
+            normalised is not the residual, or where it is not known.
+        """
         place = self.place(attention)
-        last = next((path for path, kind in self.norms.items() if kind == "ffn"), None)
-        if place is None or last is None or self.shared_layers:
+        if place is None or not self.layer_end or self.shared_layers or "*" in self.layers:
             return None
         if place.number:
-            return f"{place.layers}.{place.number - 1}.{last}"
-        return (
-            None if self.embeddings_linear else place.layers.removesuffix(self.layers) + self.embeddings_norm
-        )
+            return f"{place.layers}.{place.number - 1}.{self.layer_end}"
+        base = place.layers.removesuffix(self.layers)
+        if self.embeddings_linear and (linear := f"{base}{self.embeddings_linear}") in linears:
+            return linear
+        return f"{base}{self.embeddings_norm}" if self.embeddings_norm else None
 
     def splittable(self, linears: Iterable[str]) -> list[str]:
         """Second feed-forward linears, whose outlier channels can be split."""

@@ -16,14 +16,15 @@ pytestmark = pytest.mark.slow
 
 
 def of_families():
-    """INT8 attention takes the linears with it, so the linears alone are a second way where both are there.
+    """A recipe has in INT8 what those listed behind it have, so these are a second way where it is there.
 
     So are families whose layers are built as those of others: unit tests hold what is in their files. BERT's
     recipes are run by `test_run`.
     """
     alike = ("distilbert", "electra", "mpnet")
     for family in FAMILIES[1:]:
-        names = [f"{family.name}-int8-{what}" for what in ("attention", "linears")]
+        kinds = ("residual-fused", "residual", "attention", "linears")
+        names = [f"{family.name}-int8-{kind}" for kind in kinds]
         for number, name in enumerate(name for name in names if name in shipped_recipes()):
             long = number or family.name in alike
             yield pytest.param(family, name, id=name, marks=pytest.mark.long if long else ())
@@ -56,6 +57,7 @@ def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
     assert engine["int8_gemms"] == engine["expected_int8_gemms"] == products
     assert engine["not_int8"] == []
     assert engine["attention_int8"] == engine["expected_attention_int8"] == attentions
+    assert engine["int8_residuals"] == engine["expected_int8_residuals"] == 2 * LAYERS * asked.int8_residual
     assert found["parity"]["passed"]
     assert found["parity"]["padded"]
     assert found["findings"] == []

@@ -42,6 +42,7 @@ from ...support.tiny_bert import (
 EVERY = {"match": "encoder.layer.*", "type": "Linear"} | INT8
 STRAIGHT = one_scale("key", "value")
 (QUERY,) = one_scale("query")
+NORMS = ["bert.embeddings.LayerNorm", "bert.encoder.layer.0.output.LayerNorm"]  # what they read
 QUERIES = {name for name in LINEARS if name.endswith("query")}
 KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
 
@@ -74,13 +75,13 @@ def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any)
 
 def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
-    assert shifted(plan) == ATTENTIONS
+    assert shifted(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
     assert straight_linears(plan) == KEYS_AND_VALUES | QUERIES
     assert merged(plan) == []
     assert merged(plan_of(recipe(*STRAIGHT, QUERY, qkv="merged"), model)) == ATTENTIONS
     for rules in (STRAIGHT, [QUERY], [QUERY, STRAIGHT[0]]):
         plan = plan_of(recipe(*rules, qkv="merged"), model)
-        assert shifted(plan) == merged(plan) == []
+        assert (shifted(plan), merged(plan)) == ({}, [])
 
 
 def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) -> None:
@@ -136,8 +137,7 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
     shifts, (warning,) = shift(model, plan, seen, Ranges({}, {}))
     assert all(name in warning for name in ATTENTIONS)
     assert "int8/channel for their query" in warning
-    norms = {plan.family.norm_read_by(name): name for name in ATTENTIONS}
-    assert not any(any(shifts[name].added[str(norm)]) for norm, name in norms.items())
+    assert not any(any(shifts[name].added[norm]) for name, norm in shifted(plan).items())
 
 
 @settings(deadline=None)

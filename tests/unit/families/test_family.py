@@ -41,23 +41,30 @@ every_model = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "norms"),
+    ("model_type", "makers"),
     [
         ("bert", ["bert.embeddings.LayerNorm", "bert.encoder.layer.0.output.LayerNorm"]),
         (
             "distilbert",
             ["distilbert.embeddings.LayerNorm", "distilbert.transformer.layer.0.output_layer_norm"],
         ),
-        ("electra", [None, "electra.encoder.layer.0.output.LayerNorm"]),  # a linear may stand between
+        ("electra", ["electra.embeddings_project", "electra.encoder.layer.0.output.LayerNorm"]),
         ("albert", [None, None]),  # one LayerNorm for every run of the layer
         ("modernbert", [None, None]),  # it reads less than the residual
     ],
 )
-def test_the_layernorm_that_an_attention_reads_is_known(model_type: str, norms: list[str | None]) -> None:
+def test_what_makes_the_input_of_an_attention_is_known(model_type: str, makers: list[str | None]) -> None:
     model = new_model(model_type)
     table, family = module_table(model), family_of(model.config)
     attentions = [name for name, info in table.items() if info.kind == "Attention"]
-    assert [family.norm_read_by(name) for name in attentions] == norms
+    assert [family.read_by(name, table) for name in attentions] == makers
+
+
+def test_a_model_may_have_no_linear_or_no_layernorm_behind_its_embeddings() -> None:
+    first = "electra.encoder.layer.0.attention.self"
+    assert ELECTRA.read_by(first, {}) == "electra.embeddings.LayerNorm"
+    assert replace(ELECTRA, embeddings_norm="").read_by(first, {}) is None
+    assert replace(ELECTRA, norms={}).read_by(first, {}) is None
 
 
 @every_model
@@ -77,8 +84,8 @@ def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: st
     layers = family.layer_names(model)
     assert of("Attention") == [f"{layer}.{family.attention}" for layer in layers]
     assert [table[name].head_size for name in of("Attention")] == [16, 16]
-    norms = [family.norm_read_by(name) for name in of("Attention")]
-    assert {norm for norm in norms if norm} <= names
+    makers = [family.read_by(name, table) for name in of("Attention")]
+    assert {maker for maker in makers if maker} <= names
     assert family.splittable(of("Linear")) == [family.beside(layer, "ffn-out") for layer in layers]
     for layer in layers:
         roles = {role: family.beside(layer, role) for role in family.linears.values()}

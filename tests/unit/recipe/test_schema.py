@@ -72,6 +72,16 @@ def test_shipped_recipes_round_trip(name: str) -> None:
     assert recipe.quantizes == ("int8" in name)
 
 
+@pytest.mark.parametrize("what", ["int8-residual", "int8-residual-fused"])
+def test_families_have_the_settings_of_bert(what: str) -> None:
+    mine, *others = (load_recipe(name) for name in SHIPPED if name.endswith(f"-{what}"))
+    assert mine.name == f"bert-{what}"
+    assert len(others) == 4
+    for other in others:
+        for section in ("precision", "residual", "attention", "calibration", "export", "engine", "gate"):
+            assert getattr(other, section) == getattr(mine, section), (other.name, section)
+
+
 def test_the_resolved_recipe_is_as_the_golden_file() -> None:
     # after a wanted change of the schema: qdqbench recipes show bert-int8-linears --resolved > the file
     assert dump_recipe(load_recipe("bert-int8-linears")) == GOLDEN.read_text(encoding="utf-8")
