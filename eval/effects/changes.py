@@ -11,7 +11,6 @@ from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.straight import straight as straight_of
 from qdqbench.quantize.recipe.straight import straight_linears
 from qdqbench.quantize.rundir.artifacts import REWRITES, backend_of, graph_path
 from qdqbench.quantize.rundir.session import Session
@@ -74,7 +73,7 @@ def _weights(done: Done) -> Iterator[Row]:
 
 def _moved(done: Done) -> Iterator[Row]:
     """What is computed elsewhere, with the same result before anything is rounded."""
-    record, plan, straight = done.record, done.plan, straight_linears(done.plan)
+    record, straight = done.record, straight_linears(done.plan)
     said = "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant)."
     yield "smoothing", len(record.smoothing.inputs), "linear", said
     said = "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or behind the attention."
@@ -94,7 +93,7 @@ def _moved(done: Done) -> Iterator[Row]:
         "what else that does is taken out behind the attention."
     )
     yield "shifted inputs", len(record.shifts), "INT8 attention", said
-    centred = {row.module for row in record.softmax if row.centered} - {*straight_of(plan)}
+    centred = {row.module for row in record.softmax if row.centered}
     said = (
         "The values of {} are centred, so that a softmax that rounds to zero loses little; their mean is in "
         "the attention's output."

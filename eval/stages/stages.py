@@ -14,7 +14,7 @@ from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_sta
 from qdqbench.eval.verify.layer_errors import layer_errors
 from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.calibrate.ptq import calibrate
-from qdqbench.quantize.calibrate.record import read_record, write_record
+from qdqbench.quantize.calibrate.record import read_record, shifted_states, write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
@@ -138,11 +138,13 @@ def parity(session: Session) -> list[Path]:
     from qdqbench.quantize.fakequant.native import frozen
 
     graph, model = onnx.load(graph_path(session)), session.fake_quant_model
-    biases = read_record(session.record_path).biases
+    biases, plan = read_record(session.record_path).biases, session.plan
     with frozen(model):
         found = compare_layers(graph, model, _parity_batches(session))
         few = {name: rows[:LAYER_SAMPLES] for name, rows in next(_parity_batches(session)).items()}
-        errors = layer_errors(model, session.fp32_model, list(session.plan.int8), [few], biases)
+        moved = shifted_states(session.ptq_record, plan)
+        with session.fp32_shifted() as fp32:
+            errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
     return [record(session.folder / "parity.json", found), record(session.folder / LAYER_ERRORS, errors)]
 
 

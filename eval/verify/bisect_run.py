@@ -1,6 +1,7 @@
 """Bisect the engine of a run directory, with what its verification found as a hint."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,8 @@ def bisect_run(folder: Path) -> BisectResult:
     half = session.recipe.precision.compute == "fp16" and not built.on_cpu
     verified = read_verified(folder)
     rows = [] if isinstance(verified, Skipped) else verified.blocks
-    tensors = blocks.reference_blocks(reference, session.fp32_model if quantized else None, batch, half=half)
+    with session.fp32_shifted() if quantized else nullcontext() as fp32:
+        tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
     return bisect(
         path,

@@ -39,6 +39,11 @@ FLOATS: dict[int, Any] = {
 }
 
 
+def block_name(number: int) -> str:
+    """The block that makes a hidden state: 0 is that behind the embeddings."""
+    return f"layer.{number - 1}" if number else EMBEDDINGS
+
+
 class Uncut(UserError):
     """The graph or the model cannot be cut into blocks, so that these cannot be checked."""
 
@@ -206,7 +211,8 @@ def reference_blocks(
 
     Args:
         model: the fake-quant model (or the FP32 model where nothing is quantized), on any device.
-        unquantized: the FP32 model, whose blocks get the same inputs; None where `model` is that model.
+        unquantized: the FP32 model with the shifts of `model`, whose blocks get the same inputs; None where
+            `model` is that model.
         batch: int64 [B, L] arrays.
         half: round each block's input to FP16, as a graph with FP16 borders gets it, so that both sides
             start from the same numbers.

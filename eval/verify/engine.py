@@ -216,11 +216,12 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
     doing("building the engine of blocks")
     with (
         frozen(model) if quantized else nullcontext(),
+        session.fp32_shifted() if quantized else nullcontext() as fp32,
         engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
     ):
         for case in counted("blocks", cases):
             batch = batch_of(data.encoded, case, session.pad_id)
-            tensors = reference_blocks(model, session.fp32_model if quantized else None, batch, half=half)
+            tensors = reference_blocks(model, fp32, batch, half=half)
             inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
             got = engine.run(inputs_of(model, batch) | stitched.feeds(inputs))
             for block in stitched.blocks:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.eval.verify.blocks import HEAD, reference_blocks
+from qdqbench.eval.verify.blocks import HEAD, block_name, reference_blocks
 from qdqbench.eval.verify.tensors import kept_positions
 from qdqbench.quantize.core.arrays import Array, Batch
 from qdqbench.quantize.core.comparison import LayerError, LayerErrors
@@ -44,23 +44,26 @@ class _Sums:
         return float(np.sqrt(noise / power)) if power and np.isfinite([noise, power]).all() else None
 
 
-def layer_errors(
+def layer_errors(  # noqa: PLR0913, PLR0917
     model: "PreTrainedModel",
     fp32: "PreTrainedModel",
     linears: Sequence[str],
     batches: Iterable[Batch],
     corrections: Mapping[str, list[float]],
+    moved: Mapping[int, list[float]] | None = None,
 ) -> LayerErrors:
     """Relative errors of the outputs of INT8 linears and of blocks, in the order of the model.
 
     Args:
         model: the fake-quant model, `frozen`.
-        fp32: the model that it was made from.
+        fp32: the model that it was made from, with its shifts.
         linears: in INT8, full names.
         batches: int64 [B, L] arrays; padding is left out.
         corrections: what bias correction added, by linear; it is part of what is judged.
+        moved: what shifts add to hidden states, by their number; errors are relative to FP32's own values.
     """
     alone, far, n = _Sums(), _Sums(), 0
+    own = {block_name(number): np.asarray(values, np.float32) for number, values in (moved or {}).items()}
     for batch in batches:
         mask = batch["attention_mask"].astype(bool)
         n += len(mask)
@@ -71,9 +74,10 @@ def layer_errors(
             blocks = reference_blocks(model, fp32, batch, half=False)
         exact = _states(fp32, batch)
         for name, block in blocks.items():
-            alone.add(name, block.output, block.unquantized, mask)
+            back = own.get(name, 0.0)
+            alone.add(name, block.output - back, block.unquantized - back, mask)
             if name in exact:
-                far.add(name, block.output, exact[name], mask)
+                far.add(name, block.output - back, exact[name] - back, mask)
     rows = [
         LayerError(name=name, what="linear", alone=error, accumulated=None)
         for name in linears

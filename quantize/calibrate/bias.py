@@ -144,6 +144,24 @@ def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> Non
             bias += torch.tensor(values, dtype=bias.dtype, device=bias.device)
 
 
+@contextmanager
+def biased(model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]) -> Iterator[None]:
+    """Add to the biases of a model for a while; they are as they were afterwards, bit for bit."""
+    import torch
+
+    parts = [*added]
+    biases: list[Any] = [model.get_submodule(name).bias for name in {name for part in parts for name in part}]
+    before = [bias.detach().clone() for bias in biases]
+    try:
+        for part in parts:
+            apply_biases(model, part)
+        yield
+    finally:
+        with torch.no_grad():
+            for bias, was in zip(biases, before, strict=True):
+                bias.copy_(was)
+
+
 def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:
     """Linears of a layer in the order in which they run; q, k and v run side by side."""
     groups: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.fakequant.quantizers import quantizer_kind
 from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.straight import linears_of, shifted, straight
 
 FAR = 2.0  # times what calibration found, or a part of it, from which on an amax is named
 
@@ -22,8 +23,9 @@ def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix
         prefix: `bert` in `bert.encoder.layer.0`.
 
     Raises:
-        UserError: names that no quantizer has, or whose tensor is smoothed; lists all of them.
+        UserError: names that no quantizer has, or whose tensor is changed before; lists all of them.
     """
+    straightened = _straightened(plan)
     known = {name for name in names if quantizer_kind(name) not in ("weight", "softmax")}
     found: dict[str, float] = {}
     wrong = []
@@ -37,11 +39,28 @@ def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix
             )
         elif plan.scaling_of(module).smooth != "none":
             wrong.append(f"{name} is smoothed, which changes its range")
+        elif full in straightened:
+            wrong.append(
+                f"{name} is given another range, so that k, v and q come straight from their GEMMs (weights: "
+                "int8/tensor in an INT8 attention)"
+            )
         else:
             found[full] = amax
     if wrong:
         raise UserError(f"calibration.amax cannot be used: {name_list(wrong)}; change the recipe")
     return found
+
+
+def _straightened(plan: Plan) -> set[str]:
+    """Quantizers of tensors that `straight.py` changes."""
+    attentions, linears = straight(plan), list[str]()
+    for name in shifted(plan):
+        linears += linears_of(plan, name, "query", "key", "value")
+    for name in attentions:
+        linears += linears_of(plan, name, "output")
+    return {f"{linear}.input_quantizer" for linear in linears} | {
+        f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"
+    }
 
 
 def impose(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[str, float]:

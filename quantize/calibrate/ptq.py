@@ -131,11 +131,13 @@ def calibrate(
     fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
     doing("looking at ranges")
     shifts, moved, splits, warnings = _prepare(model, plan, settings.split_outliers, forward_loop)
+    without = moved_biases(model, plan)
+    apply_biases(model, without)
     doing("looking at softmax")
-    chosen = softmax.choose(model, plan, forward_loop, by_error=_by_error(settings, plan, batches))
-    centers = {name: center for name, center in chosen.centers.items() if name not in straight(plan)}
-    added = softmax.deltas_of(model, plan, centers) | moved_biases(model, plan)
-    apply_biases(model, added)
+    by_error = _by_error(settings, plan, batches)
+    chosen = softmax.choose(model, plan, forward_loop, straight(plan), by_error=by_error)
+    centred = softmax.deltas_of(model, plan, chosen.centers)
+    apply_biases(model, centred)
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install(quantizers, plan)
@@ -170,7 +172,7 @@ def calibrate(
         shifts=shifts,
         splits=splits,
         smoothing=moved,
-        centers=added,
+        centers=without | centred,
         biases=biases,
         softmax=chosen.loss,
         replaced=replaced,

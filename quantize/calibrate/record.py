@@ -15,6 +15,7 @@ from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.fakequant.quantizers import QuantizerKind, quantizer_kind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
 from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.straight import shifted
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
 # Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.
@@ -151,6 +152,16 @@ def quantizer_row(name: str, state: QuantizerState, found: float | None = None) 
         amax_over_rms=float(values.max() / state.rms) if state.rms else None,
         amax_found=found,
     )
+
+
+def shifted_states(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
+    """What shifts add to hidden states, [hidden], by their number: 0 is that behind the embeddings."""
+    makers = shifted(plan)
+    return {
+        place.number: shift.added[makers[name]]
+        for name, shift in record.shifts.items()
+        if (place := plan.family.place(name))
+    }
 
 
 def shared_quantizers(plan: Plan) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ the attention, P v, over the calibration data; the fused kernel stays as it is, 
 - **The amax** of the softmax output, per layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,12 @@ class _Try:
 
 
 def choose(
-    model: "PreTrainedModel", plan: Plan, run: Callable[["PreTrainedModel"], None], *, by_error: bool
+    model: "PreTrainedModel",
+    plan: Plan,
+    run: Callable[["PreTrainedModel"], None],
+    left: Collection[str] = (),
+    *,
+    by_error: bool,
 ) -> Softmax:
     """Choose the form of every INT8 softmax from one pass over the data, without quantization.
 
@@ -104,6 +109,7 @@ def choose(
     Args:
         model: with quantizers; left as it is.
         run: passes batches without padding through the model.
+        left: attentions whose values are not centred, as nothing can be added behind their GEMM.
         by_error: choose; else amax 1 and no centring, and their loss.
     """
     sums: dict[str, dict[int, _Sums]] = {name: {} for name in plan.attention}
@@ -115,13 +121,14 @@ def choose(
             hooks.enter_context(_watched(model.get_submodule(name), by_length, amaxes))
         run(model)
     found = Softmax({}, {}, [])
-    if by_error and (lost := [linear for name in sums for linear in _without_bias(model, plan, name)]):
+    to_centre = [name for name in sums if by_error and name not in left]
+    if lost := [linear for name in to_centre for linear in _without_bias(model, plan, name)]:
         found.notes.append(
             f"values of INT8 attentions were not centred where {name_list(lost)} have no bias to take it"
         )
     for name, by_length in sums.items():
         means: list[Any] = [None]
-        if by_error and not _without_bias(model, plan, name):
+        if name in to_centre and not _without_bias(model, plan, name):
             parts = list(by_length.values())
             means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
         # a tie goes to the form that changes less

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.calibrate.record import shifted_states
 from qdqbench.quantize.calibrate.splitting import keep_equal
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -14,6 +14,7 @@ from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import TaskKind, joined
+from qdqbench.quantize.recipe.straight import straight_linears
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks import metrics
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from transformers import PreTrainedModel
+
+    States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
 
 FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
 
@@ -48,8 +51,9 @@ def new_job(
     if settings.distill.hidden:
         teacher.requires_grad_(False)
     model.to(accelerator.device)
-    tie = keep_equal(model, read_record(session.folder / "calibration.json").splits)
+    tie = keep_equal(model, session.ptq_record.splits)
     tie()
+    own = _own_states(session, accelerator)
 
     def after_step() -> None:
         native.keep_positive(model)
@@ -59,8 +63,8 @@ def new_job(
         model=model,
         data=data,
         settings=settings,
-        loss=distillation(session, settings, accelerator, data.encoded, teacher, answers),
-        judge=_judge(session, settings, accelerator, data, teacher, answers),
+        loss=distillation(session, settings, accelerator, data.encoded, teacher, answers, own),
+        judge=_judge(session, settings, accelerator, data, teacher, answers, own),
         folder=session.folder / QAT / CHECKPOINTS,
         identity={},
         groups=parameter_groups(model, settings),
@@ -88,7 +92,7 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
     from torch import nn
 
     model = session.new_ptq_model()
-    splits = read_record(session.folder / "calibration.json").splits
+    splits = session.ptq_record.splits
     layers = len(family_of(model.config).layer_names(model))
     if splits and len(splits) != layers:
         raise UserError(
@@ -96,6 +100,10 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
             f"and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize the "
             "others, or drop split_outliers"
         )
+    for name in straight_linears(session.plan):  # a bias that comes back is a kernel again
+        bias: Any = model.get_submodule(name).bias
+        if bias is not None:
+            bias.requires_grad_(False)
     native.use_native(model)
     if settings.amax == "learnt":
         native.learn_amax(model)
@@ -110,6 +118,19 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
             if isinstance(module, nn.Linear) and family.role(name) in ("pooler", "classifier"):
                 module.requires_grad_(False)
     return model
+
+
+def _own_states(session: Session, accelerator: "Accelerator") -> "Callable[[States], States]":
+    """Gives hidden states of the student without what shifts add to them, as the teacher has them."""
+    import torch
+
+    moved = {
+        number: torch.tensor(values, device=accelerator.device)
+        for number, values in shifted_states(session.ptq_record, session.plan).items()
+    }
+    return lambda hidden: tuple(
+        state - moved[number] if number in moved else state for number, state in enumerate(hidden)
+    )
 
 
 def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, Any]]:
@@ -146,6 +167,7 @@ def distillation(  # noqa: PLR0913, PLR0917
     encoded: Encoded,
     teacher: "PreTrainedModel",
     answers: Float32,
+    own: "Callable[[States], States]",
 ) -> "Callable[[Any, Int64, dict[str, torch.Tensor]], torch.Tensor]":
     """The loss of a batch, summed over its rows."""
     import torch
@@ -167,7 +189,7 @@ def distillation(  # noqa: PLR0913, PLR0917
         if parts.hidden:
             with torch.no_grad(), accelerator.autocast():
                 hidden = teacher(**batch, output_hidden_states=True).hidden_states
-            distance = hidden_distance(output.hidden_states, hidden, batch["attention_mask"])
+            distance = hidden_distance(own(output.hidden_states), hidden, batch["attention_mask"])
             total = total + parts.hidden * distance
         return total  # type: ignore[no-any-return]
 
@@ -181,6 +203,7 @@ def _judge(  # noqa: PLR0913, PLR0917
     data: TrainingData,
     teacher: "PreTrainedModel",
     answers: Float32,
+    own: "Callable[[States], States]",
 ) -> Callable[[Any], HeldOut]:
     """The loss of the training, on the held-out rows."""
     task, judged = session.config.task, data.judged
@@ -201,7 +224,7 @@ def _judge(  # noqa: PLR0913, PLR0917
             found["loss"] = task.kind.mean_loss(made, labels, counts)
             score += parts.labels * found["loss"]
         if parts.hidden:
-            found["hidden"] = _held_out_hidden(accelerator, model, teacher, data)
+            found["hidden"] = _held_out_hidden(accelerator, model, teacher, data, own)
             score += parts.hidden * found["hidden"]
             found = {"objective": score, **found}
         values = {**found, **metrics.compute(task, made, metrics.against(task, judged.gold, wanted))}
@@ -226,7 +249,11 @@ def _far(task: Task, parts: Distill, wanted: Float32) -> float:
 
 
 def _held_out_hidden(
-    accelerator: "Accelerator", model: Any, teacher: "PreTrainedModel", data: TrainingData
+    accelerator: "Accelerator",
+    model: Any,
+    teacher: "PreTrainedModel",
+    data: TrainingData,
+    own: "Callable[[States], States]",
 ) -> float:
     """Mean distance of hidden states over the held-out rows, each process with its share."""
     import torch
@@ -236,5 +263,5 @@ def _held_out_hidden(
         with torch.inference_mode(), accelerator.autocast():
             hidden = model(**inputs, output_hidden_states=True).hidden_states
             target = teacher(**inputs, output_hidden_states=True).hidden_states
-        total = total + hidden_distance(hidden, target, inputs["attention_mask"])
+        total = total + hidden_distance(own(hidden), target, inputs["attention_mask"])
     return float(accelerator.reduce(total, reduction="sum")) / data.judged.rows

@@ -2,14 +2,16 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate import ptq
-from qdqbench.quantize.calibrate.record import read_record
+from qdqbench.quantize.calibrate.bias import biased
+from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
@@ -175,6 +177,12 @@ class Session:
         """The FP32 model, shared by the stages that do not change it."""
         return self.new_model()
 
+    @contextmanager
+    def fp32_shifted(self) -> Iterator["PreTrainedModel"]:
+        """The FP32 model with the shifts of calibration: it answers as before, with INT8's hidden states."""
+        with biased(self.fp32_model, [shift.added for shift in self.ptq_record.shifts.values()]):
+            yield self.fp32_model
+
     @functools.cached_property
     def plan(self) -> Plan:
         """The recipe resolved for this model."""
@@ -184,7 +192,7 @@ class Session:
     def new_ptq_model(self) -> "PreTrainedModel":
         """The calibrated fake-quant model, rebuilt from calibration.json."""
         model = self.new_int8_model()
-        ptq.restore(model, self.plan, read_record(self.folder / "calibration.json"))
+        ptq.restore(model, self.plan, self.ptq_record)
         return model
 
     def new_qat_model(self) -> "PreTrainedModel":
@@ -196,6 +204,11 @@ class Session:
             use_tanh_gelu(model, name)
         ptq.restore(model, self.plan, read_record(self.record_path))
         return model
+
+    @property
+    def ptq_record(self) -> CalibrationRecord:
+        """What calibration found, before QAT."""
+        return read_record(self.folder / "calibration.json")
 
     @property
     def record_path(self) -> Path:

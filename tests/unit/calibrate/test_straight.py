@@ -23,6 +23,7 @@ from qdqbench.quantize.calibrate.straight import (
     shift,
     watched,
 )
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.recipe.straight import merged, shifted, straight, straight_linears
@@ -163,6 +164,24 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
     assert rest**2 == pytest.approx(best - RIDGE * np.square(found / half).mean(), abs=1e-9 * cost(0 * half))
     for _ in range(5):
         assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
+
+
+def test_values_of_a_straight_attention_are_not_centred(tiny_bert: Path) -> None:
+    """Its amax is the best of what is there, without a centre that nothing could take out again."""
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, softmax="error"))
+    assert {(row.module, row.centered) for row in made.record.softmax} == {(n, False) for n in ATTENTIONS}
+    outputs = {name for name in LINEARS if name.endswith("attention.output.dense")}
+    assert set(made.record.centers) == KEYS_AND_VALUES | outputs
+
+
+def test_given_ranges_of_what_is_moved_are_refused(tiny_bert: Path) -> None:
+    for also, refused in (([], "output.dense.input"), ([QUERY], "self.query.input"), ([], "self.q_bmm")):
+        amax = {f"encoder.layer.0.attention.{refused}_quantizer": 1.0}
+        with pytest.raises(UserError, match=f"{refused}_quantizer is given another range"):
+            calibrate(tiny_bert, recipe(*STRAIGHT, *also, amax=amax))
+    amax = {"encoder.layer.0.attention.self.query.input_quantizer": 1.0}  # nothing moves it without a shift
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, amax=amax))
+    assert made.record.quantizers[f"bert.{next(iter(amax))}"].amax == 1.0
 
 
 def test_merged_ones_share_their_scales(tiny_bert: Path) -> None:

@@ -1,7 +1,7 @@
 """What counts as a wrong engine, on arrays: noise of the size of quantization passes, faults do not."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -518,6 +518,7 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         recipe=load_recipe("bert-int8-linears"),
         plan=made.plan,
         fp32_model=fp32,
+        fp32_shifted=lambda: nullcontext(fp32),
         fake_quant_model=made.model,
         pad_id=0,
         eval_splits={"validation_matched": (None, encoded_split)},

@@ -1,13 +1,24 @@
 """What INT8 costs each layer against FP32."""
 
 import pytest
+import torch
 from torch import nn
 
 from qdqbench.eval.verify.layer_errors import layer_errors
+from qdqbench.quantize.calibrate.bias import biased
+from qdqbench.quantize.calibrate.record import shifted_states
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.native import frozen
 
-from ...support.tiny_bert import LAYERS, padded_batch, quantized
+from ...support.tiny_bert import (
+    INT8,
+    LAYERS,
+    calibrate,
+    one_scale,
+    padded_batch,
+    quantized,
+    recipe_with,
+)
 
 BATCH = padded_batch((16, 4, 9, 16, 12, 7), 3)
 
@@ -62,6 +73,31 @@ def test_a_correction_is_part_of_what_is_judged(made, tiny_bert):
     plain = errors(made, tiny_bert)[name].alone
     width = len(made.model.get_submodule(name).bias)
     assert errors(made, tiny_bert, {name: [1.0] * width})[name].alone > 5 * plain
+
+
+def test_shifted_hidden_states_are_no_error(tiny_bert):
+    """What q, k and v read is shifted from layer to layer: that is no cost of INT8."""
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
+    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules))
+    moved = shifted_states(made.record, made.plan)
+    assert [*moved] == [*range(LAYERS)]
+    fp32 = load_model(str(tiny_bert))
+    before = {name: value.clone() for name, value in fp32.state_dict().items()}
+    added = [shift.added for shift in made.record.shifts.values()]
+    with frozen(made.model), biased(fp32, added):
+        found = layer_errors(made.model, fp32, [*made.plan.int8], [BATCH], {}, moved)
+    assert all(torch.equal(value, before[name]) for name, value in fp32.state_dict().items())
+    rows = {row.name: row for row in found.rows}
+    assert rows["embeddings"].alone < 1e-5
+    assert all(0.005 < rows[f"layer.{number}"].alone < 0.1 for number in range(LAYERS))
+    assert rows["layer.0"].accumulated == pytest.approx(rows["layer.0"].alone, rel=0.1)
+    without = {row.name: row for row in unshifted(made, tiny_bert).rows}
+    assert without["embeddings"].alone > 0.1
+
+
+def unshifted(made, tiny_bert):
+    with frozen(made.model):
+        return layer_errors(made.model, load_model(str(tiny_bert)), [], [BATCH], {})
 
 
 def test_hooks_are_gone_afterwards(made, tiny_bert):

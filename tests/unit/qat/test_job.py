@@ -1,0 +1,36 @@
+"""What QAT trains where q, k and v come straight from their GEMMs."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from qdqbench.quantize.encoders.load import load_model
+from qdqbench.quantize.fakequant.quantizers import quantizers_off
+from qdqbench.quantize.qat.job import _own_states, prepare_student
+from qdqbench.quantize.recipe.straight import straight_linears
+from qdqbench.quantize.recipe.training import Qat
+
+from ...support.tiny_bert import INT8, calibrate, one_scale, padded_batch, recipe_with
+
+
+def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path) -> None:
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
+    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules))
+    session: Any = SimpleNamespace(
+        plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
+    )
+    own = _own_states(session, SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    batch = {name: torch.from_numpy(array) for name, array in padded_batch((16,)).items()}
+    with torch.no_grad(), quantizers_off(made.model):
+        moved = made.model(**batch, output_hidden_states=True).hidden_states
+        plain = load_model(str(tiny_bert))(**batch, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(own(moved)[0], plain[0], rtol=1e-4, atol=1e-4)
+    far, near = ((states[1] - plain[1]).norm() for states in (moved, own(moved)))
+    assert near < 0.5 * far  # what is left of q's bias is in it
+    assert torch.equal(own(moved)[-1], moved[-1])
+    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5))
+    still = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
+    assert still == {f"{name}.bias" for name in straight_linears(made.plan)}
