@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.record import QuantizerState, require_plausible
+from qdqbench.quantize.calibrate.straight import share_scales
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant.quantizers import quantizer_kind
@@ -59,16 +60,19 @@ def calibrated(shared: SharedCalibration, plan: Plan) -> tuple["PreTrainedModel"
     from qdqbench.quantize.fakequant.modelopt import calibrator_of
 
     model = copy.deepcopy(shared.model)
-    states = dict(shared.states)
+    states, enabled = dict(shared.states), quantizers.enabled_quantizers(model)
     known: dict[Any, Any] = {}  # q, k and v read one tensor, and entropy searches long
-    for name, quantizer in quantizers.enabled_quantizers(model).items():
+    for name, quantizer in enabled.items():
         if quantizer_kind(name) in ("weight", "softmax"):
             continue
         seen, method = calibrator_of(quantizer), plan.scaling_of(name.rpartition(".")[0]).method
         key = method, seen.largest, seen.limit, seen.counts.tobytes()
         amax = known[key] = known[key] if key in known else _amax_by(seen, method)
         quantizer.amax = amax.to(quantizer.amax.device)
-        states[name] = states[name].model_copy(update={"amax": float(amax)})
+    share_scales(plan, enabled)
+    for name, quantizer in enabled.items():
+        if quantizer_kind(name) != "weight":
+            states[name] = states[name].model_copy(update={"amax": float(quantizer.amax)})
     require_plausible(states)
     return model, states
 

@@ -107,18 +107,23 @@ def test_the_recipe_written_holds_the_section(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "methods"),
-    [({}, METHODS), ({"smooth": 0.5}, ("max", "mse")), ({"weights_method": "mse"}, ("percentile/99.9",))],
+    ("changes", "methods", "name"),
+    [
+        ({}, METHODS, "bert-int8-attention"),
+        ({"smooth": 0.5}, ("max", "mse"), "bert-int8-attention"),
+        ({"weights_method": "mse"}, ("percentile/99.9",), "bert-int8-attention"),
+        ({}, ("max", "mse"), "bert-int8-residual-fused"),
+    ],
     ids=str,
 )
 def test_one_pass_answers_every_method_as_its_own_calibration(
-    folder: Path, changes: dict[str, Any], methods: tuple[str, ...]
+    folder: Path, changes: dict[str, Any], methods: tuple[str, ...], name: str
 ) -> None:
     rules = [
-        *load_recipe("bert-int8-attention").model_dump(mode="json")["rules"],
+        *load_recipe(name).model_dump(mode="json")["rules"],
         {"match": "encoder.layer.1.output.dense", "method": "percentile/99.95"},
     ]
-    recipe = recipe_with("bert-int8-attention", rules=rules, calibration=changes)
+    recipe = recipe_with(name, rules=rules, calibration=changes)
     model, settings = load_model(str(folder)), recipe.calibration
     shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), settings)
     answers = set()
