@@ -119,10 +119,10 @@ def _attention(evidence: Evidence, facts: Facts) -> Iterator[Found]:
             [FIX],
             share=evidence.share_of_kernels([*rows, *_products(evidence)]),
         )  # fmt: skip
-    if facts.qkv_merged < facts.qkv:
+    if facts.qkv_apart:
         yield _found(
             evidence, "qkv-apart", "note",
-            f"q, k and v are three GEMMs in {facts.qkv - facts.qkv_merged} of {facts.qkv} attentions",
+            f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions",
             "one GEMM is faster for small batches, three for large ones",
             ["export.qkv: merged in the recipe, with factored weights"],
         )  # fmt: skip

@@ -273,8 +273,8 @@ def require_int8(result: EngineResult) -> None:
         problems.append(
             f"{lost}, which no runtime for CPUs does; on a CPU take a recipe without residual: int8"
             if result.on_cpu
-            else f"{lost} ({', '.join(result.not_int8_residuals)}); run `qdqbench check` for residuals with a "
-            "scale of their own, or set residual: fp16 in the recipe"
+            else f"{lost} ({', '.join(result.not_int8_residuals)}); run `qdqbench check` for residuals with "
+            "a scale of their own, or set residual: fp16 in the recipe"
         )
     if problems:
         raise CheckFailed(f"{result.file}: {'; and '.join(problems)}")

@@ -82,6 +82,16 @@ class Facts:
     layout_quantized: int  # layout kernels that read or write INT8, or quantize
     int8_writers: Counter[str]  # kernels that write INT8, by kind
 
+    @property
+    def qkv_apart(self) -> int:
+        """Attentions with a GEMM for each of q, k and v where one is a choice: not in a runtime for CPUs."""
+        return 0 if self.on_cpu else self.qkv - self.qkv_merged
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the table is of a runtime for CPUs."""
+        return any(row.kernel is not None for row in self.rows)
+
 
 def graph_of(path: Path) -> Graph:
     """Nodes of an ONNX file.

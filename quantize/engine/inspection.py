@@ -145,12 +145,16 @@ def findings(facts: Facts) -> list[str]:
         found.append(_wide_outputs(facts))
     if facts.float_residuals:
         found.append(
-            f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`, "
-            "or look with `qdqbench check` for residuals with a scale of their own"
+            f"{_float_residuals(facts)}, which costs the rounding and saves nothing: set `residual: fp16`"
+            + (
+                ""
+                if facts.on_cpu
+                else ", or look with `qdqbench check` for residuals with a scale of their own"
+            )
         )
     if len(facts.fused) < facts.attentions:
         found.append(_attention_apart(facts))
-    if facts.qkv_merged < facts.qkv:
+    if facts.qkv_apart:
         found.append(f"{_qkv_apart(facts)}: {_QKV_FIX}")
     if low := facts.norms.get("FP16", []):
         count = sum(map(len, facts.norms.values()))
@@ -180,7 +184,7 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
         found.append(_dequantized(ours))
     if len(ours.fused) < max(ours.attentions, len(twin.fused)):
         found.append(f"{_attention_apart(ours)} (FP16 fuses {len(twin.fused)})")
-    if ours.qkv_merged < ours.qkv:
+    if ours.qkv_apart:
         found.append(f"{_qkv_apart(ours)} (FP16 merges {twin.qkv_merged}): {_QKV_FIX}")
     if ours.fp32_outputs:
         found.append(_wide_outputs(ours))
@@ -227,7 +231,7 @@ def _dequantized(facts: Facts) -> str:
 
 
 def _qkv_apart(facts: Facts) -> str:
-    return f"q, k and v are three GEMMs in {facts.qkv - facts.qkv_merged} of {facts.qkv} attentions"
+    return f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
 
 
 def _float_residuals(facts: Facts) -> str:

@@ -282,6 +282,11 @@ def test_findings(form, part):
     assert "set " in found or "give " in found or "add " in found
 
 
+def test_three_gemms_are_no_finding_in_a_runtime_for_cpus():
+    rows = [row.model_copy(update={"kernel": "brgemm_avx512_i8"}) for row in bert(merged=False)]
+    assert findings(facts_of(rows)) == []
+
+
 def test_several_profiles_are_counted_once_and_proven_in_each():
     both = [*bert(), *bert(copy=1)]
     found = inspect_layers(both)

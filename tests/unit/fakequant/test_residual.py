@@ -445,7 +445,9 @@ def test_an_engine_with_float_residuals_fails_its_proof(
     assert (result.int8_residuals, result.not_int8_residuals) == (len(ADDERS) - 1, lost)
     with pytest.raises(CheckFailed, match="1 of 4 LayerNorms do not read their INT8 residual as INT8"):
         require_int8(result)
-    with pytest.raises(CheckFailed, match="as INT8, which no runtime for CPUs does; on a CPU take a recipe w"):
+    with pytest.raises(
+        CheckFailed, match="as INT8, which no runtime for CPUs does; on a CPU take a recipe w"
+    ):
         require_int8(result.model_copy(update={"backend": "openvino"}))
     judged = inspect_layers(result.layers, graph_of(path), expected=[])
     assert judged.facts.float_residuals == lost
