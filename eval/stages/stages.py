@@ -233,7 +233,8 @@ def stages(session: Session) -> dict[str, Stage]:
     if trains:
         calibrated = (*calibrated, "qat")
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
-    behind = ("export", "check", "parity", "onnxruntime", "build", "gpu_build")
+    last = ("build", "verify", "engine")
+    behind = ("export", "check", "onnxruntime", "parity", FP16_STAGE, "gpu_build", "build")
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
         Stage("baseline", baseline, first, _evaluation, beside=("quantize",)): True,
@@ -244,18 +245,22 @@ def stages(session: Session) -> dict[str, Stage]:
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
         Stage(
-            "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
-        ): quantized,
-        Stage(
             "onnxruntime",
             onnxruntime,
             (*first, "export"),
             _evaluation,
-            beside=("build", "gpu_build", "verify"),
+            beside=("parity", FP16_STAGE, "gpu_build", *last),
         ): True,
-        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation): quantized,
+        Stage(
+            "parity",
+            parity,
+            (*calibrated, "export"),
+            lambda s: [_evaluation(s), s.config.seed],
+            beside=(FP16_STAGE, "gpu_build", *last),
+        ): quantized,
+        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation, beside=("gpu_build", *last)): quantized,
+        Stage("gpu_build", gpu_build_stage, ("export",), _built, beside=last): proves_for_gpu(session.recipe),
         Stage("build", build_stage, ("export",), _built): True,
-        Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,
         Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured): True,
     }

@@ -112,11 +112,12 @@ class Session:
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 
     def aside(self) -> "Session":
-        """This run for a stage in another thread: what it notes and loads is its own, its quantizers too."""
+        """This run for a stage in another thread: what it notes and loads is its own, its models too."""
         self.eval_splits  # noqa: B018  (a tokenizer works for one thread at a time)
         other = copy.copy(self)
         other.notes, other.warnings = [*self.notes], [*self.warnings]
         other.__dict__.pop("fake_quant_model", None)
+        other.__dict__.pop("fp32_model", None)  # stages watch layers by hooks
         return other
 
     @property
