@@ -69,12 +69,19 @@ class Steps:
 
         return Rung(recipe.name, "shipped", take, estimate)
 
-    def _base(self, before: Sequence[Step]) -> Recipe:
-        """What to go on from: the nearest calibration, else the most careful of the shipped recipes."""
-        done = [step for step in before if step.measured and step.kind in ("shipped", "methods")]
-        fast = [step for step in done if step.measured and not step.measured.lacks.speed] or done
-        assert fast[-1].measured is not None
-        return load_recipe(str(self.ladder.folder / fast[-1].measured.recipe_file))
+    def _base(self, before: Sequence[Step], *, moved: bool = False) -> Recipe:
+        """What to go on from: the nearest calibration, else the most careful of the shipped recipes.
+
+        Args:
+            moved: single linears leave INT8, which recipes with INT8 residuals do not allow.
+        """
+        found = [
+            (not step.measured.lacks.speed, load_recipe(str(self.ladder.folder / step.measured.recipe_file)))
+            for step in before
+            if step.measured and step.kind in ("shipped", "methods")
+        ]
+        found = [each for each in found if not (moved and each[1].int8_residual)] or found
+        return ([recipe for fast, recipe in found if fast] or [recipe for _, recipe in found])[-1]
 
     def _methods_s(self, before: Sequence[Step], left: float) -> float:
         pace, section = self.ladder.pace, self._base(before).calibration
@@ -99,7 +106,7 @@ class Steps:
 
     def _measurement(self, before: Sequence[Step]) -> Measurement:
         ladder = self.ladder
-        session = ladder.session_of(self._base(before), ladder.folder / "islands")
+        session = ladder.session_of(self._base(before, moved=True), ladder.folder / "islands")
         return Measurement(
             session,
             ladder.samples,
@@ -109,7 +116,7 @@ class Steps:
     def _islands_s(self, before: Sequence[Step], left: float) -> float:
         pace, measurement = self.ladder.pace, self._measurement(before)
         judged = measurement.evaluations * self.ladder.samples * pace.fp32_s
-        return judged + pace.calibrated(1, self._base(before).calibration.samples) + pace.run_s
+        return judged + pace.calibrated(1, measurement.session.recipe.calibration.samples) + pace.run_s
 
     def _islands(self, before: Sequence[Step], left: float) -> Taken:
         """The linears that cost the most stay out of INT8."""
@@ -132,9 +139,10 @@ class Steps:
     def _trials(self, before: Sequence[Step], left: float) -> tuple[int, float]:
         """How many trials fit, and what they take."""
         ladder, pace = self.ladder, self.ladder.pace
-        around = pace.calibrated(2, self._base(before).calibration.samples) + pace.run_s
+        drawn = self._base(before, moved=True).calibration.samples
+        around = pace.calibrated(2, drawn) + pace.run_s
         each = ladder.samples * pace.fake_s + ladder.latency_s
-        each += pace.calibrated(0.5, self._base(before).calibration.samples)  # some share one
+        each += pace.calibrated(0.5, drawn)  # some share one
         count = min(ladder.trials, max(LEAST_TRIALS, int((left - around) / each)))
         return count, around + count * each
 
@@ -143,7 +151,7 @@ class Steps:
 
     def _search(self, before: Sequence[Step], left: float) -> Taken:
         """The fastest recipe that is a good deal nearer to FP32, or the nearest that is as fast as asked."""
-        ladder, base = self.ladder, self._base(before)
+        ladder, base = self.ladder, self._base(before, moved=True)
         folder = ladder.folder / "search"
         count, _ = self._trials(before, left)
         ranking = ladder.folder / "islands" / SENSITIVITY_FILE

@@ -65,6 +65,8 @@ def _group(index: GraphIndex, concat: onnx.NodeProto) -> list[_Linear]:
     """Linears whose results a Concat joins, if one MatMul can make them; else none."""
     if concat.op_type != "Concat" or attribute(concat, "axis") not in (2, -1):
         return []
+    if any(value.name in concat.input for value in index.graph.output):  # a bisection looks at one alone
+        return []
     found = [_linear(index, name) for name in concat.input]
     linears = [linear for linear in found if linear is not None]
     alike = len(linears) == len(found) > 1 and len({linear.same for linear in linears}) == 1

@@ -1,15 +1,17 @@
 """What rungs take from what was measured on train rows."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from qdqbench.eval.api.auto import duration
-from qdqbench.eval.auto.steps import further, islands_of, qat_settings, same_but_steps
+from qdqbench.eval.auto.steps import Steps, further, islands_of, qat_settings, same_but_steps
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.runs.pace import Pace
 from qdqbench.eval.search.results import Accuracy, Trial
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
 
 def point(kept, divergence):
@@ -71,6 +73,21 @@ def test_search_never_gives_what_was_tried_or_has_no_int8():
         further([GIVEN, trial(1, 0.0, 1.0, "nothing in INT8", int8=0)], None)
     with pytest.raises(CheckFailed, match="none of the 1 recipes that were tried is 3x"):
         further([GIVEN, trial(1, 0.01, 1.2)], 3.0)
+
+
+@pytest.mark.parametrize(("slow", "base"), [((), "linears"), (("linears",), "attention")])
+def test_linears_leave_int8_in_a_recipe_without_int8_residuals(tmp_path, slow, base):
+    before = []
+    for name in ("attention", "residual", "linears"):
+        recipe = load_recipe(f"bert-int8-{name}")
+        (tmp_path / f"{name}.yaml").write_text(dump_recipe(recipe))
+        lacks = SimpleNamespace(speed=name in slow)
+        measured = SimpleNamespace(lacks=lacks, recipe_file=f"{name}.yaml")
+        before.append(SimpleNamespace(kind="shipped", measured=measured))
+    steps = Steps(SimpleNamespace(folder=tmp_path), [])
+    assert steps._base(before, moved=True).name == f"bert-int8-{base}"
+    assert steps._base(before).name == f"bert-int8-{'residual' if slow else 'linears'}"
+    assert steps._base(before[1:2], moved=True).name == "bert-int8-residual"  # and says why it cannot
 
 
 def test_a_training_that_was_begun_with_fewer_steps_is_known_again():

@@ -69,7 +69,7 @@ def test_one_node_has_the_names_of_three(graph: onnx.ModelProto) -> None:
     assert not any(name.endswith("self.key.weight_int8") for name in kept)
 
 
-@pytest.mark.parametrize("change", ["scale", "input", "order", "reader", "axis"])
+@pytest.mark.parametrize("change", ["scale", "input", "order", "reader", "output", "axis"])
 def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> None:
     other = copied(graph)
     key = next(node for node in other.graph.node if node.name.endswith("layer.0/attention/self/key/MatMul"))
@@ -90,8 +90,9 @@ def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> N
         codes = next(tensor for tensor in other.graph.initializer if tensor.name == dq.input[0])
         codes.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(codes).T, codes.name))
         turned.CopyFrom(onnx.helper.make_node("Cast", turned.input, turned.output, name=turned.name, to=1))
-    elif change == "reader":
+    elif change == "output":
         other.graph.output.append(onnx.ValueInfoProto(name=key.output[0]))
+    elif change == "reader":
         other.graph.node.append(onnx.helper.make_node("Identity", [key.output[0]], ["read"], name="/read"))
     else:
         concat.attribute[0].i = 1
