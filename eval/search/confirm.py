@@ -16,9 +16,11 @@ from qdqbench.eval.search.results import Accuracy, Confirmed, DropAgreement, Tri
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.rundir.artifacts import backend_of
 from qdqbench.quantize.runtime.opened import open_runner
 from qdqbench.quantize.tasks.metrics import against, compute
 from qdqbench.quantize.tasks.sources import source_fingerprint
@@ -45,11 +47,10 @@ def confirm(
     assert chosen.recipe is not None
     best = parse_recipe(chosen.recipe, "the chosen recipe")
     listed: list[tuple[Recipe, bool]] = [(best, False)]
-    loaded = {name: load_recipe(name) for name in shipped_recipes()}
-    shipped = {name: recipe for name, recipe in loaded.items() if recipe.qat is None}
-    if base not in (*shipped.values(), best):
+    rivals = rivals_of(base)
+    if base not in (*rivals, best):
         listed.append((base, False))
-    listed += [(_adapted(r, base), True) for r in shipped.values() if r.model.family == base.model.family]
+    listed += [(_adapted(rival, base), True) for rival in rivals]
     progress("validating FP32")
     fp32 = _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
     rows: list[Confirmed] = []
@@ -74,6 +75,19 @@ def confirm(
     for row in rows[1:]:
         row.dominates = row.shipped and dominates(row, rows[0], metric)
     return rows, _judge(work, fp32, fp32)[1]
+
+
+def rivals_of(base: Recipe) -> list[Recipe]:
+    """Shipped recipes of a recipe's family without training, for a CPU those without INT8 residuals."""
+    shipped = (load_recipe(name) for name in shipped_recipes())
+    on_cpu = backend_of(base) in CPU_BACKENDS
+    return [
+        recipe
+        for recipe in shipped
+        if recipe.qat is None
+        and recipe.model.family == base.model.family
+        and not (on_cpu and recipe.int8_residual)
+    ]
 
 
 def agreement(searched_as: Accuracy, row: Confirmed) -> DropAgreement:

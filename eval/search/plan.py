@@ -10,6 +10,7 @@ import numpy as np
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.report.formats import count_of, size
 from qdqbench.eval.runs.pace import LATENCY_S, probed, unchecked
+from qdqbench.eval.search.confirm import rivals_of
 from qdqbench.eval.search.latency import measured_source, modelled, runs_here
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.start import SAMPLES, own_ranking
@@ -19,7 +20,6 @@ from qdqbench.quantize.activity.pulse import duration
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.machine.quiet import quiet
-from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def plan_search(session: Session, options: "SearchOptions", folder: Path) -> Sea
         ranking_s += pace.calibrated(1, samples)
     trials_s = max(options.trials - done, 0) * trial_s
     trials_s = trials_s if options.budget_s is None else min(trials_s, options.budget_s)
-    shipped = [load_recipe(each) for each in shipped_recipes()]
-    rivals = [r for r in shipped if r.qat is None and r.model.family == recipe.model.family]
+    rivals = rivals_of(recipe)
     confirmed = 1 + (recipe not in rivals) + len(rivals)  # the chosen one, the given one, the shipped ones
     each_s = AROUND_S + pace.calibrated(1, samples) + rows * pace.fake_s + latency_s
     confirm_s = rows * pace.fp32_s + confirmed * each_s

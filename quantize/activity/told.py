@@ -44,11 +44,11 @@ def unheard() -> Iterator[None]:
 @contextmanager
 def ended_by(event: threading.Event) -> Iterator[None]:
     """What this thread does in the block ends with `Ended` where it next says so, once the event is set."""
-    _thread.end = event
+    before, _thread.end = getattr(_thread, "end", None), event
     try:
         yield
     finally:
-        _thread.end = None
+        _thread.end = before
 
 
 def raise_if_ended() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search import finish
-from qdqbench.eval.search.confirm import agreement, gate_failures
+from qdqbench.eval.search.confirm import agreement, gate_failures, rivals_of
 from qdqbench.eval.search.finish import rule
 from qdqbench.eval.search.report import front_svg, search_headline, search_summary, write_search_reports
 from qdqbench.eval.search.results import (
@@ -173,6 +173,16 @@ def test_agreement_allows_for_both_errors():
     trial = trial_of(0, 0.0, 0.1, 1.0, stderr=0.003)
     assert agreement(trial.accuracy, confirmed("x", 0.9, 1.0, drop=0.006)).within_noise
     assert not agreement(trial.accuracy, confirmed("x", 0.9, 1.0, drop=0.0064)).within_noise
+
+
+@pytest.mark.parametrize(("backend", "residuals"), [("tensorrt_rtx", True), ("onnxruntime", False)])
+def test_rivals_are_of_the_family_and_can_run_there(backend, residuals):
+    base = load_recipe("bert-int8-linears")
+    engine = base.engine.model_copy(update={"backend": backend})
+    found = rivals_of(base.model_copy(update={"engine": engine}))
+    assert {each.model.family for each in found} == {"bert"}
+    assert not any(each.qat for each in found)
+    assert any(each.int8_residual for each in found) == residuals
 
 
 def test_confirmation_holds_or_says_why():
