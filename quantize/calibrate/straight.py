@@ -243,12 +243,17 @@ def moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]
 
 def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
     """Give q, k and v that are merged one amax for weights and one for results, the largest."""
+    for group in of_one_scale(plan):
+        largest = max(quantizers[each].amax.max() for each in group)
+        for each in group:
+            quantizers[each].amax = largest.clone()
+
+
+def of_one_scale(plan: Plan) -> Iterator[list[str]]:
+    """Full names of quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
     for name in merged(plan):
-        weights = [f"{linear}.weight_quantizer" for linear in linears_of(plan, name, *ROLES)]
-        for group in (weights, [f"{name}.{x}_bmm_quantizer" for x in "qkv"]):
-            largest = max(quantizers[each].amax.max() for each in group)
-            for each in group:
-                quantizers[each].amax = largest.clone()
+        yield [f"{linear}.weight_quantizer" for linear in linears_of(plan, name, *ROLES)]
+        yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
 
 
 def _row_ranges(model: "PreTrainedModel", linear: str) -> Float64:

@@ -13,7 +13,7 @@ back afterwards. What is replaced, and why:
 `tests/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,9 @@ def frozen(model: "PreTrainedModel") -> Iterator[None]:
         yield
 
 
-def learn_amax(model: "PreTrainedModel", names: Iterable[str] | None = None) -> list[nn.Parameter]:
+def learn_amax(
+    model: "PreTrainedModel", names: Iterable[str] | None = None, together: Iterable[Sequence[str]] = ()
+) -> list[nn.Parameter]:
     """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (LSQ: `learnt_amax.py`).
 
     A ratio is the parameter `amax_ratio` of its quantizer, () or [channels], FP32; it should not decay.
@@ -108,6 +110,7 @@ def learn_amax(model: "PreTrainedModel", names: Iterable[str] | None = None) -> 
     Args:
         model: calibrated fake-quant model.
         names: quantizers, by full name; all if None.
+        together: groups of quantizers with one amax that stays one.
 
     Returns:
         The parameters, in model order; they stay positive only if `keep_positive` sees to it.
@@ -123,7 +126,8 @@ def learn_amax(model: "PreTrainedModel", names: Iterable[str] | None = None) -> 
             f"no scale to learn at {name_list(lost)}; name quantizers that the recipe makes INT8, other than "
             "the softmax output's"
         )
-    groups = {id(quantizer): group for group in readers_of_one_tensor(model) for quantizer in group}
+    equal = [*readers_of_one_tensor(model), *([possible[name] for name in group] for group in together)]
+    groups = {id(quantizer): group for group in equal for quantizer in group}
     chosen = {id(member) for name in wanted for member in groups.get(id(possible[name]), [possible[name]])}
     items: list[Learnt] = []
     for name, quantizer in possible.items():

@@ -7,6 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.calibrate.record import shifted_states
 from qdqbench.quantize.calibrate.splitting import keep_equal
+from qdqbench.quantize.calibrate.straight import of_one_scale
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.encoders.inputs import inputs_of
@@ -106,7 +107,7 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
             bias.requires_grad_(False)
     native.use_native(model)
     if settings.amax == "learnt":
-        native.learn_amax(model)
+        native.learn_amax(model, together=of_one_scale(session.plan))
     if settings.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from qdqbench.quantize.calibrate.straight import of_one_scale
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant.quantizers import quantizers_off
+from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, quantizers_off
 from qdqbench.quantize.qat.job import _own_states, prepare_student
 from qdqbench.quantize.recipe.straight import straight_linears
 from qdqbench.quantize.recipe.training import Qat
 
-from ...support.tiny_bert import INT8, calibrate, one_scale, padded_batch, recipe_with
+from ...support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
 
 
 def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path) -> None:
@@ -34,3 +36,24 @@ def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path
     student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5))
     still = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
     assert still == {f"{name}.bias" for name in straight_linears(made.plan)}
+
+
+def test_scales_of_merged_ones_are_learnt_as_one(tiny_bert: Path) -> None:
+    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
+    export = {"opset": 20, "max_length": 128, "qkv": "merged"}
+    made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
+    session: Any = SimpleNamespace(
+        plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
+    )
+    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5, amax="learnt"))
+    with torch.no_grad():
+        for number, ratio in enumerate(native.learnt(student)):
+            ratio.mul_(1 + 0.01 * number)
+    native.settle(student)
+    native.use_modelopt(student)
+    amax = {name: each.amax for name, each in enabled_quantizers(student).items()}
+    groups = [*of_one_scale(made.plan)]
+    assert len(groups) == 2 * LAYERS
+    for group in groups:
+        assert len({float(amax[name]) for name in group}) == 1
+    assert len({float(amax[group[0]]) for group in groups}) == len(groups)
