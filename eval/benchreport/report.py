@@ -70,7 +70,7 @@ class BenchView:
             return "failed", f"INT8 is slower at {slower} of {count_of(len(self.headlines), 'shape')}"
         if unclear := sum("not told apart" in marks[0].text for _, marks in self.headlines):
             shapes = count_of(len(self.headlines), "shape")
-            return "", f"INT8 is not told apart from what it is held to at {unclear} of {shapes}"
+            return "cannot tell", f"INT8 is not told apart from what it is held to at {unclear} of {shapes}"
         return ("", "INT8 is as fast") if self.slow else ("passed", "INT8 is faster")
 
     @property

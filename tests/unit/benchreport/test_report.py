@@ -149,7 +149,7 @@ def test_a_slow_down_within_the_spread_is_not_told_apart():
     assert slow_lines(bench) == []
     ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
     assert ratio == Mark("0.90x [0.90, 1.02] not told apart", bad=False)
-    assert bench_view(bench).verdict[0] == ""
+    assert bench_view(bench).verdict[0] == "cannot tell"
 
 
 def test_notes_on_the_gpu_and_the_clock_stand_beside_the_figures(tmp_path):
