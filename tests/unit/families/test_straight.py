@@ -50,10 +50,10 @@ def batch_of(model: Any) -> Any:
     return inputs_of(model, batch)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_answer_changes_with_all_biases_moved(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", [*FAMILIES, "xlm-roberta", "camembert"])
+def test_no_answer_changes_with_all_biases_moved(model_type: str, tmp_path: Path) -> None:
     """MPNet's bias of positions is added to the scores, and k's to all scores of a row."""
-    model = load_model(str(write_model(tmp_path, family)))
+    model = load_model(str(write_model(tmp_path, model_type)))
     plan, batch = planned(model), batch_of(model)
     assert len(straight(plan)) == len(shifted(plan)) == len(merged(plan)) == LAYERS
     assert notes_on(plan) == []
