@@ -24,7 +24,7 @@ from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 
 FIRST_RECIPES = ("int8-attention", DEFAULT_RECIPE)  # where a family has them
-FASTER = "int8-residual"  # on a GPU; tried second where a speed is asked
+FASTER = "int8-residual-fused"  # on a GPU; tried second where a speed is asked
 MAX_DROP = 0.005
 BUDGET = "30m"
 LENGTH = 128
@@ -72,7 +72,7 @@ def auto(  # noqa: PLR0913
         replace: what an earlier call left there is removed, whatever it was of; else another model or task is
             refused.
         recipe: shipped names or YAML files to begin with; none: int8-attention, then int8-linears, and
-            between them int8-residual where a speed-up is asked of a GPU.
+            between them int8-residual-fused where a speed-up is asked of a GPU.
         budget: seconds, or a text such as "90s", "30m" or "2h": no step is begun that does not fit.
         max_drop: of the primary metric, a fraction; the gate of every recipe.
         min_speedup: over the twin without INT8; None: not asked.

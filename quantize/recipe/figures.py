@@ -150,5 +150,5 @@ def rule(chosen: Mapping[Device, str]) -> str:
     return (
         f"Start with {start}: of the recipes without training whose engines lost at most {MAX_DROP:g} "
         f"points on each of {', '.join(TASKS)} and of any other task, the fastest. That was measured with "
-        "BERT; other families take the recipe of the same name, unless it lost more there."
+        "BERT; other families take the fastest of the same names that they have, unless it lost more there."
     )

@@ -27,8 +27,9 @@ class Shipped(NamedTuple):
 
 def recipes(family: Family | None = None) -> list[Shipped]:
     """Shipped recipes, family by family; of one family only where it is given."""
-    found, known, first = [], figures.figures(), start_with()
+    found, known = [], figures.figures()
     for each in FAMILIES if family is None else (family,):
+        first = start_with(each)
         for name in (name for name, having in family_free_recipes().items() if each.name in having):
             recipe = f"{each.name}-{name}"
             measured = tuple(
@@ -37,18 +38,29 @@ def recipes(family: Family | None = None) -> list[Shipped]:
                 for each in known
                 if (each.recipe, each.device) == (recipe, device)
             )
-            lost = {each.device for each in measured if each.lost}
-            on = tuple(device for device, chosen in first.items() if chosen == name and device not in lost)
+            on = tuple(device for device, chosen in first.items() if chosen == name)
             about = load_recipe(recipe).description
             found.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
     return found
 
 
-def start_with() -> dict[figures.Device, str]:
-    """By device the recipe to start with, without its family."""
-    known = figures.figures()
-    names = {f"{family}-{name}": name for name, having in family_free_recipes().items() for family in having}
-    chosen = {device: figures.start_with(device, known) for device in figures.DEVICES}
+def start_with(family: Family | None = None) -> dict[figures.Device, str]:
+    """By device the recipe to start with, without its family; for a family one of its own that holds."""
+    known, free = figures.figures(), family_free_recipes()
+    lost = {(each.recipe, each.device) for each in known if each.lost}
+    names = {
+        f"{other}-{name}": name
+        for name, having in free.items()
+        for other in having
+        if family is None or family.name in having
+    }
+
+    def able(each: figures.Figure) -> bool:
+        own = family and f"{family.name}-{names.get(each.recipe)}"
+        return each.recipe in names and (own, each.device) not in lost
+
+    measured = tuple(filter(able, known))
+    chosen = {device: figures.start_with(device, measured) for device in figures.DEVICES}
     return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
 
 

@@ -73,10 +73,9 @@ def _with_long(recipes):
     """QAT goes the whole way in `test_training`.
 
     INT8 linears alone go it in the default: unit tests hold what other recipes of them leave in the files.
-    The recipe for single inputs is that of INT8 attention with one GEMM of q, k and v.
     """
     long = [name for name in recipes if name.endswith("-qat")]
-    long += ["bert-int8-ffn", "bert-int8-linears-per-tensor", "bert-int8-attention-single"]
+    long += ["bert-int8-ffn", "bert-int8-linears-per-tensor"]
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
 
 

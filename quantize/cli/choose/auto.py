@@ -52,7 +52,7 @@ def auto(  # noqa: PLR0913  (a command's options)
         list[str] | None,
         typer.Option(
             help="To begin with, in this order; none: int8-attention, with --min-speedup on a GPU "
-            "int8-residual, and int8-linears."
+            "int8-residual-fused, and int8-linears."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/auto-MODEL-TASK.")] = None,

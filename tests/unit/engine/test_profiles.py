@@ -86,8 +86,6 @@ def test_shipped_recipes_have_kernels_for_full_length_and_take_every_shape():
             *(high + 1 for _, _, high in batches[:-1]),
         ]  # without a gap
         assert every.batch[2] == batches[-1][2]
-        if name == "bert-int8-attention-single":
-            continue
         assert (every.batch, every.length) == ((1, 32, 128), (16, 128, 128))
         assert {(1, 1, 4), (65, 128, 128)} <= {*batches}
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.figures import (
     SHOWN,
     TASKS,
@@ -77,6 +78,14 @@ def test_a_family_whose_own_engine_lost_more_is_not_sent_there():
     assert lost
     assert all(each.device not in shown[each.recipe].start_on for each in lost)
     assert [row.recipe for row in shown.values() if "gpu" in row.start_on]
+
+
+def test_a_family_without_the_fastest_recipe_starts_with_the_next():
+    fastest = start_by_device()["gpu"]
+    for family in FAMILIES:
+        (start,) = (row for row in recipes(family) if "gpu" in row.start_on)
+        held = f"{family.name}-{fastest}" in shipped_recipes()
+        assert (start.name == fastest) == held
 
 
 def test_figures_are_of_shipped_recipes():
