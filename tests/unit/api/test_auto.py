@@ -16,7 +16,7 @@ def names(model, *, fast=False, given=()):
 @pytest.mark.parametrize(
     ("gpu", "fast", "wanted"),
     [
-        (True, True, ["attention", "residual", "linears"]),
+        (True, True, ["attention", "residual-fused", "linears"]),
         (True, False, ["attention", "linears"]),
         (False, True, ["attention", "linears"]),
     ],
