@@ -61,7 +61,7 @@ SHOWN: dict[str, Callable[[], Any]] = {
     ),
     "bench": lambda: bench_summary(sample_bench()),
     "bench of many shapes": lambda: bench_summary(many_shapes()),
-    "bench, measured": lambda: bench_summary(read_bench(MEASURED / "base-attention" / "bench.json")),
+    "bench, measured": lambda: bench_summary(read_bench(MEASURED / "base-recipes" / "bench.json")),
     "finetune": lambda: finetune_lines(finetuning([run_of(0), run_of(1), failed_run(2)])),
     "study": lambda: study_summary(read_study(MEASURED / "mrpc-qat" / "study.json")),
     "compare": lambda: comparison_summary(sample_comparison()),
