@@ -136,6 +136,9 @@ def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):
     assert (shown.code, shown.err) == (0, "")
     assert "roberta-int8-linears" in shown.out
     assert "bert-int8-linears" not in shown.out.replace("roberta-", "")
+    fitting = json.loads(qdqbench("recipes", "list", "--model", roberta, "--json").out)["recipes"]
+    (first,) = (row["recipe"] for row in fitting if "gpu" in row["start_on"])  # measured or not
+    assert re.search(rf"^\s*{first}\s+GPU \*", shown.out, re.MULTILINE)
 
 
 def test_recipes_list_is_the_document_of_what_is_supported(qdqbench):

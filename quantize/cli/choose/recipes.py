@@ -156,7 +156,8 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
         table.add_column(title, no_wrap=True)
     for row in rows:
         if not row.figures:
-            table.add_row(row.recipe, "", figures.NOT_MEASURED, figures.NOT_MEASURED, style="dim")
+            on = ", ".join(f"{figures.DEVICES[device]} *" for device in row.start_on)
+            table.add_row(row.recipe, on, figures.NOT_MEASURED, figures.NOT_MEASURED, style="dim")
         for number, figure in enumerate(row.figures):
             on = f"{figures.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
             cells = figures.worst_text(figure), figures.speed_text(figure)
