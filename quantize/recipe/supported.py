@@ -20,9 +20,8 @@ class Shipped(NamedTuple):
     model_types: tuple[str, ...]  # of config.json
     description: str
     figures: tuple[figures.Figure, ...]  # by device; none where nothing was measured
-    start_on: tuple[
-        str, ...
-    ]  # devices on which it, or the one of its name in another family, is to start with
+    # devices on which it, or the one of its name in another family, is to start with
+    start_on: tuple[figures.Device, ...]
 
 
 def recipes(family: Family | None = None) -> list[Shipped]:
