@@ -55,7 +55,7 @@ def correct_biases(
         return {}
     runs = Counter(family.runs(model))
     added: dict[str, list[float]] = {}
-    with torch.inference_mode(), quick_linears():
+    with torch.inference_mode(), quick_linears(model.device.type):
         with quantizers_off(model):
             exact, given = _calls(model, runs, _some(batches))
         states = exact

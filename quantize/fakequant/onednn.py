@@ -7,6 +7,7 @@ MKL's. No library promises that, so a probe of every size is compared with torch
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,14 +21,21 @@ BLOCK = 192  # of K; two halves where K is between one and two of them
 ROWS = 16  # for each thread: MKL has other kernels for a few
 
 
-class quick_linears(TorchFunctionMode):
-    """Linears without gradients that run in the block take the quicker library; others do not."""
+def quick_linears(device: str = "cpu") -> AbstractContextManager[Any]:
+    """Linears without gradients that run in the block take the quicker library, where there is one.
 
+    Args:
+        device: type of the model's; elsewhere than on such a CPU nothing stands before torch's functions.
+    """
+    return _QuickLinears() if device == "cpu" and onednn_is_quicker() else nullcontext()
+
+
+class _QuickLinears(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """What torch calls for each of its functions."""
-        if function is functional.linear and not kwargs and onednn_is_quicker() and _dense(*args[:2]):
+        if function is functional.linear and not kwargs and _dense(*args[:2]):
             inputs, weight = args[:2]
             threads = torch.get_num_threads()
             if inputs.numel() >= ROWS * threads * weight.shape[1] and _same(*weight.shape, threads):

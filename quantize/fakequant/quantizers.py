@@ -42,7 +42,7 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
     from qdqbench.quantize.fakequant.onednn import quick_linears
 
     device = next(model.parameters()).device
-    with torch.inference_mode(), quick_linears():
+    with torch.inference_mode(), quick_linears(device.type):
         output = model(
             **{name: torch.from_numpy(array).to(device) for name, array in inputs_of(model, batch).items()}
         )

@@ -90,6 +90,12 @@ def test_what_needs_a_gradient_or_is_laid_out_otherwise_goes_its_own_way(called,
     assert called == []
 
 
+def test_a_model_elsewhere_is_left_alone(called, taken):
+    with torch.inference_mode(), onednn.quick_linears("cuda"):
+        functional.linear(*tensors((4096, 64)))
+    assert called == []
+
+
 def test_behind_the_block_nothing_is_changed(called, taken):
     with torch.inference_mode():
         with onednn.quick_linears():
