@@ -6,8 +6,11 @@ from qdqbench.eval.accuracy.gate import judge, samples_to_tell
 from qdqbench.eval.gate.baseline import standing_of
 from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.rundir.artifacts import backend_of
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.task import SECOND
@@ -72,6 +75,18 @@ def with_speed(gate: Gate, speed: list[Speed]) -> Gate:
         if row.value < gate.min_speedup
     ]
     return gate.model_copy(update={"passed": not failures, "failures": failures, "open": kept})
+
+
+def cannot_hold(recipe: Recipe) -> str:
+    """Why the gate of a run fails here whatever is found; empty where it may hold."""
+    backend = backend_of(recipe)
+    if recipe.gate.int8_layers != "all" or not recipe.int8_residual or backend in INT8_RESIDUALS:
+        return ""
+    return (
+        f"the gate cannot hold here: {recipe.name} wants INT8 residuals, which no kernel of {backend} reads; "
+        f"give --backend {INT8_RESIDUALS[-1]} for an engine for GPUs, take a recipe without residual: int8, "
+        "or set gate.int8_layers: null to judge accuracy alone"
+    )
 
 
 def _baseline(session: Session, results: Results, found: list[str]) -> Iterator[OpenQuestion]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from qdqbench.eval.accuracy.runners import placed
+from qdqbench.eval.gate.gate import cannot_hold
 from qdqbench.eval.runs.collect import scored
 from qdqbench.eval.runs.pace import probed, unchecked
 from qdqbench.eval.runs.run import planned, run_until
@@ -267,6 +268,7 @@ def _plan(
         pace, rows = probed(session), sum(each.rows for _, each in session.eval_splits.values())
         ptq_s = pace.calibrated(1, session.recipe.calibration.samples) + rows * (pace.fp32_s + pace.fake_s)
     settings = session.recipe.qat
+    said = cannot_hold(session.recipe), "" if known else unchecked(None)
     return QatPlan(
         recipe=session.recipe.name,
         family=session.plan.family.name,
@@ -282,6 +284,6 @@ def _plan(
         cost=cost,
         plan_s=0.0,
         findings=findings,
-        warnings=[*session.warnings, *filter(None, ["" if known else unchecked(None)])],
+        warnings=[*session.warnings, *filter(None, said)],
         notes=list(session.notes),
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.effects.answers import FILE
 from qdqbench.eval.gate.baseline import standing_of
+from qdqbench.eval.gate.gate import cannot_hold
 from qdqbench.eval.runreport.handoff import hand_off
 from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runs.collect import collect, scored
@@ -122,6 +123,8 @@ def run_until(
         files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
         if said := made_otherwise(session.folder, [stage.name for stage in needed]):
             session.say(said)
+        if said := cannot_hold(session.recipe):
+            session.alarm(said)
         timings = _run(session, needed, show)
         if until not in REPORTED:
             return None

@@ -16,7 +16,7 @@ from qdqbench.eval.search.results import Accuracy, Confirmed, DropAgreement, Tri
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
@@ -80,13 +80,13 @@ def confirm(
 def rivals_of(base: Recipe) -> list[Recipe]:
     """Shipped recipes of a recipe's family without training, for a CPU those without INT8 residuals."""
     shipped = (load_recipe(name) for name in shipped_recipes())
-    on_cpu = backend_of(base) in CPU_BACKENDS
+    reads_residuals = backend_of(base) in INT8_RESIDUALS
     return [
         recipe
         for recipe in shipped
         if recipe.qat is None
         and recipe.model.family == base.model.family
-        and not (on_cpu and recipe.int8_residual)
+        and (reads_residuals or not recipe.int8_residual)
     ]
 
 

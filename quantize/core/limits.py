@@ -6,6 +6,7 @@ from typing import Literal
 BackendName = Literal["tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"]
 BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"]
 CPU_BACKENDS: tuple[BackendName, ...] = ("openvino", "onnxruntime")  # the first that is installed is taken
+INT8_RESIDUALS: tuple[BackendName, ...] = ("tensorrt", "tensorrt_rtx")  # have a LayerNorm that reads INT8
 FP16_MAX = 65504.0  # largest finite number of FP16
 
 

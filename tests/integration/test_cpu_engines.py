@@ -64,6 +64,14 @@ def test_int8_attention_on_a_cpu(backend, sst2, tmp_path, qdqbench):
     assert (engine["int8_gemms"], engine["not_int8"], engine["attention_int8"]) == (16, [], 2)
 
 
+def test_residuals_that_no_cpu_runs_are_told_first(sst2, tmp_path, qdqbench):
+    given = ("run", "int8-residual", *sst2.options, "--backend", "openvino", "--out", tmp_path / "run")
+    done = qdqbench(*given, "--until", "baseline")
+    assert done.code == 0
+    assert done.err.startswith("✗ the gate cannot hold here: bert-int8-residual wants INT8 residuals, which")
+    assert done.err.count("give --backend") == 1
+
+
 def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a search beside the tests has the lock of all

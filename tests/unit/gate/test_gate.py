@@ -1,7 +1,7 @@
 """One meaning of `max_drop`: what one command lets pass, no other fails."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.gate import MOST_SAMPLES, judge, limit, samples_to_tell
 from qdqbench.eval.bench.engines import Latency
-from qdqbench.eval.gate.gate import gate_of, with_speed
+from qdqbench.eval.gate.gate import cannot_hold, gate_of, with_speed
 from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.comparison import Comparison, Gate, Speed
+from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import AnswersCheck, StageResult
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
+from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import GLUE
 
 from ...support import records
@@ -194,3 +196,15 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
     assert (after.state, after.open) == ("failed", [])
     assert after.failures == ["min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"]
     assert with_speed(after, [fast]).state == "passed"  # measured again
+
+
+@pytest.mark.parametrize("backend", get_args(BackendName))
+def test_a_gate_that_cannot_hold_is_known_before_anything_is_computed(backend: BackendName) -> None:
+    recipe = load_recipe("bert-int8-residual")
+    there = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": backend})})
+    assert bool(cannot_hold(there)) == (backend in CPU_BACKENDS)
+    if backend in CPU_BACKENDS:
+        assert f"no kernel of {backend} reads" in cannot_hold(there)
+    assert cannot_hold(there.model_copy(update={"residual": "fp16"})) == ""
+    accuracy_alone = there.gate.model_copy(update={"int8_layers": None})
+    assert cannot_hold(there.model_copy(update={"gate": accuracy_alone})) == ""
