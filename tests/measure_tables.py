@@ -3,7 +3,7 @@
     python tests/measure_tables.py --list
     python tests/measure_tables.py bench --out docs/measured
     python tests/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
-    python tests/measure_tables.py lengths --models MODELS --data GLUE --out docs/measured-lengths
+    python tests/measure_tables.py lengths lengths-base --models M --data GLUE --out docs/measured-lengths
     qdqbench tables docs/measured --into recipes/README.md
     qdqbench tables docs/measured-lengths --into docs/real_lengths.md
 
@@ -86,6 +86,10 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--profile", "static"]
     fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--without", "int8-exact"]
+
+    def base(name: str, task: str) -> Step:
+        return lengths(name, task, "bert-base", data, "--tokenizer", str(models / f"minilm-l6-{task}"))
+
     found = {
         "bench": [
             bench(
@@ -109,8 +113,9 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
                 lengths(task, task, str(models / f"minilm-l6-{task}"), data, *LARGER.get(task, ()))
                 for task in TASKS
             ),
-            lengths("base", "sst2", "bert-base", data, "--tokenizer", str(models / "minilm-l6-sst2")),
+            base("base", "sst2"),
         ],
+        "lengths-base": [base("base-mrpc", "mrpc"), base("base-stsb", "stsb")],
     }
     for task in TASKS:
         shared = ["--model", str(models / f"minilm-l6-{task}"), "--task", task, "--data", data]
