@@ -11,7 +11,6 @@ from typing import Any
 from qdqbench.eval.bench.loop import Lane
 from qdqbench.eval.bench.results import BenchKernels
 from qdqbench.quantize.core.errors import CheckFailed
-from qdqbench.quantize.machine.process import End
 
 LONGEST_NAME = 160  # templates of CUTLASS are named at length
 # flash-attention, CUTLASS's memory-efficient one (fmha_cutlassF), cuDNN's (...sdpa_sm90_flash_fprop...), and
@@ -51,8 +50,6 @@ def kernels_of(lane: Lane) -> BenchKernels:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    # at exit TensorRT-RTX releases the CUDA context, CUPTI then calls Kineto, and that is gone: free() aborts
-    End.without_destructors = True
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         lane.launch()

@@ -109,7 +109,7 @@ class _Interrupted(SystemExit):
 
 
 def program() -> None:
-    """The installed command: `main`, after Ctrl-C without waiting for a thread of a library."""
+    """The installed command: `main`, and the end of the process; after Ctrl-C without waiting for threads."""
     interrupt.watch()
     if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
         process.share_cores()
@@ -124,11 +124,8 @@ def program() -> None:
         sys.stderr.flush()
         os._exit(INTERRUPTED)
     except SystemExit as stop:
-        if process.End.without_destructors:
-            process.End.now(int(str(stop.code or 0)))
-        raise
-    if process.End.without_destructors:
-        process.End.now(0)
+        process.end(int(str(stop.code or 0)))
+    process.end(0)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT_BYTES = 2**28
 GRACE_S = 3.0  # until a child is killed
 NEW_OBJECTS = 100_000  # before Python looks for cycles among them; it comes with 700
+IMPORTED = 10 * NEW_OBJECTS  # the same until stages run: of imports nothing is garbage
 _here = threading.local()
 
 
@@ -80,7 +81,14 @@ def keep_memory() -> None:
 
 def collect_seldom() -> None:
     """Let Python look for cycles seldom: a million objects of imports would be looked at again and again."""
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    gc.set_threshold(IMPORTED, *gc.get_threshold()[1:])
+
+
+def keep_imported() -> None:
+    """After `collect_seldom`, where the imports are done: what there is now is never looked at again."""
+    if gc.get_threshold()[0] == IMPORTED:
+        gc.freeze()
+        gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def leads() -> bool:
@@ -88,15 +96,13 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class End:
-    """How this process ends: as any other, or without the destructors of its native libraries."""
+def end(status: int) -> None:
+    """End the process with this status and what Python does at its end, without destructors of libraries.
 
-    without_destructors = False
-
-    @classmethod
-    def now(cls, status: int) -> None:
-        """End with this status, what Python does at its end included."""
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    To free each object of torch and of models takes seconds, and some destructors fail: CONTRIBUTING.md.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # `qdqbench ... | head`: what is still buffered has no reader
+            stream.flush()
+    os._exit(status)

@@ -17,6 +17,7 @@ from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.machine import interrupt
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.lock import held
+from qdqbench.quantize.machine.process import keep_imported
 from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.rundir.beside import beside, has_room
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
@@ -91,6 +92,7 @@ def run_stages(
     """
     listed, timings = {stage.name: stage for stage in stages}, dict[str, Timing]()
     writing, noted, warned = threading.Lock(), [*session.notes], [*session.warnings]
+    keep_imported()
     with held(session.folder):
         manifest = _read(session.folder / STAGES_FILE)
 
