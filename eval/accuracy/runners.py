@@ -84,7 +84,10 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
             with frozen(model):
                 yield model
         else:
-            yield model
+            from qdqbench.quantize.fakequant.onednn import quick_linears
+
+            with quick_linears(model.device.type, again=True):
+                yield model
     finally:
         cast("Any", model).to("cpu")
 

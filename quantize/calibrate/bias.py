@@ -55,7 +55,7 @@ def correct_biases(
         return {}
     runs = Counter(family.runs(model))
     added: dict[str, list[float]] = {}
-    with torch.inference_mode(), quick_linears(model.device.type):
+    with torch.inference_mode():
         with quantizers_off(model):
             exact, given = _calls(model, runs, _some(batches))
         states = exact
@@ -63,11 +63,15 @@ def correct_biases(
             run = partial(_run, model.get_submodule(name), times, given[name])
             groups = _steps(name, linears, family)
             with (
+                quick_linears(model.device.type, again=True),
                 quantizers_off(model),
                 _means(model, [name for group in groups for name in group]) as targets,
             ):
                 exact = run(exact)
-            with rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
+            with (
+                quick_linears(model.device.type, again=True),
+                rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]),
+            ):
                 corrected, states = _correct_layer(
                     model, groups, targets, partial(run, states), exact, once=times == 1
                 )

@@ -111,6 +111,7 @@ def calibrate(
             and the linears that read the same tensor do not share; names every layer.
     """
     from qdqbench.quantize.calibrate import histograms
+    from qdqbench.quantize.fakequant.onednn import quick_linears
 
     mtq = import_modelopt()
     _require_finite_weights(model)
@@ -118,10 +119,11 @@ def calibrate(
 
     def forward_loop(inner: "PreTrainedModel") -> None:
         lengths.clear()
-        for batch in batches:
-            forward(inner, batch)
-            lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
-            progress(len(batch["input_ids"]))
+        with quick_linears(inner.device.type, again=True):
+            for batch in batches:
+                forward(inner, batch)
+                lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
+                progress(len(batch["input_ids"]))
         if not lengths:
             raise UserError(
                 f"calibration saw no samples of split {settings.split!r}; give a split that has rows"

@@ -30,6 +30,7 @@ from qdqbench.quantize.fakequant.native_modules import (
     readers_of_one_tensor,
     shorten,
 )
+from qdqbench.quantize.fakequant.onednn import quick_linears
 from qdqbench.quantize.fakequant.quantizers import (
     enabled_quantizers,
     quantizer_kind,
@@ -92,8 +93,8 @@ def evaluated(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def frozen(model: "PreTrainedModel") -> Iterator[None]:
-    """`evaluated`, and weights rounded once: a model that only runs meanwhile."""
-    with evaluated(model), rounded_weights(model):
+    """`evaluated`, and weights rounded and laid out once: a model that only runs meanwhile."""
+    with evaluated(model), rounded_weights(model), quick_linears(model.device.type, again=True):
         yield
 
 

@@ -6,8 +6,9 @@ of a block of K one after another, and MKL's blocks are of `BLOCK`: oneDNN's GEM
 MKL's. No library promises that, so a probe of every size is compared with torch's own before it is taken.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,44 +20,84 @@ from qdqbench.quantize.machine.cpu import find_cpu
 
 BLOCK = 192  # of K; two halves where K is between one and two of them
 ROWS = 16  # for each thread: MKL has other kernels for a few
+HELD_BYTES = 2**28  # of weights in oneDNN's layout
+TYPICAL_ROWS = 256  # of a batch that the layout is chosen for
+Parts = list[tuple[slice, torch.Tensor]]  # of K, and the weight there, in any layout
+
+_here = threading.local()
 
 
-def quick_linears(device: str = "cpu") -> AbstractContextManager[Any]:
+@contextmanager
+def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
     """Linears without gradients that run in the block take the quicker library, where there is one.
 
     Args:
         device: type of the model's; elsewhere than on such a CPU nothing stands before torch's functions.
+        again: weights are read by several batches, so that each is laid out for the library once, and held.
+            Nothing in the block may write into one through `.data`, or into one that was made in inference
+            mode; to make `.data` another tensor is fine.
     """
-    return _QuickLinears() if device == "cpu" and onednn_is_quicker() else nullcontext()
+    if device != "cpu" or getattr(_here, "inside", False) or not onednn_is_quicker():
+        yield
+        return
+    _here.inside = True
+    try:
+        with _QuickLinears(HELD_BYTES if again else 0):
+            yield
+    finally:
+        _here.inside = False
 
 
 class _QuickLinears(TorchFunctionMode):
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._held: dict[int, tuple[torch.Tensor, int | None, Parts]] = {}  # by address; holds what is there
+        self._room = room  # bytes
+
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """What torch calls for each of its functions."""
         if function is functional.linear and not kwargs and _dense(*args[:2]):
-            inputs, weight = args[:2]
+            inputs, weight, *bias = args
             threads = torch.get_num_threads()
             if inputs.numel() >= ROWS * threads * weight.shape[1] and _same(*weight.shape, threads):
-                return by_blocks(*args)
+                return by_blocks(inputs, self._parts(weight), *bias)
         return function(*args, **(kwargs or {}))
 
+    def _parts(self, weight: torch.Tensor) -> Parts:
+        """`parts_of` a weight; laid out once as long as there is room."""
+        version = None if weight.is_inference() else weight._version
+        held, known, parts = self._held.get(weight.data_ptr(), (weight, -1, []))
+        if known != version or held.shape != weight.shape:
+            parts = parts_of(weight)
+            if weight.nbytes <= self._room:
+                self._room -= weight.nbytes
+                lay_out = torch.ops.mkldnn._reorder_linear_weight
+                parts = [(part, lay_out(block, TYPICAL_ROWS)) for part, block in parts]
+                self._held[weight.data_ptr()] = weight.detach(), version, parts
+        return parts
 
-def by_blocks(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`functional.linear` of inputs [..., K] and a weight [N, K], added up as MKL does; all contiguous."""
+
+def parts_of(weight: torch.Tensor) -> Parts:
+    """The blocks of K of a weight [N, K] that MKL adds up, and where they are."""
     count = weight.shape[1]
     block = (count + 1) // 2 if BLOCK < count < 2 * BLOCK else BLOCK
-    rows = inputs.view(-1, count)
+    slices = (slice(start, start + block) for start in range(0, count, block))
+    # a weight that is not contiguous would go to a kernel of no width at all
+    return [(part, weight[:, part].contiguous()) for part in slices]
+
+
+def by_blocks(inputs: torch.Tensor, parts: Parts, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`functional.linear` of inputs [..., K], contiguous, and a weight's `parts_of`, added up as MKL does."""
+    rows = inputs.view(-1, inputs.shape[-1])
     made: torch.Tensor | None = None
-    for start in range(0, count, block):
-        part = slice(start, start + block)
-        # a weight that is not contiguous would go to a kernel of no width at all
-        given = rows[:, part], weight[:, part].contiguous(), bias if made is None else None
+    for part, weight in parts:
+        given = rows[:, part], weight, bias if made is None else None
         found = torch.ops.mkldnn._linear_pointwise(*given, "none", [], "")
         made = found if made is None else made.add_(found)
     assert made is not None, "a linear has inputs"
-    return made.view(*inputs.shape[:-1], len(weight))
+    return made.view(*inputs.shape[:-1], made.shape[-1])
 
 
 @cache
@@ -74,7 +115,9 @@ def _same(outputs: int, inputs: int, threads: int) -> bool:
     random = torch.Generator().manual_seed(0)
     shapes = (ROWS * threads, inputs), (outputs, inputs), (outputs,)
     given = [torch.randn(*shape, generator=random) for shape in shapes]
-    return by_blocks(*given).equal(functional.linear(*given))
+    expected = functional.linear(*given)
+    layouts = (_QuickLinears(room)._parts(given[1]) for room in (0, HELD_BYTES))
+    return all(by_blocks(given[0], parts, given[2]).equal(expected) for parts in layouts)
 
 
 def _dense(inputs: torch.Tensor, weight: torch.Tensor) -> bool:

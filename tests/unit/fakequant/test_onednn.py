@@ -37,26 +37,69 @@ def tensors(shape, dtype=torch.float32, outputs=48):
     return [torch.randn(*s, generator=generator).to(dtype) for s in shapes]
 
 
-def quick(*given):
-    with torch.inference_mode(), onednn.quick_linears():
+def quick(*given, again=False):
+    with torch.inference_mode(), onednn.quick_linears(again=again):
         return functional.linear(*given)
 
 
 @needs_onednn
 @pytest.mark.parametrize("count", [64, 192, 193, 320, 384, 400, 1600])
+@pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_bits_are_those_of_torch_on_any_cpu(count, bias):
+def test_the_bits_are_those_of_torch_on_any_cpu(count, bias, again):
     for rows in (1, 7, 16 * torch.get_num_threads(), 301):
         given = tensors((rows, count))[: 3 if bias else 2]
-        assert quick(*given).equal(functional.linear(*given))
+        assert quick(*given, again=again).equal(functional.linear(*given))
 
 
 @needs_onednn
 @pytest.mark.parametrize("shape", [(1, 64), (2, 7, 193), (2, 100, 384), (2, 3, 4, 500)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_blocks_add_up_to_the_linear(shape, bias):
-    given = tensors(shape)[: 3 if bias else 2]
-    torch.testing.assert_close(onednn.by_blocks(*given), functional.linear(*given), rtol=1e-4, atol=1e-4)
+    inputs, weight, *rest = given = tensors(shape)[: 3 if bias else 2]
+    made = onednn.by_blocks(inputs, onednn.parts_of(weight), *rest)
+    torch.testing.assert_close(made, functional.linear(*given), rtol=1e-4, atol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize("room", [onednn.HELD_BYTES, 64 * 48 * 4, 0])
+def test_a_weight_that_is_held_is_the_one_that_is_there(taken, monkeypatch, room):
+    monkeypatch.setattr(onednn, "HELD_BYTES", room)  # all, one or none of them
+
+    def close():
+        made = functional.linear(values, linear.weight)
+        expected = (values.double() @ linear.weight.double().t()).float()
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+    (values, weight, _), linear = tensors((512, 64)), torch.nn.Linear(64, 48, bias=False)
+    with torch.inference_mode(), onednn.quick_linears(again=True):
+        close()
+        linear.weight.data = weight.clone()  # of a tensor with another address
+        close()
+        for _ in range(4):  # and of one that takes the address of one that is gone
+            linear.weight.data = linear.weight.detach() + 1
+            close()
+    linear = torch.nn.Linear(64, 48, bias=False)
+    with onednn.quick_linears(again=True):
+        for _ in range(2):
+            with torch.inference_mode(), onednn.quick_linears():
+                close()
+            with torch.no_grad():
+                linear.weight.mul_(2)
+
+
+@needs_onednn
+def test_blocks_in_blocks_hold_weights_once(taken, monkeypatch):
+    given, made, own = tensors((512, 64)), [], onednn.parts_of
+    monkeypatch.setattr(onednn, "parts_of", lambda weight: made.append(1) or own(weight))
+    with onednn.quick_linears(again=True):
+        for _ in range(3):
+            quick(*given)
+    assert len(made) == 1
+    with onednn.quick_linears():
+        for _ in range(3):
+            quick(*given, again=True)
+    assert len(made) == 4
 
 
 @needs_onednn
