@@ -22,23 +22,28 @@ MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--lengt
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 
 
-def install(extra: str) -> None:
-    """Install the project with one extra, unless this pyproject and these constraints already are."""
+def install(extra: str, *options: str) -> bool:
+    """Install the project with one extra, unless this pyproject and these constraints already are.
+
+    Returns:
+        Whether anything was installed.
+    """
     marker = VENV / f"installed-{extra}"
     inputs = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     wanted = hashlib.sha256(b"".join(inputs)).hexdigest()
     if marker.is_file() and marker.read_text() == wanted:
-        return
+        return False
     if not BIN.is_dir():
         print("creating .venv", flush=True)
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
-    pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
     constraints = ["--constraint", ROOT / "constraints.txt"]
     # torch first: with the pinned version in place nothing else pulls in another build of it
     call(*pip, *constraints, "torch")
     call(*pip, *constraints, "--editable", f"{ROOT}[{extra}]")
     marker.write_text(wanted)
+    return True
 
 
 def call(*command: object, **variables: str) -> None:
@@ -64,12 +69,16 @@ def main() -> None:
                 sys.exit(done.returncode)
         return
     if sys.argv[1:2] == ["test"]:
-        install("dev")
+        # compiling modules is half of an installation, on one core: it goes beside the checks of the code
+        compiled = not install("dev", "--no-compile")
+        compiling = None if compiled else subprocess.Popen([BIN / "python", "-m", "compileall", "-qq", VENV])
         call("sh", ROOT / "tests" / "fetch_bindings.sh", BIN / "python")
         call(BIN / "ruff", "check", ".")
         call(BIN / "ruff", "format", "--check", ".")
         call(BIN / "python", "tests/types.py")
         call(BIN / "lint-imports", PYTHONPATH="build/types")  # the links that types.py made
+        if compiling:
+            compiling.wait()
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core
         given = [word for word in sys.argv[2:] if word != "--all"]
         chosen = [] if "--all" in sys.argv else ["-m", "not long"]
