@@ -92,6 +92,7 @@ def compare_layers(
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
+        valid = batch["attention_mask"] != 0
         with _recorded(model, list(counts), [*outputs, *rounded]) as (inputs, made):
             expected = forward(model, batch).float().cpu().numpy()
         feeds = {
@@ -102,7 +103,8 @@ def compare_layers(
         got = {name: _turn(value, name in other_way) for name, value in zip(names, ran, strict=True)}
         for boundary in boundaries:
             for name, scale in boundary.quantizers.items():
-                _count(counts[name], got[boundary.tensor], inputs[name], scale)
+                own, reference = _of_tokens(got[boundary.tensor], valid), _of_tokens(inputs[name], valid)
+                _count(counts[name], own, reference, scale)
         for module, tensor in outputs.items():
             difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
             errors[module][0] += float(np.square(difference).sum())
@@ -110,7 +112,7 @@ def compare_layers(
         answers = joined(got, outputs_of_model)
         logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
         samples += len(expected)
-        padded |= bool((batch["attention_mask"] == 0).any())
+        padded |= not valid.all()
     rows = [_row(name, count, errors, epsilon) for name, count in counts.items()]
     return Parity(
         n=samples,
@@ -126,6 +128,17 @@ def compare_layers(
 def _turn(value: Array, other_way: bool) -> Array:
     """Its first two axes in the other order, where that is so."""
     return np.ascontiguousarray(np.swapaxes(value, 0, 1)) if other_way else value
+
+
+def _of_tokens(value: Array, valid: Array) -> Array:
+    """A tensor [batch, length, ...] or [batch, heads, length, ...] without padding; any other as it is.
+
+    Padding answers nothing. Where all of it has one position, as in RoBERTa and MPNet, it is one vector over
+    and over, and a value at a border of rounding would count as often.
+    """
+    if value.ndim == 4:
+        value = np.swapaxes(value, 1, 2)
+    return value[valid] if value.shape[:2] == valid.shape else value
 
 
 def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict[str, str]]:

@@ -16,6 +16,7 @@ from qdqbench.quantize.encoders.attention import MASK_FILL
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 
+from ...support.families import write_model
 from ...support.tiny_bert import (
     ATTENTIONS,
     INT8,
@@ -35,6 +36,11 @@ from ...support.tiny_layer import store
 
 BATCHES = [padded_batch((9, 4, 16)), padded_batch((12, 12, 3, 7), seed=1)]
 QUERY, OUTPUT, FFN1, FFN2 = LINEARS[0], LINEARS[3], LINEARS[4], LINEARS[5]
+
+
+@pytest.fixture(scope="module")
+def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("roberta") / "model", "roberta")
 
 
 def compared(folder: Path, graph: onnx.ModelProto, name: str = "bert-int8-linears") -> Parity:
@@ -60,7 +66,7 @@ def test_the_right_graph_passes(tiny_bert: Path, name: str, weights: str, comput
     if name == "bert-int8-attention":
         names |= {f"{a}.{part}" for a in ATTENTIONS for part in ("query", "key", "value", "softmax")}
     assert {row.name for row in parity.rows} == names
-    tokens = sum(batch["input_ids"].size for batch in BATCHES)
+    tokens = sum(batch["attention_mask"].sum() for batch in BATCHES)
     assert {row.name: row.codes for row in parity.rows}[FFN2] == 64 * tokens
     if compute == "fp32":
         assert {row.limit for row in parity.rows} == {LIMIT_FRACTION}
@@ -76,6 +82,22 @@ def test_the_right_graph_passes_whatever_the_batch(tiny_bert: Path, lengths: tup
         parity = compare_layers(graph, model, [padded_batch(lengths, seed)])
         assert failing(parity) == []
         assert parity.padded == (lengths == (9, 4, 16))
+
+
+@pytest.mark.parametrize("lengths", [(3, 4, 40), (40, 3, 5, 4, 6, 3)])
+def test_padding_of_one_position_counts_not_at_all(roberta: Path, lengths: tuple[int, ...]) -> None:
+    """RoBERTa's padding is one vector over and over: a value at a border of it would decide."""
+    name = "roberta-int8-residual"
+    graph, model = exported(roberta, name), quantized(roberta, name).model
+    batches = [padded_batch(lengths, seed) for seed in range(12)]
+    for batch in batches:
+        batch["input_ids"] = np.where(
+            batch["attention_mask"] == 1, batch["input_ids"], model.config.pad_token_id
+        )
+        assert failing(compare_layers(graph, model, [batch])) == []
+    linear = "roberta.encoder.layer.1.intermediate.dense"
+    bias(graph, linear)
+    assert all(linear in failing(compare_layers(graph, model, [batch])) for batch in batches[:3])
 
 
 def code_block(graph: onnx.ModelProto, name: str) -> None:
