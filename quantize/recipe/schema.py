@@ -1,6 +1,7 @@
 """The recipe: YAML that says per layer what becomes INT8, and how it is calibrated, exported and judged."""
 
 import difflib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -187,13 +188,16 @@ def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -
     path = Path(name_or_path)
     if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long
         name = name_or_path if name_or_path in shipped else _of_family(name_or_path, family)
-        return parse_recipe(shipped[name].read_text(encoding="utf-8"), name)
+        return _parsed(shipped[name].read_text(encoding="utf-8"), name)
     if path.stat().st_size > MAX_RECIPE_BYTES:
         raise UserError(f"{path} is {path.stat().st_size} bytes; a recipe has at most {MAX_RECIPE_BYTES}")
     try:
         return parse_recipe(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text, so it is no recipe") from error
+
+
+_parsed = functools.cache(parse_recipe)  # of shipped recipes, which commands read again and again
 
 
 def _of_family(name: str, family: Callable[[], Family] | None) -> str:

@@ -172,7 +172,7 @@ DAMAGED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_model_or_data(case, copied, sst2, tmp_path, qdqbench):
+def test_damaged_model_or_data(case, copied, tmp_path, qdqbench):
     damage, told = DAMAGED[case]
     model, data = copied
     damage(model, data)
@@ -181,9 +181,6 @@ def test_damaged_model_or_data(case, copied, sst2, tmp_path, qdqbench):
     # a NaN is found by a check of the logits, after the stage ran
     one_sentence(done, 2 if case == "not-a-number-weights" else 1, *told)
     assert not out.exists()
-    # the same folder, once the input is right
-    assert qdqbench("run", *sst2.options, "--out", out, "--until", "baseline").code == 0
-    nothing_half_written(out)
 
 
 def test_damage_in_the_middle_of_a_run(a_run, sst2, copied, qdqbench):
@@ -336,8 +333,6 @@ def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
         arguments += ["--out", out]
     one_sentence(qdqbench(*arguments), code, *told)
     assert not out.exists()
-    if arguments[0] == "run":
-        assert qdqbench("run", *sst2.options, "--out", out, "--until", "baseline").code == 0
 
 
 # The run directory.

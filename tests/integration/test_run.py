@@ -70,12 +70,12 @@ def ranks(values):
 
 
 def _with_long(recipes):
-    """QAT goes the whole way in `test_training`.
+    """QAT goes the whole way in `test_training`, INT8 linears alone in the embedded default.
 
-    INT8 linears alone go it in the default: unit tests hold what other recipes of them leave in the files.
+    Unit tests hold what other recipes of them leave in the files; `-residual-fused` has all of `-residual`.
     """
     long = [name for name in recipes if name.endswith("-qat")]
-    long += ["bert-int8-ffn", "bert-int8-linears-per-tensor"]
+    long += ["bert-int8-linears", "bert-int8-ffn", "bert-int8-linears-per-tensor", "bert-int8-residual"]
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
 
 
@@ -449,13 +449,13 @@ def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypa
     assert all(name in failures[0] for name in engine["not_int8"])
 
 
-def test_without_tensorrt_rtx_nothing_is_proven(sst2, tmp_path, qdqbench, monkeypatch):
+def test_without_tensorrt_rtx_nothing_is_proven(a_run, sst2, qdqbench, monkeypatch):
     for name in [*sys.modules]:
         if name.partition(".")[0] in ("tensorrt_rtx", "tensorrt"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    out = tmp_path / "run"
+    out = a_run
     failures = failed(qdqbench("run", *sst2.options, "--out", out), out)
     assert len(failures) == 1
     assert re.match(r"INT8 is not proven, no engine was built: .*qdqbench\[rtx\]", failures[0])
@@ -586,6 +586,6 @@ def test_embedded_default(second, tmp_path, qdqbench):
     assert found.gate.passed
     assert found.model["embedded"]
     assert any("embedded default" in warning for warning in found.warnings)
-    again = qdqbench("run", as_edited(tmp_path, second), "--out", out)  # the trained model is reused
+    again = qdqbench("run", as_edited(tmp_path, second), "--out", out, "--until", "baseline", "--json")
     assert (again.code, again.err) == (0, "")
-    assert results(out)["timings"]["embedded"]["reused"]
+    assert json.loads(again.out)["timings"]["embedded"]["reused"]  # the trained model

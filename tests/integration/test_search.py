@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from qdqbench.eval.placement.cost_fit import fit_costs
+from qdqbench.eval.search import confirm
 from qdqbench.eval.search import trials as search_module
 from qdqbench.eval.search.results import read_search
 from qdqbench.quantize.activity.pulse import duration
@@ -23,6 +24,15 @@ from .tiny import MAIN, Outcome, call_alone, environment, listing
 
 pytestmark = pytest.mark.slow
 TRIALS = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_rivals():
+    """Of the shipped recipes: one of each kind."""
+    names = ["bert-fp16", "bert-int8-attention", "bert-int8-ffn", "bert-int8-linears"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(confirm, "shipped_recipes", lambda: names)
+        yield
 
 
 @pytest.fixture(scope="module")
