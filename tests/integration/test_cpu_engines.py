@@ -75,7 +75,7 @@ def test_residuals_that_no_cpu_runs_are_told_first(sst2, tmp_path, qdqbench):
 def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a search beside the tests has the lock of all
-    monkeypatch.setattr(engines, "ON_CPU", engines.ON_GPU)
+    monkeypatch.setattr(engines, "ON_CPU", engines.Effort(4, 0.1, streams=()))
     monkeypatch.setattr(trials, "rank", lambda work, file: (work.space, "model order"))
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})

@@ -103,6 +103,7 @@ def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypa
     assert "not trained to the end: seed 1 with r, seed 3 with r; " in done.err
 
 
+@pytest.mark.long
 def test_a_killed_fine_tuning_goes_on_bit_for_bit(tuned, given, tmp_path, qdqbench):
     options = [*given("sst2").options, *QUICK, "--out", str(tmp_path / "f")]
     process = subprocess.Popen(

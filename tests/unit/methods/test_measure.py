@@ -109,7 +109,8 @@ def test_the_recipe_written_holds_the_section(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "methods", "name"),
     [
-        ({}, METHODS, "bert-int8-attention"),
+        ({}, ("max", "percentile/99.9", "mse"), "bert-int8-attention"),
+        ({}, METHODS, "bert-int8-ffn"),
         ({"smooth": 0.5}, ("max", "mse"), "bert-int8-attention"),
         ({"weights_method": "mse"}, ("percentile/99.9",), "bert-int8-attention"),
         ({}, ("max", "mse"), "bert-int8-residual-fused"),
