@@ -135,7 +135,8 @@ def _told(ladder: Ladder, steps: list[Step], budget_s: float, command: str) -> A
         steps=steps,
         choice=_choice(ladder, steps, best, command),
         source=ladder.source,
-        notes=session.remarks,
+        warnings=session.warnings,
+        notes=session.notes,
         environment=environment(),
     )
 

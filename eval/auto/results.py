@@ -121,6 +121,7 @@ class Auto(Tabular):
     steps: list[Step]
     choice: Choice
     source: Source | None  # of latencies; None: there are none
+    warnings: list[str] = []  # what needs a look; not in files of earlier versions
     notes: list[str]
     environment: dict[str, Any]
 

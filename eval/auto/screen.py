@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.auto.report import AutoView, auto_view
 from qdqbench.eval.auto.results import Auto
-from qdqbench.eval.report.formats import seconds
+from qdqbench.eval.report.formats import remarks, seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -37,7 +37,7 @@ def auto_summary(found: Auto) -> "Group":
     ]
     if found.source and found.source.mode == "model":
         lines.append(Text(f"*: {found.source.label}", style="yellow"))
-    return Group(*lines, *(Text(f"note: {note}", style="yellow") for note in shown.notes))
+    return Group(*lines, *remarks(shown.found.warnings, shown.notes))
 
 
 def _screen(cells: list[str]) -> list[str]:

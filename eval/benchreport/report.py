@@ -29,7 +29,7 @@ from qdqbench.eval.benchreport.words import (
     slow_lines,
     without_interval,
 )
-from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, size
+from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, remarks, size
 from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
@@ -178,8 +178,7 @@ def bench_summary(bench: Bench) -> "Group":
     lines.append(Text(shown.clocks))
     lines += [Text(f"✗ {line}", style="bold red") for line in shown.errors]
     lines += [Text(f"✗ {line}", style="red") for line in shown.slow]
-    lines += [Text(f"warning: {line}", style="yellow") for line in bench.warnings]
-    lines += [Text(f"note: {line}", style="yellow") for line in bench.notes]
+    lines += remarks(bench.warnings, bench.notes)
     return Group(*lines)
 
 

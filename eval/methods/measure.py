@@ -262,7 +262,8 @@ class Comparing:
             fp32={name: self._scores(name) for name in self._evaluated},
             rows=rows,
             recipe_name=chosen.name,
-            notes=session.remarks,
+            warnings=session.warnings,
+            notes=session.notes,
             timings={"total_s": wall_s},
         )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import DIVERGENCES, cleaned, label, seconds, sentence
+from qdqbench.eval.report.formats import DIVERGENCES, cleaned, label, remarks, seconds, sentence
 from qdqbench.eval.report.page import Page, page_of_choice
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core import files
@@ -143,9 +143,8 @@ def methods_summary(found: Methods) -> "Group":
     failed = [
         Text(f"failed: {line.name}: {line.failure}", style="red") for line in shown.lines if line.failure
     ]
-    notes = [Text(f"note: {note}", style="yellow") for note in shown.notes]
     told = Text(f"{shown.caption} ~ marks differences within noise.")
-    parts: list[RenderableType] = [head, table, told, *failed, *notes]
+    parts: list[RenderableType] = [head, table, told, *failed, *remarks(shown.found.warnings, shown.notes)]
     return Group(*parts)
 
 

@@ -82,6 +82,7 @@ class Methods(Strict):
     fp32: dict[str, Scores]  # by evaluation split
     rows: list[MethodRow]  # the recipe as it is comes first
     recipe_name: str  # of recipe.yaml
+    warnings: list[str] = []  # what needs a look; not in files of earlier versions
     notes: list[str]
     timings: dict[str, float]  # seconds
     environment: dict[str, Any]

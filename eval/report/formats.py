@@ -4,6 +4,7 @@ import html
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,11 @@ def _number(value: float | None) -> str:
 
 def _share_text(value: float | None) -> str:
     return "not a number" if value is None else f"{value:.2%}"
+
+
+def remarks(warnings: Iterable[str], notes: Iterable[str]) -> list[Any]:
+    """Lines of a terminal: what needs a look, then quietly what is to know."""
+    from rich.text import Text  # names are never read as markup
+
+    warned = [Text(f"warning: {line}", style="yellow") for line in warnings]
+    return [*warned, *(Text(f"note: {line}", style="dim") for line in notes)]

@@ -14,6 +14,7 @@ from qdqbench.eval.report.formats import (
     flat,
     label,
     model_label,
+    remarks,
     seconds,
     size,
     yaml_text,
@@ -135,10 +136,9 @@ def summary_lines(results: Results) -> "Group":
             f"{versus.disagreements} of {versus.n}" if versus and versus.disagreements is not None else "",
         )
         table.add_row(*(Text(cell) for cell in cells))  # Text: names are never read as markup
-    warned = [Text(f"warning: {line}", style="yellow") for line in first(results.warnings, 3, "the report")]
-    noted = [Text(f"note: {line}", style="dim") for line in first(results.notes, 3, "the report")]
+    said_too = remarks(*(first(lines, 3, "the report") for lines in (results.warnings, results.notes)))
     panel = Panel(body, title=Text(said.title), border_style=colour, title_align="left")
-    return Group(panel, table, *warned, *noted)
+    return Group(panel, table, *said_too)
 
 
 def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.report.formats import count_of, first, label, seconds, size
+from qdqbench.eval.report.formats import count_of, first, label, remarks, seconds, size
 from qdqbench.eval.runreport.parity import part_text, remark_of, worst_first
 from qdqbench.eval.runreport.verdict import delta_text, headline
 from qdqbench.eval.runs.made import Made
@@ -31,10 +31,9 @@ def made_lines(made: Made) -> "Group":
     names = [f"{row.name} {size(row.bytes)}" for row in largest]
     files = Text(f"{count_of(len(names), 'file')} in {made.folder}: ")
     files.append(", ".join(first(names, MOST_FILES, "there")))
-    warned = [Text(f"warning: {line}", style="yellow") for line in first(made.warnings, 3, "the report")]
-    noted = [Text(f"note: {line}", style="dim") for line in first(made.notes, 3, "the report")]
+    told = remarks(*(first(lines, 3, "the report") for lines in (made.warnings, made.notes)))
     failed = [Text(f"✗ {line}", style="red") for line in first(made.failures, 5, "the report")]
-    return Group(table, files, *failed, *warned, *noted)
+    return Group(table, files, *failed, *told)
 
 
 def stage_text(made: Made, name: str) -> str:

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from qdqbench.eval.report.formats import remarks
 from qdqbench.eval.runs.qat_plan import QatPlan
 from qdqbench.quantize.activity.pulse import duration
 from qdqbench.quantize.families.known import family_named
@@ -21,8 +22,7 @@ def plan_lines(plan: QatPlan) -> "Group":
     for name, text in _lines(plan):
         table.add_row(Text(name, style="bold"), Text(text))  # Text: names are never read as markup
     warned = [Text(line, style="yellow") for line in plan.findings]
-    warned += [Text(f"warning: {line}", style="yellow") for line in plan.warnings]
-    warned += [Text(f"note: {line}", style="dim") for line in plan.notes]
+    warned += remarks(plan.warnings, plan.notes)
     title = f"QAT plan of {plan.recipe}, made in {duration(plan.plan_s)}; nothing was trained"
     return Group(Text(title, style="bold"), table, *warned)
 

@@ -273,7 +273,8 @@ class Measurement:
                 file=sensitivity_choice.CHOICE_FILE,
                 recipe_name=chosen.name,
             ),
-            notes=[*session.remarks, *self.found.notes, *limits_noted(config.recipe, len(encoded.gold))],
+            warnings=session.warnings,
+            notes=[*session.notes, *self.found.notes, *limits_noted(config.recipe, len(encoded.gold))],
             timings={"candidates_s": self.ledger.seconds, "this_run_s": wall_s},
         )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.report.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
+from qdqbench.eval.report.formats import DIVERGENCES, cleaned, count_of, label, remarks, seconds, sentence
 from qdqbench.eval.report.page import Page, page_of_choice
 from qdqbench.eval.report.render import write
 from qdqbench.eval.sensitivity.charts import all_but_svg, curve_svg, only_svg
@@ -144,7 +144,7 @@ def sensitivity_summary(found: Sensitivity) -> "Group":
         for row in rows:
             table.add_row(*(Text(cell) for cell in _short_cells(row)))
         lines += [table, Text("")]
-    lines += [Text(f"note: {note}", style="yellow") for note in shown.notes]
+    lines += remarks(shown.found.warnings, shown.notes)
     return Group(*lines)
 
 

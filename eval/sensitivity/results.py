@@ -83,6 +83,7 @@ class Sensitivity(Strict):
     rows: list[CandidateRow]
     curve: list[CurvePoint]  # by rising `kept`
     choice: Choice
+    warnings: list[str] = []  # what needs a look; not in files of earlier versions
     notes: list[str]
     timings: dict[str, float]  # seconds; candidates of an interrupted run are counted once
     environment: dict[str, Any]

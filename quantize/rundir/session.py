@@ -277,11 +277,6 @@ class Session:
         return found
 
     @property
-    def remarks(self) -> list[str]:
-        """Warnings, then notes: for results that keep both in one list."""
-        return [*self.warnings, *self.notes]
-
-    @property
     def gold(self) -> dict[str, Any]:
         """What each evaluation split is scored against, as the kind of task has it."""
         return {name: encoded.gold for name, (_, encoded) in self.eval_splits.items()}

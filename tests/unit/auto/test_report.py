@@ -95,7 +95,8 @@ def sample(name="a-model", *, passed=True, mode="engine"):
             command="qdqbench run runs/a/best.yaml --model a-model --task cola",
         ),
         source=source,
-        notes=[name],
+        warnings=[f"a warning {name}"],
+        notes=[f"a note {name}"],
         environment={"git": None},
     )
 

@@ -230,6 +230,7 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
             row("percentile/99.9", None),
         ],
         recipe_name="bert-int8-linears-calibrated",
+        warnings=[f"a warning {name}"],
         notes=[f"a note {name}"],
         timings={"total_s": 100.0},
         environment={},

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.screen import auto_summary
 from qdqbench.eval.bench.results import Bench, read_bench
 from qdqbench.eval.benchreport.report import bench_summary
 from qdqbench.eval.compare.report import comparison_summary
-from qdqbench.eval.methods.report import methods_summary
+from qdqbench.eval.methods.report import methods_summary, write_methods
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.runs.study_results import read_study
 from qdqbench.eval.search.report import search_summary
 from qdqbench.eval.search.results import read_search
-from qdqbench.eval.sensitivity.report import sensitivity_summary
+from qdqbench.eval.sensitivity.report import sensitivity_summary, write_sensitivity
 from qdqbench.eval.tables.study import study_summary
 
 from ...support.compared import sample_comparison
@@ -81,3 +82,27 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
     assert max(map(len, narrow.splitlines())) <= 80
     assert "…" not in narrow
     assert Counter(wide.split()) - Counter(narrow.split()) == Counter()
+
+
+@pytest.mark.parametrize(
+    ("found", "summary", "write"),
+    [
+        (sample_auto(), auto_summary, write_auto),
+        (table(), methods_summary, write_methods),
+        (sample_sensitivity(), sensitivity_summary, write_sensitivity),
+    ],
+    ids=["auto", "methods", "sensitivity"],
+)
+def test_what_is_only_to_know_is_no_warning(
+    found: Any, summary: Callable[[Any], Any], write: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
+    with (stream := StringIO()):
+        Console(file=stream, width=80).print(summary(found))
+        shown = stream.getvalue()
+    assert 0 < shown.index("\nwarning: a warning") < shown.index("\nnote: a note")
+    pages = {path.suffix: path.read_text() for path in write(found, tmp_path)}
+    warned = pages[".html"].partition('id="warnings"')[2].partition("</section>")[0]
+    assert "a warning" in warned
+    assert "a note" not in warned
+    assert "a note" in pages[".html"].lower()
+    assert "a warning" in pages[".md"]

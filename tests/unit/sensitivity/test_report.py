@@ -88,6 +88,7 @@ def sample(name: str = "a-model") -> Sensitivity:
             for kept, amount in points
         ],
         choice=schema.Choice(kept=2, reached=True, reason="it holds", file="recipe.yaml", recipe_name="r"),
+        warnings=["a warning"],
         notes=["a note"],
         timings={"candidates_s": 200.0, "this_run_s": 220.0},
         environment={"python": "3.11"},
@@ -139,6 +140,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
 
     found = sample(HOSTILE)
     found.notes.append(HOSTILE)
+    found.warnings.append(HOSTILE)
     write_sensitivity(found, tmp_path)
     offline((tmp_path / "sensitivity.html").read_text())
     assert len(plain((tmp_path / "sensitivity.md").read_text())) >= 4
