@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 EMBEDDINGS, HEAD = "embeddings", "head"
-TURNED_BACK = "/batch_first"  # name of a block's output that the graph has as [length, batch, hidden]
+# name of a block's output that the graph has as [length, batch, hidden]; MPNet's position bias reads another
+TURNED_BACK = "/end_of_block"
 FLOATS: dict[int, Any] = {
     TensorProto.FLOAT: np.dtype(np.float32),
     TensorProto.FLOAT16: np.dtype(np.float16),

@@ -2,10 +2,13 @@
 
 import json
 
+import onnx
 import pytest
 from transformers import AutoConfig
 
+from qdqbench.eval.verify.blocks import stitch
 from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ..support.families import LAYERS, write_model
@@ -61,6 +64,9 @@ def test_the_path_of_a_family(family, name, sentences, tmp_path, qdqbench):
     assert found["parity"]["passed"]
     assert found["parity"]["padded"]
     assert found["findings"] == []
+    cut = stitch(read_model(out / "model.int8.onnx"), family)  # what a GPU verifies
+    onnx.checker.check_model(cut.model)
+    assert len(cut.blocks) == runs + 2
     for stage in ("fp32", "fake_quant", "onnxruntime"):
         assert found["stages"][stage]["n"] == EVAL_ROWS
     assert name in (out / "report.md").read_text()
