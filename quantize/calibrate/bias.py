@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.quantize.activity.told import counted
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
+from qdqbench.quantize.encoders.runs import first_inputs, resumed
+from qdqbench.quantize.fakequant.layer_calls import (
+    Given,
+    core_is_free,
+    kept_outputs,
+    mean_outputs,
+    replayed,
+    run_layer,
+)
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off, rounded_weights
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets for one batch besides the hidden state
 
 
 def correct_biases(
@@ -47,9 +54,7 @@ def correct_biases(
     """
     import torch
 
-    from qdqbench.quantize.fakequant.onednn import quick_linears
-
-    family = family_of(model.config)
+    family, two = family_of(model.config), core_is_free(model)
     linears = [name for name in linears if model.get_submodule(name).bias is not None]
     if not linears:
         return {}
@@ -60,18 +65,11 @@ def correct_biases(
             exact, given = _calls(model, runs, _some(batches))
         states = exact
         for name, times in counted("bias correction", runs.items()):
-            run = partial(_run, model.get_submodule(name), times, given[name])
+            run = partial(run_layer, model, name, times, given[name], two_threads=two)
             groups = _steps(name, linears, family)
-            with (
-                quick_linears(model.device.type, again=True),
-                quantizers_off(model),
-                _means(model, [name for group in groups for name in group]) as targets,
-            ):
+            with quantizers_off(model), mean_outputs(model, chain.from_iterable(groups)) as targets:
                 exact = run(exact)
-            with (
-                quick_linears(model.device.type, again=True),
-                rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]),
-            ):
+            with rounded_weights(model, [n for n in linears if n.startswith(f"{name}.")]):
                 corrected, states = _correct_layer(
                     model, groups, targets, partial(run, states), exact, once=times == 1
                 )
@@ -98,7 +96,7 @@ def _correct_layer(  # noqa: PLR0913
     """
     added: dict[str, list[float]] = {}
     read_again = groups[:-1] if once else []
-    with _means(model, chain.from_iterable(groups)) as means, _made(model, read_again) as made:
+    with mean_outputs(model, chain.from_iterable(groups)) as means, kept_outputs(model, read_again) as made:
         states = run()
     error = _error(states, exact)
     for number, group in enumerate(groups):
@@ -107,9 +105,9 @@ def _correct_layer(  # noqa: PLR0913
         before = {name: linear.bias.clone() for name, linear in linears.items()}  # subtracting would round
         apply_biases(model, step)
         with (
-            _replayed(model, read_again[:number], made),
-            _means(model, chain.from_iterable(groups[number + 1 :])) as new_means,
-            _made(model, read_again[number:]) as new_made,
+            replayed(model, read_again[:number], made),
+            mean_outputs(model, chain.from_iterable(groups[number + 1 :])) as new_means,
+            kept_outputs(model, read_again[number:]) as new_made,
         ):
             new_states = run()
         if (now := _error(new_states, exact)) < error:
@@ -206,64 +204,3 @@ def _calls(
             forward(model, batch)
     # a shared layer gets the same in each of its runs
     return states, {name: found[:: runs[name]] for name, found in given.items()}
-
-
-def _run(layer: Any, times: int, given: list[Given], states: "list[torch.Tensor]") -> "list[torch.Tensor]":
-    """One layer over every batch, as often as it runs; what the next layer reads."""
-    for _ in range(times):
-        states = [
-            hidden_of(layer(state, *args, **kwargs))
-            for state, (args, kwargs) in zip(states, given, strict=True)
-        ]
-    return states
-
-
-@contextmanager
-def _means(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str, torch.Tensor]]":
-    """Mean output of linears over all tokens, float64 [N]; filled when the block ends."""
-    sums: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = {}
-    result: dict[str, torch.Tensor] = {}
-
-    def watch(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
-        flat = output.detach().flatten(0, -2)
-        total = flat.double().sum(dim=0)
-        sums[name] = sums[name] + total if name in sums else total
-        counts[name] = counts.get(name, 0) + len(flat)
-
-    with ExitStack() as hooks:
-        for name in names:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(watch, name)))
-        yield result
-    result.update({name: total / counts[name] for name, total in sums.items()})
-
-
-@contextmanager
-def _made(model: "PreTrainedModel", groups: list[list[str]]) -> "Iterator[dict[str, list[torch.Tensor]]]":
-    """Outputs of linears for every batch."""
-    found: dict[str, list[torch.Tensor]] = {}
-
-    def keep(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
-        found.setdefault(name, []).append(output.clone())
-
-    with ExitStack() as hooks:
-        for name in chain.from_iterable(groups):
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
-        yield found
-
-
-@contextmanager
-def _replayed(
-    model: "PreTrainedModel", groups: list[list[str]], made: "dict[str, list[torch.Tensor]]"
-) -> Iterator[None]:
-    """Let linears give what they made before, without computing it again."""
-    names = list(chain.from_iterable(groups))
-    linears: list[Any] = [model.get_submodule(name) for name in names]
-    for name, linear in zip(names, linears, strict=True):
-        outputs = iter(made[name])
-        linear.forward = lambda _, outputs=outputs: next(outputs).clone()
-    try:
-        yield
-    finally:
-        for linear in linears:
-            del linear.forward

@@ -98,10 +98,8 @@ def calibrate(
     Args:
         model: FP32 model, changed in place.
         plan: what becomes INT8, and how its scales are found.
-        batches: int64 [B, L] arrays input_ids, attention_mask and token_type_ids. Batches of equal length
-            hold no padding, so no quantizer sees a padded position (Model-Optimizer issue 1261). They are
-            gone through once, once more before that where the plan smooths or outliers are split, once more
-            where it has INT8 attention, and in part after it where biases are corrected.
+        batches: int64 [B, L] arrays with attention_mask, of equal length, so that no quantizer sees padding
+            (Model-Optimizer issue 1261). One pass, and more as the plan needs.
         settings: the recipe's calibration section.
         progress: called with the number of samples of each batch.
 

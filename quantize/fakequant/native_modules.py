@@ -1,6 +1,7 @@
 """Modules that run in place of ModelOpt's while a model is trained: `native.py`."""
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,19 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
 
 
+class _Last(threading.local):
+    """What a thread quantized last."""
+
+    inputs: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    state: Any = None
+    served: frozenset[int] = frozenset()
+
+    def __deepcopy__(self, _: Any) -> "_Last":
+        """A copy of a model has quantized nothing yet."""
+        return _Last()
+
+
 class SharedQuantizer:
     """Quantizes a tensor once for several quantizers of equal scale, as an engine does.
 
@@ -51,26 +65,23 @@ class SharedQuantizer:
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self.served: set[int] = set()
-        self.inputs: torch.Tensor | None = None
-        self.output: torch.Tensor | None = None
-        self.state: Any = None
+        self.last = _Last()
 
     def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
         """What `quantizer` makes of `inputs`; for another reader of the tensor, the same tensor again."""
         if torch.compiler.is_compiling():
             return quantizer.quantized(inputs)  # type: ignore[no-any-return]
-        learnt = quantizer.__dict__.get("learnt")
+        learnt, last = quantizer.__dict__.get("learnt"), self.last
         scale = prepared(quantizer).version if learnt is None else learnt.seen
         version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
         state = (version, torch.is_grad_enabled(), scale)
-        if inputs is not self.inputs or state != self.state or id(quantizer) in self.served:
-            self.inputs, self.state, self.served = inputs, state, set()
-            self.output = quantizer.quantized(inputs)
-        output = self.output
-        self.served.add(id(quantizer))
-        if len(self.served) == self.readers:
-            self.inputs = self.output = None  # not held for longer than needed
+        if inputs is not last.inputs or state != last.state or id(quantizer) in last.served:
+            last.inputs, last.state, last.served = inputs, state, frozenset()
+            last.output = quantizer.quantized(inputs)
+        output = last.output
+        last.served |= {id(quantizer)}
+        if len(last.served) == self.readers:
+            last.inputs = last.output = None  # not held for longer than needed
         return output  # type: ignore[return-value]
 
 

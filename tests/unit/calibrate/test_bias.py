@@ -1,6 +1,7 @@
 """Bias correction: the mean that FP32 had, never a layer that is worse, and nothing else touched."""
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from qdqbench.quantize.calibrate import bias as bias_correction
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant import native
+from qdqbench.quantize.fakequant import layer_calls, native
 from qdqbench.quantize.fakequant import quantizers as quantizers_module
 from qdqbench.quantize.fakequant.quantizers import quantizers_off
 
@@ -149,12 +150,37 @@ def test_what_linears_made_before_is_not_computed_again(
             linear: Any = each.get_submodule(name)
             linear.input_quantizer.register_forward_pre_hook(lambda *_, way=way: runs.update([way]))
         if way == "again":
-            monkeypatch.setattr(bias_correction, "_replayed", lambda *_: nullcontext())
+            monkeypatch.setattr(bias_correction, "replayed", lambda *_: nullcontext())
         found[way] = correct_biases(each, plan.int8, calibration_batches())
     assert found["replayed"] == found["again"]
     assert len(found["again"]) >= 8
     # a layer runs six times, six linears in four groups: the last three runs leave out 3, 4 and 5 of them
     assert 36 * runs["replayed"] == (36 - 12) * runs["again"]
+
+
+@pytest.mark.parametrize("attention", ["fp16", "int8"])
+def test_two_threads_correct_as_one_does_and_only_where_no_module_is_of_both(
+    tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    monkeypatch.setattr(layer_calls, "usable_cores", lambda: [0, 1])
+    monkeypatch.setattr(layer_calls, "quota", lambda: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    model, plan = coarse(tiny_bert, attention=attention, precision={"keep": ["layernorm"]})
+    found, threads = {}, {}
+    for free in (True, False):
+        each, seen = copy.deepcopy(model), set[int]()
+        if not free:
+            monkeypatch.setattr(bias_correction, "core_is_free", lambda _: False)
+        with native.evaluated(each):
+            for name in plan.int8:
+                watch = lambda *_, seen=seen: seen.add(threading.get_ident())  # noqa: E731
+                each.get_submodule(name).register_forward_hook(watch)
+            found[free] = correct_biases(each, plan.int8, calibration_batches())
+        threads[free] = len(seen)
+    assert found[True] == found[False]
+    assert len(found[True]) >= 8
+    assert threads[False] == 1
+    assert threads[True] == (2 if attention == "fp16" else 1)
 
 
 OUTLIER = 5  # a token that stands once in 32

@@ -297,8 +297,8 @@ def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: Quantized) -> Non
             assert first is second
     assert seen[names[0]][0] is not seen[names[0]][1]
     shared = model.get_submodule(names[0]).shared
-    assert shared.inputs is None  # nothing is held
-    assert shared.output is None
+    assert shared.last.inputs is None  # nothing is held
+    assert shared.last.output is None
 
 
 def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Path) -> None:
