@@ -169,8 +169,7 @@ def test_two_threads_correct_as_one_does_and_only_where_no_module_is_of_both(
     found, threads = {}, {}
     for free in (True, False):
         each, seen = copy.deepcopy(model), set[int]()
-        if not free:
-            monkeypatch.setattr(bias_correction, "core_is_free", lambda _: False)
+        monkeypatch.setattr(bias_correction, "core_is_free", lambda _, free=free: free)
         with native.evaluated(each):
             for name in plan.int8:
                 watch = lambda *_, seen=seen: seen.add(threading.get_ident())  # noqa: E731
@@ -180,7 +179,7 @@ def test_two_threads_correct_as_one_does_and_only_where_no_module_is_of_both(
     assert found[True] == found[False]
     assert len(found[True]) >= 8
     assert threads[False] == 1
-    assert threads[True] == (2 if attention == "fp16" else 1)
+    assert (threads[True] > 1) == (attention == "fp16")  # each layer has threads of its own
 
 
 OUTLIER = 5  # a token that stands once in 32
