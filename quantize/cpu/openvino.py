@@ -75,10 +75,12 @@ class Compiled:
                     graph.reshape({port: _sized(port, fixed) for port in graph.inputs})
                 self._model = core.compile_model(graph, DEVICE, config)
         except RuntimeError as error:
-            why = " ".join(str(error).split())[:300]
-            kind = MissingDevice if blob else UserError
-            what = "cannot load this engine here" if blob else "refuses this graph"
-            raise kind(f"OpenVINO {ov.__version__} {what}: {why}") from error
+            who, why = f"OpenVINO {ov.__version__}", " ".join(str(error).split())[:300]
+            if blob:
+                raise MissingDevice(f"{who} cannot load this engine here: {why}") from error
+            raise UserError(
+                f"{who} refuses this graph, which ONNX Runtime may take (--backend onnxruntime): {why}"
+            ) from error
         self._requests = [self._model.create_infer_request() for _ in range(streams)]
         self.inputs = {port.get_any_name(): _signature(port) for port in self._model.inputs}
         self.outputs = [port.get_any_name() for port in self._model.outputs]
