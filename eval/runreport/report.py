@@ -190,7 +190,8 @@ def _speed_tile(results: Results) -> tuple[str, str, str, bool]:
     asked = results.gate.min_speedup
     holds = least.standing != "slower" and (asked is None or least.value >= asked)
     where = f"{least.cell}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.cell
-    return "speed", f"{least.value:.2f}x", f"over {least.over} at {where}", holds
+    than = "not told apart from" if least.standing == "not told apart" else "over"
+    return "speed", f"{least.value:.2f}x", f"{than} {least.over} at {where}", holds
 
 
 def _speed_mark(results: Results, bench: BenchView | None) -> bool | None:

@@ -496,12 +496,13 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
     row = Speed(cell="b32 s128", over="FP16 engine", value=value, low=None, high=None)
     results = sample(speed=[row])
     assert clause in wording.verdict(results).sentence
-    [found] = [each for each in report_module._tiles(results) if each[0] == "speed"]
-    assert (found[1], found[3]) == (f"{value:.2f}x", tile)
+    assert report._speed_tile(results)[1:] == (f"{value:.2f}x", "over FP16 engine at b32 s128", tile)
     assert "speed unknown" in wording.verdict(sample()).sentence
     unclear = row.model_copy(update={"low": 0.7, "high": 1.4})
     said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
-    assert said in wording.verdict(sample(speed=[unclear])).sentence
+    results = sample(speed=[unclear])
+    assert said in wording.verdict(results).sentence
+    assert report._speed_tile(results)[2:] == ("not told apart from FP16 engine at b32 s128", True)
 
 
 @pytest.mark.parametrize(
