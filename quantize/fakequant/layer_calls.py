@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.encoders.runs import hidden_of
-from qdqbench.quantize.machine.cpu import quota, usable_cores
+from qdqbench.quantize.machine.process import shares_cores
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +27,17 @@ _here = threading.local()  # its `call` is the number of the layer's call that t
 
 
 def core_is_free(model: "PreTrainedModel") -> bool:
-    """Whether torch has one thread of several cores here, and no module keeps what is of the whole model.
+    """Whether torch has one core here as a stage beside has the other, and batches can go side by side.
 
-    ModelOpt's attention does while it runs; `native.evaluated` leaves it only where it has quantizers.
+    Where torch was given one core alone (OMP_NUM_THREADS=1), that is all it gets. ModelOpt's attention keeps
+    what is of the whole model while it runs; `native.evaluated` leaves it only where it has quantizers.
     """
     import torch
     from modelopt.torch.quantization.nn import QuantModule
 
-    alone = torch.get_num_threads() == 1 and model.device.type == "cpu"
-    several = len(usable_cores()) > 1 and quota() != 1
+    alone = torch.get_num_threads() == 1 and shares_cores() and model.device.type == "cpu"
     modules = (module for module in model.modules() if isinstance(module, QuantModule))
-    return alone and several and not any(hasattr(module, "q_bmm_quantizer") for module in modules)
+    return alone and not any(hasattr(module, "q_bmm_quantizer") for module in modules)
 
 
 def run_layer(  # noqa: PLR0913

@@ -53,6 +53,27 @@ def one_core() -> Iterator[None]:
         del _here.threads
 
 
+def lend_core(cores: int) -> None:
+    """Leave one of torch's cores in this thread to a thread beside it, until `take_back_core`."""
+    import torch
+
+    torch.set_num_threads(max(1, cores - 1))  # more threads than cores wait for each other
+    _here.lent = True
+
+
+def take_back_core(cores: int) -> None:
+    """Give torch in this thread all of its cores again."""
+    import torch
+
+    torch.set_num_threads(cores)
+    _here.lent = False
+
+
+def shares_cores() -> bool:
+    """Whether torch has fewer cores in this thread than it was given, as another one has or had the rest."""
+    return getattr(_here, "lent", False) or hasattr(_here, "threads")
+
+
 def most_threads() -> int | None:
     """Threads that a library may start for work of this thread; None: as many as it chooses."""
     return getattr(_here, "threads", None) or quota()

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from qdqbench.quantize.activity.told import doing, ended_by, raise_if_ended, unheard
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.machine.process import one_core
+from qdqbench.quantize.machine.process import lend_core, one_core, take_back_core
 from qdqbench.quantize.machine.usage import apart
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Beside(Generic[T]):
         import torch
 
         self._cores = self._cores or torch.get_num_threads()
-        torch.set_num_threads(max(1, self._cores - 1))  # more threads than cores wait for each other
+        lend_core(self._cores)
         self._running[name] = others, self._pool.submit(alone)
 
     def meanwhile(self, run: Callable[[], T]) -> T:
@@ -101,9 +101,7 @@ class Beside(Generic[T]):
     def _take_back(self) -> None:
         """Give torch here the core that nothing there needs any more."""
         if self._cores and not self._running:
-            import torch
-
-            torch.set_num_threads(self._cores)
+            take_back_core(self._cores)
 
 
 @contextmanager

@@ -162,10 +162,10 @@ def test_what_linears_made_before_is_not_computed_again(
 def test_two_threads_correct_as_one_does_and_only_where_no_module_is_of_both(
     tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
-    monkeypatch.setattr(layer_calls, "usable_cores", lambda: [0, 1])
-    monkeypatch.setattr(layer_calls, "quota", lambda: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     model, plan = coarse(tiny_bert, attention=attention, precision={"keep": ["layernorm"]})
+    assert not layer_calls.core_is_free(model)  # what torch was given is what it has
+    monkeypatch.setattr(layer_calls, "shares_cores", lambda: True)
     found, threads = {}, {}
     for free in (True, False):
         each, seen = copy.deepcopy(model), set[int]()

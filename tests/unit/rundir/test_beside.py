@@ -13,6 +13,7 @@ import torch
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.activity import told
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.machine.process import shares_cores
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 from qdqbench.quantize.rundir import pipeline
 from qdqbench.quantize.rundir.pipeline import STAGES_FILE, Stage, open_run, run_stages
@@ -177,14 +178,14 @@ def test_each_has_its_own_cpu_time_progress_and_no_say_in_what_is_done(tmp_path:
 
 
 def test_torch_has_each_core_once(tmp_path: Path) -> None:
-    cores, threads = torch.get_num_threads(), dict[str, int]()
+    cores, threads, shared = torch.get_num_threads(), dict[str, int](), dict[str, bool]()
     both = threading.Barrier(2)
 
     def count(name: str) -> Any:
         def run(session: Session) -> None:
             if name != "c":
                 both.wait(LONG_S)
-            threads[name] = torch.get_num_threads()
+            threads[name], shared[name] = torch.get_num_threads(), shares_cores()
 
         return run
 
@@ -193,6 +194,7 @@ def test_torch_has_each_core_once(tmp_path: Path) -> None:
         line = Line(tmp_path / "run", **{name: count(name) for name in "abc"})
         run_stages(line.session, line.stages)
         assert threads == {"a": 1, "b": 2, "c": 3}
+        assert shared == {"a": True, "b": True, "c": False}
         line = Line(tmp_path / "failed", b=fail("b"))
         with pytest.raises(CheckFailed):
             run_stages(line.session, line.stages)
