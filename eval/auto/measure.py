@@ -16,8 +16,8 @@ from qdqbench.eval.bench.engines import EngineTimer, Latency, ReadyGraph, alone_
 from qdqbench.eval.runreport.verdict import last_measured
 from qdqbench.eval.runs.pace import Pace, of_run, probed
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
-from qdqbench.eval.search.latency import measured_source, modelled, runs_here
 from qdqbench.eval.search.results import Source
+from qdqbench.eval.search.speed import measured_source
 from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
@@ -190,12 +190,9 @@ class Ladder:
         self._pace = of_run(results, self.rows, count, self.latency_s) or self._pace
 
     def _latency(self, session: Session) -> tuple[Latency | None, str]:
-        """Of the run's engine beside its twin without INT8, or of the cost model; and where it comes from."""
+        """Time the run's engine and its twin without INT8; a note tells the device, or why neither ran."""
         shape = self.options.batch, self.options.length
         try:
-            if not runs_here(session.recipe):
-                self.source, estimate = modelled(session, self.options)
-                return estimate(session.recipe, session.plan), self.source.label
             self.source = measured_source(session, self.options)
             on_cpu = backend_of(session.recipe) in CPU_BACKENDS
             gemms = expected_gemms(session)

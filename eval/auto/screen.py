@@ -35,8 +35,6 @@ def auto_summary(found: Auto) -> "Group":
         *(Text(f"{names}: {text}", style="dim") for names, text in _said(shown)),
         *(Text(f"{name}: {value}") for name, value in shown.deploy),
     ]
-    if found.source and found.source.mode == "model":
-        lines.append(Text(f"*: {found.source.label}", style="yellow"))
     return Group(*lines, *remarks(shown.found.warnings, shown.notes))
 
 
@@ -44,7 +42,7 @@ def _screen(cells: list[str]) -> list[str]:
     """What fits 80 columns: all but the milliseconds, of one evaluation split."""
     names = {"against the step before": "before it"}
     kept = [cells[at] for at in (0, 1, 2, 4)] if cells else []
-    return [names.get(cell, cell).split(" / ")[0].replace(" modelled", "*") for cell in kept]
+    return [names.get(cell, cell).split(" / ")[0] for cell in kept]
 
 
 def _said(shown: AutoView) -> list[tuple[str, str]]:

@@ -175,13 +175,13 @@ class Steps:
         found = further(trials, ladder.wanted.min_speedup)
         recipe = parse_recipe(found.recipe or "", "the chosen trial")
         assert found.accuracy is not None
-        assert found.latency is not None
         given = next(t.accuracy.divergence for t in trials if t.accuracy and t.origin == "given recipe")
+        speed = f"{found.gain:.2f}x" if found.latency else f"{found.gain:.0%} of multiply-adds in INT8"
         said = (
             f"Trial {found.number} of {len(trials)}: {count_of(found.int8_linears, 'linear')} and "
             f"{count_of(found.int8_attention, 'attention')} in INT8, "
             f"{found.accuracy.divergence / given:.0%} of the divergence of {base.name} on "
-            f"{found.accuracy.n} train rows, {found.latency.speedup:.2f}x ({how})."
+            f"{found.accuracy.n} train rows, {speed} ({how})."
         )
         return [said], ladder.run("search", recipe, before)
 
@@ -242,9 +242,9 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
     Raises:
         CheckFailed: none with INT8 came to an end, or none is so fast.
     """
-    done = [t for t in trials if t.accuracy and t.latency and t.int8_linears and t.duplicate_of is None]
+    done = [t for t in trials if t.accuracy and t.int8_linears and t.duplicate_of is None]
     new = [t for t in done if t.origin != "given recipe"]
-    fast = [t for t in new if t.latency and t.latency.speedup >= (min_speedup or 1.0)]
+    fast = [t for t in new if not t.latency or t.gain >= (min_speedup or 1.0)]
     if min_speedup is None:  # where INT8 is slower anyway, accuracy is all that can be won
         fast = fast or new
     if not new:
@@ -256,7 +256,7 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
     given = next((t.accuracy.divergence for t in done if t.accuracy and t.origin == "given recipe"), None)
     near = [t for t in fast if given and t.accuracy and t.accuracy.divergence <= SEARCHED * given]
     if near and min_speedup is None:
-        return max(near, key=lambda t: t.latency.speedup if t.latency else 0.0)
+        return max(near, key=lambda t: t.gain)
     return min(fast, key=lambda t: t.accuracy.divergence if t.accuracy else 0.0)
 
 

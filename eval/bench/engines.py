@@ -51,9 +51,9 @@ class Latency(Strict):
     ms: float
     twin_ms: float
     speedup: float  # twin_ms / ms
-    low: float | None = None  # 95% interval of the speed-up over rounds; None when modelled
+    low: float | None = None  # 95% interval of the speed-up over rounds
     high: float | None = None
-    int8_gemms: int | None = None  # proven by the engine's layer table; None when modelled
+    int8_gemms: int | None = None  # proven by the engine's layer table
     expected_int8_gemms: int | None = None
 
 

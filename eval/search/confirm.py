@@ -13,7 +13,7 @@ from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.eval.bench.engines import Latency, build_and_prove, write_engine_graph
 from qdqbench.eval.search.results import Accuracy, Confirmed, DropAgreement, Trial, dominates
-from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
+from qdqbench.eval.search.trial import Measure, Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
@@ -27,7 +27,7 @@ from qdqbench.quantize.tasks.sources import source_fingerprint
 from qdqbench.quantize.tasks.task import by_split
 
 if TYPE_CHECKING:
-    from qdqbench.eval.search.worker import Measure, Worker
+    from qdqbench.eval.search.worker import Worker
 
 
 def confirm(
@@ -54,7 +54,7 @@ def confirm(
     progress("validating FP32")
     fp32 = _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
     rows: list[Confirmed] = []
-    known: dict[str, Latency] = {}
+    known: dict[str, Latency | None] = {}
     for number, (recipe, is_shipped) in enumerate(listed):
         progress(f"validating {recipe.name}")
         given = {"name": recipe.name, "shipped": is_shipped, "recipe": recipe.model_dump(mode="json")}
@@ -63,8 +63,9 @@ def confirm(
             plan = work.plan(recipe)
             logits = _fake_quant(work, recipe, plan, fp32)
             row.fake_quant, row.metrics = _judge(work, fp32, logits)
+            row.int8_share = work.int8_share(plan, worker.options.length)
             row.latency = _latency(worker.measure, recipe, plan, known)
-            if number == 0 and worker.source.mode == "engine":
+            if number == 0 and worker.source.mode == "latency":
                 progress("validating the engine")
                 row.engine, row.engine_metrics = _judge(work, fp32, _engine(work, recipe, plan))
         except Exception as error:
@@ -174,7 +175,9 @@ def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Com
     return versus, by_split(compute(task, logits[name], gold[name]) for name in gold)
 
 
-def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Latency]) -> Latency:
+def _latency(
+    measure: Measure, recipe: Recipe, plan: Plan, known: dict[str, Latency | None]
+) -> Latency | None:
     """Recipes that differ in their scales alone make the same engine: noise must not tell them apart."""
     smooth = sorted((name, plan.scaling_of(name).smooth != "none") for name in plan.int8)
     export = recipe.export.model_dump() if plan.int8 else None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.accuracy.gate import NOISE
-from qdqbench.eval.placement.space import searched_name
 from qdqbench.eval.report.formats import points
 from qdqbench.eval.search import confirm
 from qdqbench.eval.search.report import write_search_reports
@@ -23,6 +22,7 @@ from qdqbench.eval.search.results import (
     Trial,
     choose_trial,
 )
+from qdqbench.eval.search.space import searched_name
 from qdqbench.eval.search.trial import explained
 from qdqbench.eval.search.trials import trials_of
 from qdqbench.eval.search.worker import Worker
@@ -132,14 +132,15 @@ def _search(
 def _without_int8(trials: list[Trial], rows: list[Confirmed], twin: str) -> str:
     """Why nothing in INT8 was chosen, as far as trials and confirmation know."""
     said = "the chosen recipe has nothing in INT8: "
-    tried = [trial for trial in trials if trial.int8_linears and trial.latency is not None]
+    tried = [trial for trial in trials if trial.int8_linears and trial.accuracy is not None]
     latencies = [*(trial.latency for trial in tried), *(row.latency for row in rows)]
     speedups = [latency.speedup for latency in latencies if latency]
     if not tried:
         return f"{said}no recipe with INT8 was tried to its end, ask for more trials"
-    if max(speedups, default=0.0) <= 1:
+    if speedups and max(speedups) <= 1:
         return f"{said}here no recipe with INT8 is faster than {twin}"
-    return f"{said}none of the {len(tried)} tried with INT8 satisfies the gate better, though some are faster"
+    faster = ", though some are faster" if speedups else ""
+    return f"{said}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
 
 
 def _by_noise(row: Confirmed, chosen: Confirmed, metric: str) -> str:
@@ -157,18 +158,17 @@ def _whole(worker: Worker, chosen: Trial) -> Accuracy:
 
 def rule(gate: Any, source: Source) -> str:
     """What is asked, in words."""
-    modelled = ", by modelled latency" if source.mode == "model" else ""
     if gate.min_speedup is not None:
-        return f"at least {gate.min_speedup:g}x as fast as the {source.twin} twin, most accurate{modelled}"
-    return f"at most {points(gate.max_drop)} lost, fastest{modelled}"
+        return f"at least {gate.min_speedup:g}x as fast as the {source.twin} twin, most accurate"
+    first = "fastest" if source.mode == "latency" else "largest INT8 share of multiply-adds"
+    return f"at most {points(gate.max_drop)} lost, {first}"
 
 
 def _warnings(worker: Worker, trials: list[Trial]) -> list[str]:
     found = list(worker.work.session.warnings)
     source = worker.source
-    if source.mode == "model":
+    if source.mode == "int8-share":
         found.insert(0, f"latency is {source.label}")
-        found += [f"outside of what the cost model was fitted to: {text}" for text in source.outside]
     if worker.ranking_source.startswith("model order"):
         found.append(f"units are ranked in {worker.ranking_source}")
     if worker.work.session.recipe.calibration.bias_correction:

@@ -4,7 +4,6 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import delta_points, flat, label, model_label
 from qdqbench.eval.report.page import Page, page_of
@@ -44,8 +43,8 @@ def search_headline(found: Search) -> str:
         problems = "; ".join(found.outcome.failures)
         return f"Trial {chosen.number} was chosen, and validation does not confirm it: {problems}."
     what = "confirmed on validation"
-    if found.source.mode == "model":
-        what = "accuracy confirmed on validation, latency modelled and not measured"
+    if found.source.mode == "int8-share":
+        what = "accuracy confirmed on validation, latency not measured"
     return f"Trial {chosen.number}: {found.outcome.why}; {what}."
 
 
@@ -56,12 +55,13 @@ def chosen_of(found: Search) -> Trial | None:
 
 def front_svg(found: Search) -> str:
     """Accuracy against latency of all trials; empty when none is complete."""
-    done = [t for t in found.trials if t.accuracy and t.latency and t.duplicate_of is None]
+    done = [t for t in found.trials if t.accuracy and t.duplicate_of is None]
     if not done:
         return ""
     drop = found.objective == "drop"
     measure = "drop, points" if drop else "divergence from FP32"
-    twin_ms = statistics.median(t.latency.twin_ms for t in done if t.latency)  # one scale for all hours
+    times = [t.latency.twin_ms for t in done if t.latency]
+    twin_ms = statistics.median(times) if times else None  # one scale for all hours
     groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
     for trial in done:
         groups[_mark(found, trial)].append(_point(trial, twin_ms, drop=drop))
@@ -83,17 +83,18 @@ def front_svg(found: Search) -> str:
             axes.scatter(
                 *zip(*groups[name], strict=True), s=size, color=colour, marker=marker, label=name, zorder=3
             )
-    modelled = " (modelled)" if found.source.mode == "model" else ""
-    axes.set_xlabel(f"latency{modelled}, ms, batch {found.source.batch}, {found.source.length} tokens")
+    title = f"latency, ms, batch {found.source.batch}, {found.source.length} tokens"
+    axes.set_xlabel(title if twin_ms else "share of multiply-adds that is not in INT8, %")
     svg.dress(axes, measure, grid="both")
     svg.legend(figure, 3, 2)
-    return svg.svg_of(figure, "search-front", f"{measure} against latency of {len(done)} recipes")
+    what = "latency" if twin_ms else "INT8 share"
+    return svg.svg_of(figure, "search-front", f"{measure} against {what} of {len(done)} recipes")
 
 
-def _point(trial: Trial, twin_ms: float, *, drop: bool) -> tuple[float, float]:
+def _point(trial: Trial, twin_ms: float | None, *, drop: bool) -> tuple[float, float]:
     assert trial.accuracy is not None
-    assert trial.latency is not None
-    return twin_ms / trial.latency.speedup, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
+    across = twin_ms / trial.gain if twin_ms else 100 * (1 - trial.gain)
+    return across, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
 
 
 def _mark(found: Search, trial: Trial) -> str:
@@ -109,9 +110,7 @@ def _mark(found: Search, trial: Trial) -> str:
 def _context(found: Search) -> dict[str, Any]:
     """Everything in words, ready for the templates."""
     chosen = chosen_of(found)
-    order = sorted(
-        found.trials, key=lambda t: (not t.on_front, -t.latency.speedup if t.latency else 0, t.number)
-    )
+    order = sorted(found.trials, key=lambda t: (not t.on_front, -t.gain if t.accuracy else 0, t.number))
     return {
         "s": found,
         "headline": search_headline(found),
@@ -120,11 +119,11 @@ def _context(found: Search) -> dict[str, Any]:
         "trials": [_trial_cells(found, trial) for trial in order],
         "confirmed": [_confirmed_cells(found, row) for row in found.confirmed],
         "agreement": _agreement(found),
-        "modelled": found.source.mode == "model",
+        "measured": found.source.mode == "latency",
+        "speed": _speed_title(found),
         "complete": sum(t.state == "complete" and t.duplicate_of is None for t in found.trials),
         "failed": sum(t.state == "failed" for t in found.trials),
         "repeated": sum(t.duplicate_of is not None for t in found.trials),
-        "error": _error(found),
     }
 
 
@@ -139,8 +138,9 @@ def _tiles(found: Search) -> list[tuple[str, str, str, bool]]:
     tiles, tried = [], [t for t in found.trials if t.state == "complete" and t.duplicate_of is None]
     row = next(iter(found.confirmed), None)
     if row is not None and row.latency is not None:
-        timed = _timed(found, row.latency)
-        tiles.append(("speed of the chosen", timed["speedup"], f"over {found.source.twin}", True))
+        tiles.append(("speed of the chosen", _timed(row)["speedup"], _speed_title(found), True))
+    elif row is not None and row.status == "done":
+        tiles.append(("INT8 share of the chosen", _timed(row)["speedup"], "of multiply-adds", True))
     if row is not None and (versus := next(iter(row.fake_quant.values()), None)):
         noise = "within noise" if versus.within_noise else "beyond noise"
         tiles.append(("drop, points", _drop(versus, found.metric), f"on validation, {noise}", True))
@@ -151,7 +151,7 @@ def _tiles(found: Search) -> list[tuple[str, str, str, bool]]:
 
 
 def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
-    accuracy, latency = trial.accuracy, trial.latency
+    accuracy = trial.accuracy
     how = [f"{name} {trial.params[key]}" for key, name in SETTINGS.items() if key in trial.params]
     return {
         "number": trial.number,
@@ -161,7 +161,7 @@ def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
         "divergence": f"{accuracy.divergence:.3g}" if accuracy else "",
         "drop": delta_points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
         "noise": "within noise" if accuracy and accuracy.within_noise else "",
-        **_timed(found, latency),
+        **(_timed(trial) if accuracy else {"latency": "", "speedup": ""}),
         "holds": trial.holds,
         "front": trial.on_front,
         "chosen": trial.number == found.outcome.chosen,
@@ -181,7 +181,7 @@ def _confirmed_cells(found: Search, row: Confirmed) -> dict[str, Any]:
         "drop": _drop(versus, metric),
         "noise": "within noise" if versus and versus.within_noise else "",
         "engine": _drop(engine, metric),
-        **_timed(found, row.latency),
+        **(_timed(row) if row.status == "done" else {"latency": "", "speedup": ""}),
         "shipped": row.shipped,
         "dominates": row.dominates,
         "remark": row.reason or "; ".join(remarks),
@@ -201,11 +201,14 @@ def _other_splits(row: Confirmed, metric: str) -> list[str]:
     return found
 
 
-def _timed(found: Search, latency: Latency | None) -> dict[str, str]:
-    if latency is None:
-        return {"latency": "", "speedup": ""}
-    how = " modelled" if found.source.mode == "model" else ""
-    return {"latency": f"{latency.ms:.3g}{how}", "speedup": f"{latency.speedup:.2f}x{how}"}
+def _timed(row: Trial | Confirmed) -> dict[str, str]:
+    if row.latency is None:
+        return {"latency": "", "speedup": f"{row.int8_share:.0%}"}
+    return {"latency": f"{row.latency.ms:.3g}", "speedup": f"{row.latency.speedup:.2f}x"}
+
+
+def _speed_title(found: Search) -> str:
+    return f"over {found.source.twin}" if found.source.mode == "latency" else "INT8 share of multiply-adds"
 
 
 def _agreement(found: Search) -> str:
@@ -220,18 +223,6 @@ def _agreement(found: Search) -> str:
     )
 
 
-def _error(found: Search) -> str:
-    error = found.source.error
-    if error is None:
-        return ""
-    return (
-        "Error of the cost model on engines left out of its fit, which says nothing of placements that none "
-        f"of them has: latency {error['ms_median']:.1%} (median), "
-        f"{error['ms_p90']:.1%} (90th percentile); speed-up {error['speedup_median']:.1%} and "
-        f"{error['speedup_p90']:.1%}."
-    )
-
-
 def search_summary(found: Search) -> "Group":
     """For the terminal."""
     from rich.console import Group
@@ -239,16 +230,19 @@ def search_summary(found: Search) -> "Group":
     from rich.table import Table
 
     context = _context(found)
-    modelled = "\nmodelled" if context["modelled"] else ""
-    over = f"over {found.source.twin}{modelled}"
     table = Table(box=None)
     table.add_column("recipe", no_wrap=True)
-    for title in (label(found.metric), "drop, points", f"ms{modelled}", over):
+    for title in (label(found.metric), "drop, points", "ms", context["speed"]):
         table.add_column(title, no_wrap=True)
     remarks = ["the first row is the chosen recipe; ~: within noise"]
     for number, row in enumerate(context["confirmed"]):
-        latency, speedup = (row[name].removesuffix(" modelled") for name in ("latency", "speedup"))
-        cells = (row["name"], row["value"], row["drop"] + " ~" * bool(row["noise"]), latency, speedup)
+        cells = (
+            row["name"],
+            row["value"],
+            row["drop"] + " ~" * bool(row["noise"]),
+            row["latency"],
+            row["speedup"],
+        )
         table.add_row(*map(escape, cells), style=None if number else "bold")
         remarks += [f"{row['name']}: {row['remark']}"] if row["remark"] else []
     colour = "green" if found.outcome.passed else "red"

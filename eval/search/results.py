@@ -37,12 +37,18 @@ class Trial(Strict):
     recipe: str | None = None  # YAML
     int8_linears: int = 0
     int8_attention: int = 0
+    int8_share: float = 0.0  # of the multiply-adds of the encoder, from 0 to 1
     accuracy: Accuracy | None = None
-    latency: Latency | None = None
+    latency: Latency | None = None  # where engines are timed
     duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
     holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
     on_front: bool = False  # no other trial is better in one objective and as good in the other
     seconds: float | None = None
+
+    @property
+    def gain(self) -> float:
+        """The second objective, larger is better: the speed-up, or the INT8 share of multiply-adds."""
+        return self.latency.speedup if self.latency else self.int8_share
 
 
 class Confirmed(Strict):
@@ -57,9 +63,15 @@ class Confirmed(Strict):
     metrics: dict[str, float] = {}  # of fake-quant; `_mm` is MNLI's mismatched split
     engine: dict[str, Comparison] = {}  # empty where no engine ran
     engine_metrics: dict[str, float] = {}
-    latency: Latency | None = None
+    int8_share: float = 0.0
+    latency: Latency | None = None  # where engines are timed
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
+
+    @property
+    def gain(self) -> float:
+        """The second objective, as of a trial."""
+        return self.latency.speedup if self.latency else self.int8_share
 
 
 class DropAgreement(Strict):
@@ -73,19 +85,23 @@ class DropAgreement(Strict):
 
 
 class Source(Strict):
-    """Where latencies come from."""
+    """The second objective of a search, and the device that engines are timed on."""
 
-    mode: Literal["engine", "model"]
-    label: str  # shown beside every latency
+    mode: Literal["latency", "int8-share"]  # measured here, or the INT8 share of multiply-adds
     gpu: str | None = None
     cpu: str | None = None  # where engines run on it
     twin: str = "FP16"  # datatype of the twin, and of what an engine has not in INT8
-    backend: str
-    version: str
+    backend: str = ""
+    version: str = ""
     batch: int
     length: int
-    outside: list[str] = []  # sizes and placements outside of what the cost model was fitted to
-    error: dict[str, float] | None = None  # of the cost model, leave one engine out
+
+    @property
+    def label(self) -> str:
+        """A clause for reports."""
+        if self.mode == "int8-share":
+            return "not measured: the INT8 share of multiply-adds is compared"
+        return f"measured on {self.gpu or self.cpu}, {self.backend} {self.version}"
 
 
 class Answer(Strict):
@@ -134,85 +150,83 @@ def read_search(path: Path) -> Search:
 
 
 def mark_front(trials: list[Trial], objective: str) -> None:
-    """Set `on_front` of every complete trial (both objectives are minimized)."""
-    points = {
-        t.number: objectives(t.accuracy, t.latency, objective) for t in trials if t.accuracy and t.latency
-    }
+    """Set `on_front` of every complete trial."""
+    points = {t.number: (_loss(t.accuracy, objective), -t.gain) for t in trials if t.accuracy}
     for trial in trials:
         own = points.get(trial.number)
         trial.on_front = (
             own is not None
             and trial.duplicate_of is None
-            and not any(
-                o[0] <= own[0] and o[1] <= own[1] and (o[0] < own[0] or o[1] < own[1])
-                for o in points.values()
-            )
+            and not any(o[0] <= own[0] and o[1] <= own[1] and o != own for o in points.values())
         )
 
 
-def trial_holds(accuracy: Accuracy, latency: Latency, gate: Any) -> bool:
-    """Whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
+def trial_holds(accuracy: Accuracy, latency: Latency | None, gate: Any) -> bool:
+    """Return whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
     if gate.min_speedup is not None:
-        return bool(latency.speedup >= gate.min_speedup)
+        return latency is not None and latency.speedup >= gate.min_speedup
     return judge(accuracy.drop, accuracy.drop_stderr, gate.max_drop) != "fails"
 
 
 def choose_trial(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
-    """The trial that the gate asks for, and why; None when none holds it (then what was best)."""
-    done = [t for t in trials if t.accuracy is not None and t.latency is not None and t.duplicate_of is None]
-    held = [t for t in done if t.holds]
+    """Return the trial that the gate asks for, and why; None when none holds it (then what was best)."""
+    done = [(t, t.accuracy) for t in trials if t.accuracy is not None and t.duplicate_of is None]
+    held = [each for each in done if each[0].holds]
     if gate.min_speedup is not None:
         if not held:
-            best = max(done, key=lambda t: t.latency.speedup if t.latency else 0, default=None)
+            best = max(done, key=lambda each: each[0].gain, default=None)
             return None, _none(best, f"none is {gate.min_speedup:g}x as fast as its twin")
-        chosen = min(held, key=lambda t: (t.accuracy.divergence if t.accuracy else 0, _relative(t)))
+        chosen, _ = min(held, key=lambda each: (each[1].divergence, -each[0].gain))
         return (
             chosen,
             f"the most accurate of {len(held)} recipes that are at least {gate.min_speedup:g}x as fast",
         )
     if not held:
-        best = min(done, key=lambda t: t.accuracy.drop if t.accuracy else 0, default=None)
+        best = min(done, key=lambda each: each[1].drop, default=None)
         return None, _none(best, f"none loses at most {points(gate.max_drop)}")
-    fastest = min(map(_relative, held))
-    near = [t for t in held if _relative(t) <= EQUAL_LATENCY * fastest]
-    chosen = min(near, key=lambda t: t.accuracy.divergence if t.accuracy else 0)
-    why = f"the fastest of {len(held)} recipes that lose at most {points(gate.max_drop)}"
-    if chosen.accuracy and chosen.accuracy.drop > gate.max_drop:
-        why += f" (it lost {100 * chosen.accuracy.drop:.2f}, which is within noise of that)"
+    most = max(trial.gain for trial, _ in held)
+    near = [each for each in held if each[0].gain >= most / EQUAL_LATENCY]
+    chosen, accuracy = min(near, key=lambda each: each[1].divergence)
+    first = "fastest" if chosen.latency else "one with the largest INT8 share"
+    why = f"the {first} of {len(held)} recipes that lose at most {points(gate.max_drop)}"
+    if accuracy.drop > gate.max_drop:
+        why += f" (it lost {100 * accuracy.drop:.2f}, which is within noise of that)"
     if len(near) > 1:
-        why += f", and the most accurate of the {len(near)} within 1% of that latency"
+        why += f", and the most accurate of the {len(near)} within 1% of that"
     return chosen, why
 
 
 def dominates(row: Confirmed, chosen: Confirmed, metric: str) -> bool:
-    """Whether a row is at least as accurate and as fast as the chosen recipe, and one of both strictly.
+    """Return whether a row is as accurate and as fast as the chosen recipe, and better in one of both.
 
-    Speed-ups within 1% of each other are equal.
+    Speed-ups, or INT8 shares, within 1% of each other are equal.
     """
-    if row.latency is None or chosen.latency is None or metric not in row.metrics:
+    if row.status == "failed" or chosen.status == "failed":
         return False
-    faster = row.latency.speedup / chosen.latency.speedup
     better = row.metrics[metric] - chosen.metrics[metric]
-    as_good = better >= 0 and faster >= 1 / EQUAL_LATENCY
-    return as_good and (better > 0 or faster > EQUAL_LATENCY)
+    as_good = better >= 0 and row.gain >= chosen.gain / EQUAL_LATENCY
+    return as_good and (better > 0 or row.gain > EQUAL_LATENCY * chosen.gain)
 
 
-def objectives(accuracy: Accuracy, latency: Latency, objective: str) -> tuple[float, float]:
-    """What a search minimizes: the loss, and latency over that of the twin timed beside it.
+def objectives(
+    accuracy: Accuracy, latency: Latency | None, share: float, objective: str
+) -> tuple[float, float]:
+    """Return what a search minimizes: the loss, and the latency over that of the twin timed with it.
 
-    Milliseconds of other hours and cards do not compare.
+    Milliseconds of other hours and cards do not compare. Without a latency it is the share of the
+    multiply-adds that is not in INT8.
     """
-    return accuracy.divergence if objective == "divergence" else accuracy.drop, 1 / latency.speedup
+    return _loss(accuracy, objective), 1 / latency.speedup if latency else 1 - share
 
 
-def _relative(trial: Trial) -> float:
-    return 1 / trial.latency.speedup if trial.latency else float("inf")
+def _loss(accuracy: Accuracy, objective: str) -> float:
+    return accuracy.divergence if objective == "divergence" else accuracy.drop
 
 
-def _none(best: Trial | None, what: str) -> str:
-    if best is None or best.accuracy is None or best.latency is None:
+def _none(best: tuple[Trial, Accuracy] | None, what: str) -> str:
+    if best is None:
         return f"{what}: no trial came to an end"
-    return (
-        f"{what}; the best was trial {best.number} with a drop of {100 * best.accuracy.drop:.2f} points "
-        f"and {best.latency.speedup:.2f}x"
-    )
+    trial, accuracy = best
+    speed = f"{trial.gain:.2f}x" if trial.latency else f"{trial.gain:.0%} of the multiply-adds in INT8"
+    drop = f"a drop of {100 * accuracy.drop:.2f} points"
+    return f"{what}; the best was trial {trial.number} with {drop} and {speed}"

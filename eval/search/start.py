@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.placement.space import PLAIN, Space, ranked_by
+from qdqbench.eval.search.space import PLAIN, Space, ranked_by
 from qdqbench.eval.search.study import First
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.eval.sensitivity.results import read_sensitivity

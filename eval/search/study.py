@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.placement.space import Params, Space
+from qdqbench.eval.search.space import Params, Space
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.secrets import hide_credentials
 

@@ -11,7 +11,9 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.draw import draw_samples
 from qdqbench.eval.accuracy.runners import evaluating, placed, predict, torch_runner
+from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Accuracy
+from qdqbench.eval.search.space import count_multiply_adds, int8_share
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
@@ -27,9 +29,10 @@ from qdqbench.quantize.tasks.task import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from qdqbench.eval.placement.space import Space
+    from qdqbench.eval.search.space import Space
     from qdqbench.quantize.kinds.encoded import Encoded
 
+Measure = Callable[[Recipe, Plan], Latency | None]  # None where the INT8 share is compared
 MOST_RECORDS = 3  # calibrations in memory
 LEAST_SAMPLES = 32  # below it a drop means nothing
 
@@ -96,6 +99,10 @@ class Workspace:
     def fp32_logits(self) -> Floats:
         """FP32's answers to the draw, float32 [answers, width]."""
         return self.predict(self.session.fp32_model, self.draw)
+
+    def int8_share(self, plan: Plan, length: int) -> float:
+        """Return the share of the encoder's multiply-adds in INT8, for sequences of this length."""
+        return int8_share(plan, count_multiply_adds(self.session.fp32_model, self.space.modules, length))
 
     def predict(self, model: "PreTrainedModel", encoded: "Encoded") -> Floats:
         """Logits of a model.

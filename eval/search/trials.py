@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import limit
 from qdqbench.eval.bench.engines import Latency
-from qdqbench.eval.placement.cost_model import load_cost_model
-from qdqbench.eval.placement.space import make_space
-from qdqbench.eval.search.latency import latency_source
 from qdqbench.eval.search.results import (
     Accuracy,
     Source,
@@ -21,6 +18,8 @@ from qdqbench.eval.search.results import (
     objectives,
     trial_holds,
 )
+from qdqbench.eval.search.space import make_space
+from qdqbench.eval.search.speed import open_source
 from qdqbench.eval.search.start import first_trials, rank, read_ranking
 from qdqbench.eval.search.study import (
     counted,
@@ -35,7 +34,7 @@ from qdqbench.eval.search.study import (
     running,
     use_sampler,
 )
-from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
+from qdqbench.eval.search.trial import Workspace, explained, plan_key
 from qdqbench.eval.search.worker import SearchOptions, Worker
 from qdqbench.eval.sensitivity.results import sensitivity_file
 from qdqbench.quantize.calibrate.narrow import without_corrections
@@ -61,7 +60,7 @@ def open_worker(
     """Join or start the study.
 
     Raises:
-        MissingDevice: latency can neither be measured nor modelled here.
+        MissingDevice: latency is asked for, and the engine does not run here.
         UserError: the recipe does not fit, too few train rows are left, or the study is of other settings.
     """
     if options.sensitivity is not None:  # before a study is made for it
@@ -70,7 +69,7 @@ def open_worker(
     space = make_space(session.recipe, module_table(model), model.base_model_prefix)
     work = Workspace(session, space, options.samples, progress)
     work.draw  # noqa: B018  (too few rows, too)
-    source, measure = latency_source(session, options, work, stack)
+    source, measure = open_source(session, options, work, stack)
     settings = _settings(session, options, source)
     work.identity = " ".join(str(settings[name]) for name in ("model", "data", "task"))
     storage = options.storage or default_storage(session.folder.parent)
@@ -87,7 +86,6 @@ def open_worker(
 def _settings(session: Session, options: SearchOptions, source: Source) -> dict[str, Any]:
     """What the trials of one study have in common; the gate may change, it only chooses."""
     recipe, task = session.recipe, session.config.task
-    fitted = load_cost_model(options.cost_model) if source.mode == "model" else None
     return {
         **made_with(),
         "model": session.model_sha256,
@@ -98,10 +96,9 @@ def _settings(session: Session, options: SearchOptions, source: Source) -> dict[
         "samples": options.samples,
         "seed": session.config.seed,
         "objective": options.objective,
-        "latency": source.mode,
+        "speed": source.mode,
         "device": [source.gpu or source.cpu, source.backend, source.version, source.twin],
         "batch and length": [options.batch, options.length],
-        "cost model": hash_of(fitted.model_dump(mode="json", include={"rows"})) if fitted else None,
         "sensitivity file": files.sha256(sensitivity_file(options.sensitivity))
         if options.sensitivity
         else None,
@@ -174,6 +171,7 @@ def _objective(worker: Worker, trial: "optuna.Trial") -> tuple[float, float]:
             ("recipe", short_yaml(recipe)),
             ("int8_linears", len(plan.int8)),
             ("int8_attention", len(plan.attention)),
+            ("int8_share", worker.work.int8_share(plan, worker.options.length)),
         ):
             trial.set_user_attr(name, value)
         same = next((t for t in decided(worker.study) if t.user_attrs.get("key") == key), None)
@@ -182,7 +180,7 @@ def _objective(worker: Worker, trial: "optuna.Trial") -> tuple[float, float]:
         accuracy = worker.work.accuracy(recipe, plan)
         trial.set_user_attr("accuracy", accuracy.model_dump(mode="json"))
         latency = worker.measure(recipe, plan)
-        trial.set_user_attr("latency", latency.model_dump(mode="json"))
+        trial.set_user_attr("latency", latency.model_dump(mode="json") if latency else None)
         trial.set_user_attr("seconds", time.monotonic() - start)
         return _judged(worker, trial, accuracy, latency)
     except KeyboardInterrupt:
@@ -213,22 +211,23 @@ def _repeat(worker: Worker, trial: "optuna.Trial", same: Any) -> tuple[float, fl
     for name in ("accuracy", "latency"):
         trial.set_user_attr(name, same.user_attrs[name])
     accuracy = Accuracy.model_validate(same.user_attrs["accuracy"])
-    return _judged(worker, trial, accuracy, Latency.model_validate(same.user_attrs["latency"]))
+    latency = same.user_attrs["latency"]
+    return _judged(worker, trial, accuracy, Latency.model_validate(latency) if latency else None)
 
 
 def _judged(
-    worker: Worker, trial: "optuna.Trial", accuracy: Accuracy, latency: Latency
+    worker: Worker, trial: "optuna.Trial", accuracy: Accuracy, latency: Latency | None
 ) -> tuple[float, float]:
     """Both objectives, and how far the trial is from the gate."""
     trial.set_constraint("gate", _violation(accuracy, latency, worker.gate))
-    return objectives(accuracy, latency, worker.options.objective)
+    return objectives(accuracy, latency, trial.user_attrs["int8_share"], worker.options.objective)
 
 
-def _violation(accuracy: Accuracy, latency: Latency, gate: Any) -> float:
+def _violation(accuracy: Accuracy, latency: Latency | None, gate: Any) -> float:
     """How far a trial is from satisfying the gate; at most 0 where it does."""
     if trial_holds(accuracy, latency, gate):
         return 0.0
-    if gate.min_speedup is not None:
+    if gate.min_speedup is not None and latency is not None:
         return float(gate.min_speedup - latency.speedup)
     return float(accuracy.drop - limit(accuracy.drop_stderr, gate.max_drop))
 
@@ -248,12 +247,13 @@ def trials_of(worker: Worker) -> list[Trial]:
             recipe=known.get("recipe"),
             int8_linears=known.get("int8_linears", 0),
             int8_attention=known.get("int8_attention", 0),
+            int8_share=known.get("int8_share", 0.0),
             accuracy=known.get("accuracy") if complete else None,
             latency=known.get("latency") if complete else None,
             duplicate_of=known.get("duplicate_of"),
             seconds=known.get("seconds"),
         )
-        if trial.accuracy is not None and trial.latency is not None:
+        if trial.accuracy is not None:
             trial.holds = trial_holds(trial.accuracy, trial.latency, worker.gate)
         found.append(trial)
     mark_front(found, worker.options.objective)
@@ -263,13 +263,10 @@ def trials_of(worker: Worker) -> list[Trial]:
 def _best(worker: Worker) -> str:
     """One clause on the best trial so far."""
     chosen, _ = choose_trial(trials_of(worker), worker.gate)
-    if chosen is None or chosen.accuracy is None or chosen.latency is None:
+    if chosen is None or chosen.accuracy is None:
         return "none holds the gate yet"
-    said = "modelled" if worker.source.mode == "model" else "measured"
-    return (
-        f"best so far: trial {chosen.number}, drop {100 * chosen.accuracy.drop:.2f} points, "
-        f"{chosen.latency.speedup:.2f}x ({said})"
-    )
+    speed = f"{chosen.gain:.2f}x" if chosen.latency else f"{chosen.gain:.0%} in INT8"
+    return f"best so far: trial {chosen.number}, drop {100 * chosen.accuracy.drop:.2f} points, {speed}"
 
 
 def _free_memory() -> None:

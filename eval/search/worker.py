@@ -1,20 +1,14 @@
 """What one worker of a search is given, and what it measures with."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Source
-from qdqbench.eval.search.trial import Workspace
-from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.eval.search.trial import Measure, Workspace
 
 if TYPE_CHECKING:
     import optuna
-
-Measure = Callable[[Recipe, Plan], Latency]
 
 
 @dataclass(frozen=True)
@@ -26,12 +20,11 @@ class SearchOptions:
     samples: int = 1024
     batch: int = 32
     length: int = 128
-    latency: Literal["auto", "engine", "model"] = "auto"
+    speed: Literal["auto", "latency", "int8-share"] = "auto"
     objective: Literal["divergence", "drop"] = "divergence"
     storage: str | None = None
     study: str | None = None
     sensitivity: Path | None = None
-    cost_model: Path | None = None
 
 
 @dataclass

@@ -53,7 +53,6 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for,
 for panel, commands in COMMANDS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
-app.add_typer(search.cost_app, name="cost", rich_help_panel="Maintain qdqbench")
 
 
 def _version(asked: bool) -> None:

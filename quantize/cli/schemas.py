@@ -57,27 +57,6 @@ class TritonRepository(Strict):
     max_batch: int
 
 
-class CostRows(Strict):
-    """Of `cost measure`."""
-
-    file: str
-    rows: int  # new ones
-    engines: int
-    ended: str  # why
-
-
-class CostFit(Strict):
-    """Of `cost fit`."""
-
-    file: str
-    rows: int
-    engines: int
-    gpu: str
-    backend: str
-    version: str
-    leave_one_out: dict[str, float]  # error on engines left out
-
-
 def sizes(folder: Path) -> dict[str, int]:
     """Bytes of every file below a folder, by its path inside."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())

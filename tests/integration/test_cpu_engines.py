@@ -88,7 +88,7 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     done = qdqbench("search", *options, "--batch", 2, "--length", 16)
     assert (done.code, done.err) == (0, ""), done.err
     found = read_search(out / "search.json")
-    assert (found.source.mode, found.source.gpu, found.source.backend) == ("engine", None, "openvino")
+    assert (found.source.mode, found.source.gpu, found.source.backend) == ("latency", None, "openvino")
     assert found.source.cpu in found.source.label
     assert f"over {found.source.twin}" in (out / "search.md").read_text()
     for timed in [trial.latency for trial in found.trials] + [row.latency for row in found.confirmed]:
@@ -98,6 +98,15 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     chosen = found.confirmed[0]
     assert chosen.engine["validation"].n == chosen.fake_quant["validation"].n
     assert not list((out / "work").glob("engines-*"))
+    # the gate only chooses: the same study, and nothing holds it
+    fast = recipe.gate.model_copy(update={"min_speedup": 50.0})
+    changed = {"name": "mine", "calibration": section, "gate": fast}
+    path.write_text(dump_recipe(recipe.model_copy(update=changed)))
+    done = qdqbench("search", *options, "--batch", 2, "--length", 16)
+    assert done.code == 2
+    assert "none is 50x as fast" in done.err
+    assert "the best was trial" in done.err
+    assert not (out / "recipe.yaml").exists()
 
 
 def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatch):

@@ -1,4 +1,4 @@
-"""`qdqbench search` on a tiny model with a made-up cost model: outcome, interruption, and two workers."""
+"""`qdqbench search` on a tiny model without engines: outcome, interruption, and two workers."""
 
 import json
 import os
@@ -11,15 +11,12 @@ from dataclasses import asdict
 
 import pytest
 
-from qdqbench.eval.placement.cost_fit import fit_costs
 from qdqbench.eval.search import confirm
 from qdqbench.eval.search import trials as search_module
 from qdqbench.eval.search.results import read_search
-from qdqbench.quantize.activity.pulse import duration
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
-from ..support.cost_rows_made import made_rows
 from .tiny import MAIN, Outcome, call_alone, environment, listing
 
 pytestmark = pytest.mark.slow
@@ -37,9 +34,8 @@ def _few_rivals():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A cost model, and a recipe whose calibration leaves train rows to search on."""
+    """Recipes whose calibration leaves train rows to search on."""
     root = tmp_path_factory.mktemp("files")
-    (root / "cost.json").write_text(fit_costs(made_rows()).model_dump_json())
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})
     gate = recipe.gate.model_copy(update={"max_drop": 0.05})
@@ -50,13 +46,10 @@ def files(tmp_path_factory):
     return root
 
 
-MODEL = ("--latency", "model")  # in a process of its own "auto" times engines of the CPU at hand
-
-
 def options(given, files, out, *more, recipe="mine.yaml", trials=TRIALS):
     sst2 = given("sst2")
     words = [files / recipe, *sst2.options, "--out", out, "--trials", trials, "--samples", 96]
-    return [str(word) for word in ("search", *words, "--cost-model", files / "cost.json", *more)]
+    return [str(word) for word in ("search", *words, "--speed", "int8-share", *more)]
 
 
 @pytest.fixture(scope="module")
@@ -71,41 +64,6 @@ def searched(given, files, made_once, tmp_path_factory):
     return made / "out", Outcome(**json.loads((made / "told.json").read_text()))
 
 
-def test_the_plan_says_about_what_it_takes(searched, given, files, tmp_path, qdqbench):
-    """Of a machine that other tests use too: right to within a factor."""
-    out, _ = searched
-    fresh = tmp_path / "fresh"
-    told = qdqbench(*options(given, files, fresh, "--plan", "--json"))
-    assert (told.code, told.err) == (0, "")
-    plan = json.loads(told.out)
-    assert not fresh.exists()
-    found = read_search(out / "search.json")
-    took = [trial.seconds for trial in found.trials if trial.seconds]
-    assert (plan["trials"], plan["done"], plan["confirmed"]) == (TRIALS, 0, len(found.confirmed))
-    assert sum(took) / 12 < plan["trials_s"] < 12 * sum(took)
-    parts = plan["ranking_s"] + plan["trials_s"] + plan["confirm_s"]
-    assert plan["total_s"] == pytest.approx(parts)
-    assert plan["source"]["mode"] == "model"
-    kept = sum((out / name).stat().st_size for name in listing(out))
-    assert kept / 10 < plan["disk_bytes"] < 100 * kept
-    # what an earlier call has done says more
-    more = options(given, files, out, "--plan", trials=TRIALS + 5)
-    plan = json.loads(qdqbench(*more, "--json").out)
-    assert (plan["done"], plan["ranking_s"]) == (TRIALS, 0)
-    assert plan["trials_s"] == pytest.approx(5 * sum(took) / len(took))
-    assert plan["basis"] == f"{len(took)} trials of this study"
-    said = " ".join(qdqbench(*more).out.split())
-    assert f"5 trials of about {duration(plan['trial_s'])}" in said
-    assert f"{TRIALS} of {TRIALS + 5} are done" in said
-    assert "nothing was tried" in said
-    assert len(read_search(out / "search.json").trials) == len(found.trials)
-    # and what cannot be searched is no plan, and no study
-    for more in (["--plan"], []):
-        refused = qdqbench("search", "bert-int8-linears", *given().options, "--out", fresh, *more)
-        assert (refused.code, "are left to measure on" in refused.err) == (1, True)
-        assert not fresh.exists()
-
-
 def test_the_outcome_is_whole(searched):
     out, done = searched
     assert (done.code, done.err) == (0, "")
@@ -116,12 +74,12 @@ def test_the_outcome_is_whole(searched):
     assert {"given recipe", "nothing in INT8", "ranking"} <= {trial.origin for trial in found.trials}
     assert any(trial.on_front for trial in tried)
     high = next(trial for trial in found.trials if trial.origin == "nothing in INT8")
-    assert (high.accuracy.divergence, high.accuracy.drop, high.latency.speedup) == (0, 0, 1)
+    assert (high.accuracy.divergence, high.accuracy.drop, high.int8_share) == (0, 0, 0)
     assert all(t.accuracy.divergence > 0 for t in tried if t.int8_linears)
     assert all(t.accuracy.n == 96 for t in tried)
-    assert found.source.mode == "model"
-    assert "modelled, not measured" in found.warnings[0]
-    assert any(line.endswith("split_outliers 64 (measured: 0)") for line in found.warnings)
+    assert all(t.int8_share > 0 and t.latency is None for t in tried if t.int8_linears)
+    assert found.source.mode == "int8-share"
+    assert "INT8 share" in found.warnings[0]
 
 
 def test_the_chosen_recipe_is_confirmed_on_validation(searched):
@@ -139,12 +97,12 @@ def test_the_chosen_recipe_is_confirmed_on_validation(searched):
     assert all(row.status == "done" for row in others), [row.reason for row in others]
     assert found.agreement is not None
     for row in others:
-        better = row.metrics["accuracy"] >= chosen.metrics["accuracy"] and row.latency.ms <= chosen.latency.ms
+        better = row.metrics["accuracy"] >= chosen.metrics["accuracy"] and row.int8_share >= chosen.int8_share
         assert not row.dominates or (row.shipped and better)
 
 
 def test_the_search_rows_are_not_those_that_calibrate(given, files):
-    from qdqbench.eval.placement.space import make_space
+    from qdqbench.eval.search.space import make_space
     from qdqbench.eval.search.trial import Workspace
     from qdqbench.quantize.encoders.modules import module_table
     from qdqbench.quantize.rundir.session import RunConfig, Session
@@ -174,7 +132,7 @@ def test_the_same_command_again_adds_nothing(searched, given, files, qdqbench):
     before = read_search(out / "search.json")
     done = qdqbench(*options(given, files, out))
     assert done.code == 0, done.err
-    assert "modelled" in done.out
+    assert "INT8 share" in done.out
     again = read_search(out / "search.json")
     assert again.trials == before.trials
     assert again.confirmed == before.confirmed
@@ -197,11 +155,6 @@ def test_bad_files_are_told_before_a_study_is_made(searched, given, files, tmp_p
     assert done.code == 1
     assert "nowhere.json" in done.err
     assert "unexpected" not in done.err
-    assert not out.exists()
-    words = options(given, files, out)
-    words[words.index("--cost-model") + 1] = str(tmp_path / "no-model.json")
-    done = qdqbench(*words)
-    assert (done.code, "qdqbench cost fit" in done.err) == (1, True)
     assert not out.exists()
 
 
@@ -231,22 +184,10 @@ def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):
     assert done.err.count("\n") == 1
 
 
-def test_a_gate_that_nothing_holds(given, files, searched, qdqbench):
-    """The same study: the gate only chooses."""
-    out, _ = searched
-    done = qdqbench(*options(given, files, out, "--study-name", "mine-sst2", recipe="fast.yaml"))
-    assert done.code == 2
-    assert "none is 50x as fast" in done.err
-    assert "the best was trial" in done.err
-    assert not (out / "recipe.yaml").exists()
-
-
-def test_no_cost_model_names_what_makes_one(given, files, tmp_path, qdqbench, monkeypatch):
-    monkeypatch.setattr("qdqbench.eval.placement.cost_model.DATA", "no-such-file.json")
-    words = options(given, files, tmp_path / "out")
-    done = qdqbench(*words[: words.index("--cost-model")], "--latency", "model")
+def test_a_speedup_that_nothing_can_measure_is_refused(given, files, tmp_path, qdqbench):
+    done = qdqbench(*options(given, files, tmp_path / "out", recipe="fast.yaml"))
     assert done.code == 3
-    assert "qdqbench cost measure" in done.err
+    assert "gate.min_speedup of recipe mine needs a measured latency" in done.err
 
 
 def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqbench):
@@ -305,7 +246,7 @@ def finished(storage):
 def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *options(given, files, out, *MODEL, trials=8)],
+        [sys.executable, "-c", MAIN, *options(given, files, out, trials=8)],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -318,7 +259,7 @@ def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = finished(storage)
-    done = qdqbench(*options(given, files, out, *MODEL, trials=8))
+    done = qdqbench(*options(given, files, out, trials=8))
     assert done.code == 0, done.err
     found = read_search(out / "search.json").trials
     assert sum(trial.duplicate_of is None for trial in found) == 8
@@ -332,7 +273,7 @@ def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
 def test_two_workers_share_a_study(given, files, tmp_path):
     storage = f"sqlite:///{tmp_path / 'shared.db'}"
     commands = [
-        [sys.executable, "-c", MAIN, *options(given, files, tmp_path / name, *MODEL, "--storage", storage)]
+        [sys.executable, "-c", MAIN, *options(given, files, tmp_path / name, "--storage", storage)]
         for name in ("a", "b")
     ]
     workers = [

@@ -45,7 +45,7 @@ def done(name, kind, delta, before=None, final=None, **lacks):
     )
 
 
-def sample(name="a-model", *, passed=True, mode="engine"):
+def sample(name="a-model", *, passed=True):
     final = Final(folds=5, vs_fp32=versus(-0.004, 0.007), others=0.2, lacks=[])
     second = (
         done("methods", "methods", -0.002, "bert-int8-linears", final)
@@ -61,15 +61,7 @@ def sample(name="a-model", *, passed=True, mode="engine"):
         Step(name="search", kind="search", status="failed", reason=name, estimate_s=20.0, seconds=3.0),
         Step(name="qat", kind="qat", status="skipped", reason=LATE, estimate_s=480.0),
     ]
-    source = Source(
-        mode=mode,
-        label=f"of {name}",
-        backend="openvino",
-        version="1",
-        batch=32,
-        length=128,
-        outside=["batch 32"],
-    )
+    source = Source(mode="latency", cpu=name, backend="openvino", version="1", batch=32, length=128)
     return Auto(
         created="2026-01-01T00:00:00+00:00",
         command=f"qdqbench auto {name}",
@@ -127,18 +119,6 @@ def test_none_that_holds_is_said_with_what_the_best_lacks(tmp_path):
         said = text.replace("\\", "")
         assert "No recipe holds. The best that was found is methods" in said
         assert "What it lacks: 2 points are lost" in said
-
-
-def test_modelled_latencies_say_so(tmp_path, capsys):
-    from rich.console import Console
-
-    for text in pages(tmp_path, mode="model"):
-        assert "1.40x modelled" in text
-        assert "Outside of what the cost model was fitted to: batch 32" in text
-    Console(width=80).print(auto_summary(sample(mode="model")))
-    shown = capsys.readouterr().out
-    assert "1.40x*" in shown
-    assert "*: of a-model" in shown
 
 
 def test_the_page_is_whole_and_names_of_others_are_only_text(tmp_path, capsys):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import engines
-from qdqbench.eval.placement.space import make_space
-from qdqbench.eval.search import latency
+from qdqbench.eval.search import speed
+from qdqbench.eval.search.space import make_space
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.quantize.calibrate import ptq
@@ -22,12 +22,11 @@ from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.task import Task
 
 from ...support import fake_engines
-from ...support.cost_rows_made import made_rows
 from ...support.tiny_bert import calibration_batches, write_tiny_bert
 
 TASK = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
 HOW = {"method": "max", "smooth": "none", "weights_method": "max"}
-OPTIONS = SearchOptions(batch=8, length=32, latency="engine")
+OPTIONS = SearchOptions(batch=8, length=32, speed="latency")
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +53,13 @@ def measure(work, monkeypatch):
     """The function that gives latencies, on a GPU that is not there."""
     fakes = fake_engines.devices()
     monkeypatch.setattr(engines, "gpu_devices", lambda: fakes)
-    monkeypatch.setattr(latency, "alone_on_gpu", nullcontext)
-    monkeypatch.setattr(latency, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
+    monkeypatch.setattr(speed, "alone_on_gpu", nullcontext)
+    monkeypatch.setattr(speed, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
     monkeypatch.setattr(
-        latency, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
+        speed, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
     )
     with ExitStack() as stack:
-        source, found = latency.latency_source(work.session, OPTIONS, work, stack)
+        source, found = speed.open_source(work.session, OPTIONS, work, stack)
         assert source.label == "measured on fake GPU, fake 0"
         yield found
 
@@ -121,7 +120,7 @@ def test_files_of_engines_do_not_stay(work, measure):
 
 def test_a_shape_outside_of_the_profile_is_refused(work):
     with pytest.raises(UserError, match="--batch 500"):
-        latency.latency_source(work.session, SearchOptions(batch=500), work, ExitStack())
+        speed.open_source(work.session, SearchOptions(batch=500), work, ExitStack())
 
 
 def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
@@ -144,11 +143,11 @@ def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
 def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, compute, features, twin):
     cpu = Cpu("a CPU", 2, features)
     monkeypatch.setattr("qdqbench.quantize.rundir.artifacts.find_cpu", lambda: cpu)
-    monkeypatch.setattr(latency, "find_cpu", lambda: cpu)
-    monkeypatch.setattr(latency, "find_gpu", lambda: Gpu("not used", "0.0", None))
-    monkeypatch.setattr(latency, "alone_on_cpu", nullcontext)
+    monkeypatch.setattr(speed, "find_cpu", lambda: cpu)
+    monkeypatch.setattr(speed, "find_gpu", lambda: Gpu("not used", "0.0", None))
+    monkeypatch.setattr(speed, "alone_on_cpu", nullcontext)
     made = type("B", (), {"name": "openvino", "version": "0"})
-    monkeypatch.setattr(latency, "choose_backend", lambda wanted: made)
+    monkeypatch.setattr(speed, "choose_backend", lambda wanted: made)
     fakes, asked = fake_engines.devices(), []
     built = dataclasses.replace(
         fakes, build=lambda *a, **k: asked.append(k["compute"]) or fakes.build(*a, **k)
@@ -156,8 +155,8 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, comp
     monkeypatch.setattr(engines, "cpu_devices", lambda outputs: built)
     with ExitStack() as stack:
         options = SearchOptions(batch=8, length=32)
-        source, measure = latency.latency_source(on_a_cpu(work, compute), options, work, stack)
-        assert (source.mode, source.gpu, source.cpu, source.twin) == ("engine", None, str(cpu), twin)
+        source, measure = speed.open_source(on_a_cpu(work, compute), options, work, stack)
+        assert (source.mode, source.gpu, source.cpu, source.twin) == ("latency", None, str(cpu), twin)
         assert source.label == f"measured on {cpu}, openvino 0"
         assert measure(*placed(work, [(0, "output")])).speedup == pytest.approx(1.05)
     assert asked == [twin.lower()] * 2  # the twin's, then the engine's
@@ -167,7 +166,7 @@ def test_one_process_times_on_a_cpu_at_a_time(work, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     session = on_a_cpu(work)
     with engines.alone_on_cpu(), pytest.raises(UserError, match="engines on this CPU"):
-        latency.latency_source(session, OPTIONS, work, ExitStack())
+        speed.open_source(session, OPTIONS, work, ExitStack())
     with engines.alone_on_cpu():
         pass
 
@@ -184,23 +183,32 @@ def test_a_cpu_lane_rotates_and_gives_the_runners_answers():
 
 
 def test_engines_of_a_gpu_backend_need_a_gpu(work, monkeypatch):
-    monkeypatch.setattr(latency, "find_gpu", lambda: None)
-    with pytest.raises(MissingDevice, match="--latency model estimates, --backend openvino"):
-        latency.latency_source(work.session, OPTIONS, work, ExitStack())
+    monkeypatch.setattr(speed, "find_gpu", lambda: None)
+    with pytest.raises(MissingDevice, match="--speed int8-share"):
+        speed.open_source(work.session, OPTIONS, work, ExitStack())
 
 
-def test_without_a_gpu_latency_is_modelled(work, monkeypatch, tmp_path):
-    from qdqbench.eval.placement.cost_fit import fit_costs
-
-    monkeypatch.setattr(latency, "find_gpu", lambda: None)
-    path = tmp_path / "cost.json"
-    path.write_text(fit_costs(made_rows()).model_dump_json())
-    options = SearchOptions(batch=8, length=32, cost_model=path)
-    source, measure = latency.latency_source(work.session, options, work, ExitStack())
-    assert source.mode == "model"
-    assert "hidden 32" in " ".join(source.outside)
-    assert measure(*placed(work, [])).speedup == 1
-    assert measure(*placed(work, work.space.units)).int8_gemms is None
+def test_without_a_gpu_the_int8_share_is_compared(work, monkeypatch):
+    monkeypatch.setattr(speed, "find_gpu", lambda: None)
+    options = SearchOptions(batch=8, length=32)
+    source, measure = speed.open_source(work.session, options, work, ExitStack())
+    assert (source.mode, source.backend, source.gpu) == ("int8-share", "", None)
+    assert measure(*placed(work, work.space.units)) is None
+    shares = [
+        work.int8_share(placed(work, units, attention)[1], 32)
+        for units, attention in (([], []), ([(0, "output")], []), ([(0, "output")], [0]))
+    ]
+    hidden, inner = 32, 64
+    layer = 32 * (4 * hidden**2 + 2 * hidden * inner) + 2 * 32**2 * hidden
+    assert shares == [
+        0,
+        pytest.approx(32 * hidden**2 / (2 * layer)),
+        pytest.approx((32 * hidden**2 + 2 * 32**2 * hidden) / (2 * layer)),
+    ]
+    gate = work.session.recipe.gate.model_copy(update={"min_speedup": 1.2})
+    work.session.config.recipe = work.session.recipe.model_copy(update={"gate": gate})
+    with pytest.raises(MissingDevice, match="min_speedup of recipe bert-int8-linears needs a measured"):
+        speed.open_source(work.session, options, work, ExitStack())
 
 
 def test_models_are_made_from_shared_calibrations(work, monkeypatch):

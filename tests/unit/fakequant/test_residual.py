@@ -11,7 +11,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.eval.placement.space import make_space
+from qdqbench.eval.search.space import make_space
 from qdqbench.eval.sensitivity.candidates import choices
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate import record as record_module

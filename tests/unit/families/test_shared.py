@@ -1,7 +1,6 @@
 """Weights that run several times (ALBERT): calibrated over all runs, stored once, and judged run by run."""
 
 from collections import Counter
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +8,7 @@ import onnx
 import pytest
 
 from qdqbench.eval.accuracy.parity import compare_layers
-from qdqbench.eval.placement.cost_model import Placement
-from qdqbench.eval.placement.random import columns
-from qdqbench.eval.placement.space import make_space
+from qdqbench.eval.search.space import count_multiply_adds, int8_share, make_space
 from qdqbench.eval.verify.bisect import run_onnxruntime
 from qdqbench.eval.verify.blocks import reference_blocks, stitch
 from qdqbench.eval.verify.checks import BlockSums
@@ -178,13 +175,20 @@ def test_kernels_are_told_by_run() -> None:
     assert short(node) == "layer.3 attention query"
 
 
-def test_a_search_moves_weights_and_its_cost_counts_runs(made: Made) -> None:
-    space = make_space(load_recipe("albert-int8-linears"), module_table(load_model(made.folder)), "albert")
-    units = {(0, "qkv"), (1, "ffn-in"), (1, "output")}
-    found = space.assemble(units, set(), {"smooth": "none", "method": "max", "weights_method": "max"})
+def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> None:
+    model = load_model(made.folder)
+    space = make_space(load_recipe("albert-int8-linears"), module_table(model), "albert")
+    # group 0 makes the first two of four runs: an attention output has a twelfth of a layer's linears
+    found = space.assemble(
+        {(0, "output")}, set(), {"smooth": "none", "method": "max", "weights_method": "max"}
+    )
     plan = resolve(found, space.modules, "albert")  # `assemble` holds the plan to these units
-    placement = Placement.of_plan(plan, RUNS)
-    assert placement.linears["qkv"] == (1.0, 1.0, 0.0, 0.0)
-    assert placement.linears["ffn-in"] == (0.0, 0.0, 1.0, 1.0)
-    order = partial(ALBERT.run_order, GROUPS)
-    assert columns((frozenset(units), frozenset()), order(RUNS))["output"] == "0011"
+    counts = {
+        name: count
+        for name, count in count_multiply_adds(model, space.modules, 8).items()
+        if space.modules[name].kind == "Linear"
+    }
+    hidden, inner = model.config.hidden_size, model.config.intermediate_size
+    layer = 4 * hidden**2 + 2 * hidden * inner
+    assert sum(counts.values()) == RUNS * 8 * layer
+    assert int8_share(plan, counts) == 2 * hidden**2 / (RUNS * layer)

@@ -63,7 +63,7 @@ def finetune_identity(session: Session) -> Any:
 
 
 def search_settings(session: Session) -> Any:
-    source = Source.model_construct(mode="engine", gpu="a", backend="b", version="1")
+    source = Source.model_construct(mode="latency", gpu="a", backend="b", version="1")
     return trials._settings(session, SearchOptions(), source)
 
 

@@ -215,16 +215,16 @@ def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
 
 
 def test_rules_in_words():
-    measured = Source(mode="engine", label="", backend="b", version="v", batch=1, length=1, twin="BF16")
+    measured = Source(mode="latency", backend="b", version="v", batch=1, length=1, twin="BF16")
     assert rule(GateSettings(max_drop=0.003), measured) == "at most 0.3 points lost, fastest"
     assert rule(GateSettings(max_drop=0.01), measured) == "at most 1 point lost, fastest"
     assert "1.4x as fast as the BF16 twin" in rule(GateSettings(min_speedup=1.4), measured)
-    modelled = measured.model_copy(update={"mode": "model"})
-    assert rule(GateSettings(), modelled).endswith(", by modelled latency")
+    share = measured.model_copy(update={"mode": "int8-share"})
+    assert rule(GateSettings(), share).endswith(", largest INT8 share of multiply-adds")
 
 
 def test_reports_name_the_twin(tmp_path):
-    source = sample_search().source.model_copy(update={"mode": "engine", "cpu": "c", "twin": "BF16"})
+    source = sample_search().source.model_copy(update={"mode": "latency", "cpu": "c", "twin": "BF16"})
     versions = dict.fromkeys(("torch", "transformers", "nvidia-modelopt"), "1")
     found = sample_search(source=source, environment={"versions": versions})
     assert "over BF16" in search_tables([found], Changed())[1]
@@ -256,14 +256,12 @@ def sample_search(**changes):
         "ranking": {"units": [[0, "qkv"], [1, "ffn-in"]], "attention": [1, 0]},
         "ranking_source": "sensitivity file x.json",
         "source": Source(
-            mode="model",
-            label="modelled, not measured: fitted to 3 engines",
+            mode="latency",
             gpu="g",
             backend="b",
             version="v",
             batch=32,
             length=128,
-            error={"ms_median": 0.01, "ms_p90": 0.1, "speedup_median": 0.02, "speedup_p90": 0.2},
         ),
         "fp32": {"accuracy": 0.9},
         "trials": trials,
@@ -273,7 +271,7 @@ def sample_search(**changes):
             confirmed("bert-int8-ffn", 0.91, 1.1, dominates=True),
         ],
         "agreement": agreement(chosen.accuracy, confirmed("found", 0.9, 1.2)),
-        "warnings": ["latency is modelled, not measured"],
+        "warnings": ["units are ranked in model order"],
         "environment": {"gpu": "none"},
     }
     return Search.model_validate(values | changes)
@@ -295,21 +293,42 @@ def sample_search(**changes):
         },
     ],
 )
-def test_reports_say_what_is_modelled_and_stay_offline(tmp_path, changes):
+def test_reports_name_the_device_and_stay_offline(tmp_path, changes):
     found = sample_search(**changes)
     markdown, page = paths = write_search_reports(found, tmp_path)
     plain(markdown.read_text())
     offline(page.read_text())
     for path in paths:
         text = path.read_text()
-        assert "modelled, not measured" in text
+        assert "measured on g, b v" in text.replace("\\", "")
         assert "<memory>" not in text.replace("\\<memory>", "") or path.suffix == ".md"
     assert search_headline(found)
     search_summary(found)
     if found.trials:
         svg = front_svg(found)
-        assert "modelled" in svg
         assert "shipped recipe" in svg
+
+
+def test_without_latencies_reports_compare_the_int8_share(tmp_path):
+    found = sample_search()
+    found.source = Source(mode="int8-share", batch=32, length=128)
+    for number, row in enumerate([*found.trials, *found.confirmed]):
+        row.latency, row.int8_share = None, number / 10
+    markdown, page = write_search_reports(found, tmp_path)
+    for path in (markdown, page):
+        assert "INT8 share of multiply-adds" in path.read_text()
+        assert "over FP16" not in path.read_text()
+    assert "latency not measured" in search_headline(found)
+    assert "not in INT8, %" in front_svg(found)
+
+
+def test_without_latencies_the_largest_int8_share_is_chosen():
+    trials = [trial_of(0, 0.0, 0.1, 1.0), trial_of(1, 0.0, 0.2, 1.0), trial_of(2, 0.1, 0.3, 1.0)]
+    for trial, share in zip(trials, (0.2, 0.7, 0.9), strict=True):
+        trial.latency, trial.int8_share = None, share
+    mark_front(trials, "divergence")
+    assert [trial.on_front for trial in trials] == [True] * 3
+    assert choose_trial(trials, GateSettings(max_drop=0.01))[0].number == 1
 
 
 def test_search_json_is_read_back(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval.placement.space import make_space
+from qdqbench.eval.search.space import make_space
 from qdqbench.eval.search.trial import accuracy, explained, plan_key
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed

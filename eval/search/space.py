@@ -14,7 +14,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.families.family import ENCODER_KINDS, Family, Place
-from qdqbench.quantize.families.known import family_named
+from qdqbench.quantize.families.known import family_named, family_of
 from qdqbench.quantize.recipe.plan import Plan, matched, resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe, short_yaml
 from qdqbench.quantize.recipe.sections import Rule
@@ -291,3 +291,34 @@ def ranked_by(space: Space, cost_of: Mapping[str, float], attention_cost: Mappin
 def searched_name(name: str) -> str:
     """Name of what is found from a recipe."""
     return name if name.endswith("-searched") else f"{name}-searched"
+
+
+def count_multiply_adds(model: Any, modules: Mapping[str, ModuleInfo], length: int) -> dict[str, int]:
+    """Return the multiply-adds of one sequence in each linear layer and attention of the encoder.
+
+    Layers that share weights count once for every run. An attention has two products, q k and the
+    probabilities with v.
+
+    Args:
+        model: of transformers.
+        length: tokens of the sequence.
+    """
+    family, config = family_of(model.config), model.config
+    layer_of = {name: family.layer_of(name) for name in modules}
+    layers = {layer for layer in layer_of.values() if layer is not None}
+    runs = Counter(family.run_order(len(layers), config.num_hidden_layers))
+    counts = {}
+    for name, layer in layer_of.items():
+        if layer is None:
+            continue
+        if modules[name].kind == "Linear":
+            rows, columns = model.get_submodule(name).weight.shape
+            counts[name] = runs[layer] * length * rows * columns
+        elif modules[name].kind == "Attention":
+            counts[name] = runs[layer] * 2 * length**2 * config.hidden_size
+    return counts
+
+
+def int8_share(plan: Plan, counts: Mapping[str, int]) -> float:
+    """Return the share of the encoder's multiply-adds that a plan has in INT8, from 0 to 1."""
+    return sum(counts.get(name, 0) for name in (*plan.int8, *plan.attention)) / sum(counts.values())

@@ -1,4 +1,4 @@
-"""Where a search's latencies come from: engines that run here, or a cost model that was fitted to engines."""
+"""Second objective of a search: latency of engines that run here, or INT8 share of multiply-adds."""
 
 import os
 import shutil
@@ -12,9 +12,8 @@ from qdqbench.eval.bench.engines import (
     alone_on_gpu,
     write_engine_graph,
 )
-from qdqbench.eval.placement.cost_model import Placement, load_cost_model, shape_of
 from qdqbench.eval.search.results import Source
-from qdqbench.eval.search.trial import Workspace
+from qdqbench.eval.search.trial import Measure, Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.engine.backend import choose_backend
@@ -27,17 +26,17 @@ from qdqbench.quantize.rundir.artifacts import backend_of, cpu_compute, engine_p
 from qdqbench.quantize.rundir.session import Session
 
 if TYPE_CHECKING:
-    from qdqbench.eval.search.worker import Measure, SearchOptions
+    from qdqbench.eval.search.worker import SearchOptions
 
 
-def latency_source(
+def open_source(
     session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
-) -> "tuple[Source, Measure]":
-    """Source of latencies, and the function that gives one.
+) -> tuple[Source, Measure]:
+    """Return the second objective of a search, and the function that times the engine of a recipe.
 
     Raises:
-        MissingDevice: the engine does not run here, and there is no cost model.
-        UserError: the recipe's engine does not take the shape.
+        MissingDevice: latency is asked for, by an option or by the gate, and the engine does not run here.
+        UserError: the recipe's engine does not take the shape, or another process times engines.
     """
     try:
         choose_profile(engine_profiles(session), options.batch, options.length)
@@ -45,71 +44,42 @@ def latency_source(
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
         ) from error
-    asked = options.latency
-    engine = runs_here(session.recipe) if asked == "auto" else asked == "engine"
-    return _engine(session, options, work, stack) if engine else modelled(session, options)
+    wanted = options.speed
+    if wanted == "auto":
+        wanted = "latency" if runs_here(session.recipe) else "int8-share"
+    if wanted == "latency":
+        return _open_timer(session, options, work, stack)
+    if session.recipe.gate.min_speedup is not None:
+        raise MissingDevice(
+            f"gate.min_speedup of recipe {session.recipe.name} needs a measured latency; search with "
+            "--speed latency where its engine runs, or with --backend openvino on this CPU"
+        )
+    return Source(mode="int8-share", batch=options.batch, length=options.length), lambda recipe, plan: None
 
 
 def runs_here(recipe: Recipe) -> bool:
-    """Whether the recipe's engine runs on this machine."""
+    """Return whether the recipe's engine runs on this machine."""
     return bool(find_gpu()) or backend_of(recipe) in CPU_BACKENDS
 
 
-def modelled(session: Session, options: "SearchOptions") -> "tuple[Source, Measure]":
-    """Latencies of the cost model.
-
-    Raises:
-        MissingDevice: there is none.
-    """
-    fitted = load_cost_model(options.cost_model)
-    shape = shape_of(session.fp32_model.config)
-    batch, length = options.batch, options.length
-    twin = fitted.predict(shape, Placement.none(shape.layers), batch, length)
-    source = Source(
-        mode="model",
-        label=fitted.label,
-        gpu=fitted.gpu,
-        backend=fitted.backend,
-        version=fitted.version,
-        batch=batch,
-        length=length,
-        outside=[*fitted.outside(shape, batch, length), *_split(session)],
-        error=fitted.leave_one_out.model_dump(),
-    )
-
-    def measure(recipe: Recipe, plan: Plan) -> Latency:
-        ms = fitted.predict(shape, Placement.of_plan(plan, shape.layers), batch, length)
-        return Latency(ms=ms, twin_ms=twin, speedup=twin / ms)
-
-    return source, measure
-
-
-def _split(session: Session) -> list[str]:
-    """Channels that the recipe adds, of which the cost model does not know."""
-    extra, plan = session.recipe.calibration.split_outliers, session.plan
-    return [f"split_outliers {extra} (measured: 0)"] if extra and plan.family.splittable(plan.int8) else []
-
-
 def measured_source(session: Session, options: "SearchOptions") -> Source:
-    """Engines that run here.
+    """Return the device and the backend that engines are timed with.
 
     Raises:
-        MissingDevice: they do not.
+        MissingDevice: the engine does not run here.
     """
     gpu, recipe = find_gpu(), session.recipe
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     if gpu is None and not on_cpu:
         raise MissingDevice(
-            f"--latency engine with {backend_of(recipe)} needs an NVIDIA GPU, CUDA shows none here; "
-            "--latency model estimates, --backend openvino measures on this CPU"
+            f"a latency with {backend_of(recipe)} needs an NVIDIA GPU, and CUDA shows none here; "
+            "--backend openvino measures on this CPU, `search --speed int8-share` needs no engine"
         )
     chosen = choose_backend(recipe.engine.backend)
-    device = str(find_cpu()) if on_cpu or gpu is None else gpu.name
     return Source(
-        mode="engine",
-        label=f"measured on {device}, {chosen.name} {chosen.version}",
-        gpu=None if on_cpu else device,
-        cpu=device if on_cpu else None,
+        mode="latency",
+        gpu=gpu.name if gpu and not on_cpu else None,
+        cpu=str(find_cpu()) if on_cpu else None,
         twin=(cpu_compute(recipe) if on_cpu else recipe.precision.compute).upper(),
         backend=chosen.name,
         version=chosen.version,
@@ -118,9 +88,9 @@ def measured_source(session: Session, options: "SearchOptions") -> Source:
     )
 
 
-def _engine(
+def _open_timer(
     session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
-) -> "tuple[Source, Measure]":
+) -> tuple[Source, Measure]:
     source = measured_source(session, options)
     stack.enter_context(alone_on_cpu() if source.cpu else alone_on_gpu())
     folder = session.folder / f"engines-{os.getpid()}"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.eval.placement.space import (
+from qdqbench.eval.search import start
+from qdqbench.eval.search.space import (
     FLIPS,
     FRAMES,
     SEARCHED_METHODS,
@@ -17,7 +18,6 @@ from qdqbench.eval.placement.space import (
     ranked_by,
     searched_name,
 )
-from qdqbench.eval.search import start
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.families.bert import BERT
