@@ -60,7 +60,7 @@ def front_svg(found: Search) -> str:
         return ""
     drop = found.objective == "drop"
     measure = "drop, points" if drop else "divergence from FP32"
-    times = [t.latency.twin_ms for t in done if t.latency]
+    times = [t.latency.baseline_ms for t in done if t.latency]
     twin_ms = statistics.median(times) if times else None  # one scale for all hours
     groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
     for trial in done:
@@ -204,7 +204,7 @@ def _other_splits(row: Confirmed, metric: str) -> list[str]:
 def _timed(row: Trial | Confirmed) -> dict[str, str]:
     if row.latency is None:
         return {"latency": "", "speedup": f"{row.int8_share:.0%}"}
-    return {"latency": f"{row.latency.ms:.3g}", "speedup": f"{row.latency.speedup:.2f}x"}
+    return {"latency": f"{row.latency.system_ms:.3g}", "speedup": f"{row.latency.value:.2f}x"}
 
 
 def _speed_title(found: Search) -> str:

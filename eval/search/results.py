@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.eval.accuracy.gate import judge
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report.formats import points
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict, read
 
 SEARCH_FILE = "search.json"
@@ -39,7 +39,7 @@ class Trial(Strict):
     int8_attention: int = 0
     int8_share: float = 0.0  # of the multiply-adds of the encoder, from 0 to 1
     accuracy: Accuracy | None = None
-    latency: Latency | None = None  # where engines are timed
+    latency: Speedup | None = None  # where engines are timed
     duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
     holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
     on_front: bool = False  # no other trial is better in one objective and as good in the other
@@ -48,7 +48,7 @@ class Trial(Strict):
     @property
     def gain(self) -> float:
         """The second objective, larger is better: the speed-up, or the INT8 share of multiply-adds."""
-        return self.latency.speedup if self.latency else self.int8_share
+        return self.latency.value if self.latency else self.int8_share
 
 
 class Confirmed(Strict):
@@ -64,14 +64,14 @@ class Confirmed(Strict):
     engine: dict[str, Comparison] = {}  # empty where no engine ran
     engine_metrics: dict[str, float] = {}
     int8_share: float = 0.0
-    latency: Latency | None = None  # where engines are timed
+    latency: Speedup | None = None  # where engines are timed
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
 
     @property
     def gain(self) -> float:
         """The second objective, as of a trial."""
-        return self.latency.speedup if self.latency else self.int8_share
+        return self.latency.value if self.latency else self.int8_share
 
 
 class DropAgreement(Strict):
@@ -161,10 +161,10 @@ def mark_front(trials: list[Trial], objective: str) -> None:
         )
 
 
-def trial_holds(accuracy: Accuracy, latency: Latency | None, gate: Any) -> bool:
+def trial_holds(accuracy: Accuracy, latency: Speedup | None, gate: Any) -> bool:
     """Return whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
     if gate.min_speedup is not None:
-        return latency is not None and latency.speedup >= gate.min_speedup
+        return latency is not None and latency.value >= gate.min_speedup
     return judge(accuracy.drop, accuracy.drop_stderr, gate.max_drop) != "fails"
 
 
@@ -209,14 +209,14 @@ def dominates(row: Confirmed, chosen: Confirmed, metric: str) -> bool:
 
 
 def objectives(
-    accuracy: Accuracy, latency: Latency | None, share: float, objective: str
+    accuracy: Accuracy, latency: Speedup | None, share: float, objective: str
 ) -> tuple[float, float]:
     """Return what a search minimizes: the loss, and the latency over that of the twin timed with it.
 
     Milliseconds of other hours and cards do not compare. Without a latency it is the share of the
     multiply-adds that is not in INT8.
     """
-    return _loss(accuracy, objective), 1 / latency.speedup if latency else 1 - share
+    return _loss(accuracy, objective), 1 / latency.value if latency else 1 - share
 
 
 def _loss(accuracy: Accuracy, objective: str) -> float:

@@ -5,18 +5,21 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.bench.engines import (
-    EngineTimer,
-    Latency,
+from qdqbench.eval.bench.measure import (
+    OpenEngine,
     alone_on_cpu,
     alone_on_gpu,
+    measure_speedup,
+    open_engine,
     write_engine_graph,
 )
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import Measure, Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
@@ -95,25 +98,25 @@ def _open_timer(
     stack.enter_context(alone_on_cpu() if source.cpu else alone_on_gpu())
     folder = session.folder / f"engines-{os.getpid()}"
     shape = options.batch, options.length
-    timer: list[EngineTimer] = []
-    known: list[Latency] = []
+    baseline: list[OpenEngine] = []
+    known: list[Speedup] = []
 
-    def measure(recipe: Recipe, plan: Plan) -> Latency:
-        if not timer:  # minutes after the command started: a study of other settings is refused before
+    def measure(recipe: Recipe, plan: Plan) -> Speedup:
+        if not baseline:  # minutes after the command started: a study of other settings is refused before
             twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-twin"})
-            graph = write_engine_graph(
+            high = write_engine_graph(
                 session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx"
-            ).path
-            timer.append(stack.enter_context(EngineTimer(session, graph, folder, [shape])))
-        if not plan.int8 and known:  # it is its own twin
-            return known[0].model_copy(
-                update={"ms": known[0].twin_ms, "speedup": 1.0, "low": None, "high": None}
             )
+            baseline.append(stack.enter_context(open_engine(session, high, folder / "baseline", [shape])))
+        if not plan.int8 and known:  # it is its own baseline
+            own = {"system_ms": known[0].baseline_ms, "value": 1.0, "ci95_low": None, "ci95_high": None}
+            return known[0].model_copy(update=own)
         work.progress("building and timing")
-        exported = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
-        found = timer[0].measure(exported)[shape]
-        known[:] = [found]
-        return found
+        graph = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
+        with open_engine(session, graph, folder / "trial", [shape]) as engine:
+            require_int8(engine.result)
+            known[:] = [measure_speedup(engine, baseline[0], shape)]
+        return known[0]
 
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return source, measure

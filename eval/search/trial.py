@@ -11,7 +11,6 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.draw import draw_samples
 from qdqbench.eval.accuracy.runners import evaluating, placed, predict, torch_runner
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Accuracy
 from qdqbench.eval.search.space import count_multiply_adds, int8_share
 from qdqbench.quantize.calibrate import ptq
@@ -19,6 +18,7 @@ from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
 from qdqbench.quantize.core.arrays import Floats
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from qdqbench.eval.search.space import Space
     from qdqbench.quantize.kinds.encoded import Encoded
 
-Measure = Callable[[Recipe, Plan], Latency | None]  # None where the INT8 share is compared
+Measure = Callable[[Recipe, Plan], Speedup | None]  # None where the INT8 share is compared
 MOST_RECORDS = 3  # calibrations in memory
 LEAST_SAMPLES = 32  # below it a drop means nothing
 
