@@ -16,6 +16,7 @@ import numpy as np
 from qdqbench.quantize.activity.told import doing, timed
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.speedup import Speedup
 
 T = TypeVar("T")
 SLOW_MS = 250.0  # a launch this long warms itself up
@@ -88,15 +89,6 @@ class Burst:
     start: float  # time.time(), for the clocks that were read meanwhile
     end: float
     cpu_ms: float = 0.0  # CPU time of all threads of this process, each launch of the latencies
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A speed-up and its 95% interval over rounds; no interval from fewer than three rounds."""
-
-    value: float
-    low: float | None
-    high: float | None
 
 
 @dataclass
@@ -184,17 +176,34 @@ def measure(
     return found
 
 
-def speedup(reference: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio:
-    """How many times faster `other` is: ratio of medians, 95% by paired bootstrap of the rounds."""
-    base, own = np.asarray(reference), np.asarray(other)
-    value = float(np.median(base) / np.median(own))
-    if len(base) < 3:
-        return Ratio(value, None, None)
-    rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
-    ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
-    return Ratio(value, min(float(low), value), max(float(high), value))
+def speedup(  # noqa: PLR0913, PLR0917
+    system: str,
+    baseline: str,
+    config: str,
+    system_rounds: Sequence[float],
+    baseline_rounds: Sequence[float],
+    seed: int = 0,
+) -> Speedup:
+    """Return the ratio of the medians of rounds (milliseconds), with 95% by paired bootstrap over rounds."""
+    own, base = np.asarray(system_rounds), np.asarray(baseline_rounds)
+    own_ms, base_ms = float(np.median(own)), float(np.median(base))
+    value, low, high = base_ms / own_ms, None, None
+    if len(base) >= 3:
+        rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
+        ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
+        # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
+        low, high = (float(edge) for edge in np.percentile(ratios, [2.5, 97.5]))
+        low, high = min(low, value), max(high, value)
+    return Speedup(
+        system=system,
+        baseline=baseline,
+        config=config,
+        value=value,
+        ci95_low=low,
+        ci95_high=high,
+        system_ms=own_ms,
+        baseline_ms=base_ms,
+    )
 
 
 def read_outputs(contestant: Contestant) -> tuple[Float32, str | None]:

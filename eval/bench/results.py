@@ -1,7 +1,6 @@
 """Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/results.md)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from pydantic import Field
 from qdqbench.eval.bench.loop import speedup
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.frames import Tabular
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict, read
 
 BENCH_FILE = "bench.json"
@@ -101,19 +101,6 @@ class BenchRow(Strict):
     kernels: BenchKernels | None = None  # of a peer on a GPU; null where they were not read
 
 
-class BenchSpeedup(Strict):
-    """How many times faster one contestant is than another."""
-
-    contestant: str
-    over: str
-    value: float  # ratio of median_ms
-    cpu_value: float | None = None  # ratio of cpu_ms; null on a GPU
-    low: float | None  # 95% by bootstrap over rounds
-    high: float | None
-    slower: bool  # the interval ends below 1; without one, the value is
-    reasons: list[str]  # of an INT8 engine that is slower than its FP16 twin, read from the layers
-
-
 class BenchCell(Strict):
     """One shape, or one task's real lengths."""
 
@@ -127,8 +114,9 @@ class BenchCell(Strict):
     padded_tokens: int
     reference: str | None  # contestant whose logits the others are held to
     rows: list[BenchRow]
-    speedups: list[BenchSpeedup]
-    headline: BenchSpeedup | None = None  # fastest INT8 engine over the fastest FP16 contestant
+    speedups: list[Speedup]
+    headline: Speedup | None = None  # fastest INT8 engine over the fastest FP16 contestant
+    slow_reasons: list[str] = []  # where INT8 is slower than its FP16 twin, read from the layers
     spent_s: float | None = None  # wall time of making and measuring it
 
 
@@ -197,44 +185,29 @@ def rate_of(cell: BenchCell, contestant: str, streams: int) -> float | None:
     return rates.get(streams)
 
 
-def speedups(rows: Sequence[BenchRow], seed: int, reasons: Callable[[], list[str]]) -> list[BenchSpeedup]:
+def speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:
     """INT8 engines over each other contestant, and the others over the FP16 twin.
 
     By another recipe (`int8-RECIPE`, on a GPU) an engine is over each contestant without INT8, too.
-
-    Args:
-        reasons: why INT8 is slower than its FP16 twin; called only when it is.
     """
     done = {row.contestant: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
     more = [name for name in done if "fp16" in done and name.startswith("int8-") and name not in OURS]
     pairs += [(own, name) for own in more for name in done if not name.startswith("int8")]
     pairs += [(name, "fp16") for name in done if name not in (*OURS, *more, "fp16")] + [OURS[::-1]]
-    found = []
-    for name, over in (pair for pair in pairs if done.keys() >= set(pair)):
-        ratio = speedup(done[over].round_ms, done[name].round_ms, seed)
-        slower = (ratio.value if ratio.high is None else ratio.high) < 1
-        why = reasons() if slower and (name, over) == ("int8", "fp16") else []
-        spent, base = done[name].cpu_ms, done[over].cpu_ms
-        found.append(
-            BenchSpeedup(
-                contestant=name,
-                over=over,
-                **asdict(ratio),
-                cpu_value=base / spent if base and spent else None,
-                slower=slower,
-                reasons=why,
-            ),
-        )
-    return found
+    return [
+        speedup(name, over, config, done[name].round_ms, done[over].round_ms, seed)
+        for name, over in pairs
+        if done.keys() >= {name, over}
+    ]
 
 
-def speedup_of(cell: BenchCell, contestant: str, over: str) -> BenchSpeedup | None:
+def speedup_of(cell: BenchCell, contestant: str, over: str) -> Speedup | None:
     """The speed-up of one contestant over another; None where one was not measured."""
-    return next((s for s in cell.speedups if (s.contestant, s.over) == (contestant, over)), None)
+    return next((s for s in cell.speedups if (s.system, s.baseline) == (contestant, over)), None)
 
 
-def headline_of(contestants: Sequence[BenchContestant], cell: BenchCell) -> BenchSpeedup | None:
+def headline_of(contestants: Sequence[BenchContestant], cell: BenchCell) -> Speedup | None:
     """The fastest INT8 engine over the fastest FP16 contestant, whatever runs it; None without either.
 
     On a CPU, where nothing runs in FP16, over the fastest in BF16 or FP32.
@@ -244,11 +217,11 @@ def headline_of(contestants: Sequence[BenchContestant], cell: BenchCell) -> Benc
     return over_fastest(contestants, cell, ours)
 
 
-def over_fastest(contestants: Sequence[BenchContestant], cell: BenchCell, name: str) -> BenchSpeedup | None:
+def over_fastest(contestants: Sequence[BenchContestant], cell: BenchCell, name: str) -> Speedup | None:
     """One INT8 contestant over the fastest in FP16, on a CPU in BF16 or FP32; None where not measured."""
     precision = {about.name: about.precision for about in contestants}
     floats = {"fp16", "bf16"} if "fp16" in precision.values() else {"bf16", "fp32"}
-    found = [s for s in cell.speedups if s.contestant == name and precision.get(s.over) in floats]
+    found = [s for s in cell.speedups if s.system == name and precision.get(s.baseline) in floats]
     return min(found, key=lambda ratio: ratio.value, default=None)
 
 

@@ -29,6 +29,7 @@ from qdqbench.eval.bench.results import (
     cell_label,
     headline_of,
     peer_doubt,
+    speedup_of,
     speedups,
 )
 from qdqbench.eval.bench.target import Target, softmax_notes
@@ -178,10 +179,13 @@ def _measure_cell(  # noqa: PLR0913, PLR0917
             padded_tokens=shape.real.padded_tokens if shape.real else shape.batch * (shape.length or 0),
             reference=reference,
             rows=[entry.row for entry in entries],
-            speedups=speedups([entry.row for entry in entries], options.seed, _reasons(entries)),
+            speedups=[],
             spent_s=round(time.monotonic() - clock, 1),
         )
+        config = cell_label(cell, result.settings.real_lengths)
+        cell.speedups = speedups(cell.rows, config, options.seed)
         cell.headline = headline_of(result.contestants, cell)
+        cell.slow_reasons = _slow_reasons(cell, entries)
         for entry in entries:
             entry.contestant = entry.kernels = None  # lanes go before the engines that the stack closes
         ready.clear()
@@ -236,10 +240,13 @@ def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
             result.warnings.append(f"{where}: kernels of {entry.row.contestant} were not read: {why}")
 
 
-def _reasons(entries: Sequence[Entry]) -> Callable[[], list[str]]:
+def _slow_reasons(cell: BenchCell, entries: Sequence[Entry]) -> list[str]:
+    """Return why INT8 is slower than its FP16 twin; empty where it is not."""
+    ratio = speedup_of(cell, "int8", "fp16")
     layers = {entry.row.contestant: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
-    return lambda: list(slow_reasons(int8, fp16)) if int8 and fp16 else []
+    slower = ratio is not None and ratio.verdict == "slower"
+    return list(slow_reasons(int8, fp16)) if slower and int8 and fp16 else []
 
 
 def _record_problems(result: Bench, cell: BenchCell) -> None:

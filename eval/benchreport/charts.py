@@ -60,9 +60,9 @@ def speedup_svg(bench: Bench) -> str:
             found = [speedup_of(cell, "int8", about.name) for cell in cells]
             _line(axes, about.name, about.label, (ratio.value if ratio else None for ratio in found))
             for place, ratio in enumerate(found):
-                if ratio is not None and ratio.low is not None and ratio.high is not None:
+                if ratio is not None and ratio.ci95_low is not None and ratio.ci95_high is not None:
                     colour = CONTESTANT_STYLES.get(about.name, OTHER_STYLE)[0]
-                    axes.vlines(place, ratio.low, ratio.high, color=colour, linewidth=3, alpha=0.4)
+                    axes.vlines(place, ratio.ci95_low, ratio.ci95_high, color=colour, linewidth=3, alpha=0.4)
         best = [headline_of(bench.contestants, cell) for cell in cells]
         heights = [(place, found.value) for place, found in enumerate(best) if found is not None]
         if heights:
@@ -71,7 +71,7 @@ def speedup_svg(bench: Bench) -> str:
         svg.log_scale(axes)
         axes.set_ylabel("times as fast, log scale")
 
-    if not any(s.contestant == "int8" for cell in bench.cells for s in cell.speedups):
+    if not any(s.system == "int8" for cell in bench.cells for s in cell.speedups):
         return ""
     return _panels(bench, "speedup", "speed-up of INT8 over each", draw)
 

@@ -39,6 +39,6 @@ def without(bench: Bench, names: set[str], warning: str, *, real: bool = True) -
 
 def _without(cell: BenchCell, names: set[str], rest: Sequence[BenchContestant]) -> BenchCell:
     rows = [row for row in cell.rows if row.contestant not in names]
-    speedups = [found for found in cell.speedups if not {found.contestant, found.over} & names]
+    speedups = [found for found in cell.speedups if not {found.system, found.baseline} & names]
     left = cell.model_copy(update={"rows": rows, "speedups": speedups})
     return left.model_copy(update={"headline": headline_of(rest, left)})

@@ -7,7 +7,6 @@ from qdqbench.eval.bench.results import (
     PEERS,
     Bench,
     BenchCell,
-    BenchSpeedup,
     cell_label,
     headline_of,
     over_fastest,
@@ -16,7 +15,7 @@ from qdqbench.eval.bench.results import (
     speedup_of,
 )
 from qdqbench.eval.report.formats import label
-from qdqbench.quantize.core.comparison import standing
+from qdqbench.quantize.core.speedup import Speedup
 
 COMPARED = (
     ("int8", "fp16"),
@@ -81,11 +80,11 @@ def slow_lines(bench: Bench) -> list[str]:
         first, twin = headline_of(bench.contestants, cell), speedup_of(cell, "int8", "fp16")
         pairs = [first, twin if twin != first else None]
         if bench.device == "cpu":
-            pairs = [found for found in cell.speedups if found.contestant == "int8"]
+            pairs = [found for found in cell.speedups if found.system == "int8"]
         for found in pairs:
-            if found is not None and standing(found.value, found.low, found.high) == "slower":
-                why = f": {'; '.join(found.reasons)}" if found.reasons else ""
-                what = f"{names[found.contestant]} is slower than {names[found.over]}"
+            if found is not None and found.verdict == "slower":
+                why = f": {'; '.join(cell.slow_reasons)}" if found == twin and cell.slow_reasons else ""
+                what = f"{names[found.system]} is slower than {names[found.baseline]}"
                 lines.append(f"{cell_text(bench, cell)}: {what}, {found.value:.2f}x{why}")
     return lines
 
@@ -120,13 +119,13 @@ def cell_text(bench: Bench, cell: BenchCell) -> str:
     return f"{name} ({cell.sequences} sequences, {padding:.0%} padding)"
 
 
-def ratio_mark(ratio: BenchSpeedup | None) -> Mark:
+def ratio_mark(ratio: Speedup | None) -> Mark:
     """A speed-up with its interval; bad where both are below 1."""
     if ratio is None:
         return Mark("")
-    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low is not None else ""
-    found = standing(ratio.value, ratio.low, ratio.high)
-    said = {"slower": " ✗ slower", "not told apart": " not told apart"}.get(found, "")
+    interval = f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]" if ratio.ci95_low is not None else ""
+    found = ratio.verdict
+    said = {"slower": " ✗ slower", "inconclusive": " not told apart"}.get(found, "")
     return Mark(f"{ratio.value:.2f}x{interval}{said}", found == "slower")
 
 
@@ -174,7 +173,7 @@ def headline_marks(bench: Bench, cell: BenchCell) -> list[Mark]:
     if (best := headline_of(bench.contestants, cell)) is None:
         return [Mark("not measured"), Mark(""), Mark("")]
     sides = (
-        Mark(f"{names[name]} {latency_mark(bench, cell, name).text}") for name in (best.contestant, best.over)
+        Mark(f"{names[name]} {latency_mark(bench, cell, name).text}") for name in (best.system, best.baseline)
     )
     return [ratio_mark(best), *sides]
 
@@ -182,7 +181,7 @@ def headline_marks(bench: Bench, cell: BenchCell) -> list[Mark]:
 def ratio_rows(bench: Bench) -> list[tuple[str, list[Mark]]]:
     """Other ratios that tables show, by shape: of twins, of other recipes, over other quantizers."""
     names = {about.name: about.label for about in bench.contestants}
-    measured = {(s.contestant, s.over) for cell in bench.cells for s in cell.speedups}
+    measured = {(s.system, s.baseline) for cell in bench.cells for s in cell.speedups}
     others = [name for name in names if name.startswith("int8-") and name not in OURS]
     rows = [
         (f"{names[a]} over {names[b]}", [ratio_mark(speedup_of(cell, a, b)) for cell in bench.cells])

@@ -200,17 +200,17 @@ def _latencies(bench: Bench) -> list[Latency]:
     found = []
     for cell in bench.cells:
         best = headline_of(bench.contestants, cell)
-        if (row := row_of(cell, best.contestant if best else "int8")) is None or row.median_ms is None:
+        if (row := row_of(cell, best.system if best else "int8")) is None or row.median_ms is None:
             continue
         found.append(
             Latency(
                 cell=cell_label(cell, bench.settings.real_lengths),
                 contestant=row.contestant,
                 median_ms=row.median_ms,
-                over=best.over if best else None,
+                over=best.baseline if best else None,
                 speedup=best.value if best else None,
-                low=best.low if best else None,
-                high=best.high if best else None,
+                low=best.ci95_low if best else None,
+                high=best.ci95_high if best else None,
             )
         )
     return found

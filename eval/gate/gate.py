@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
 from qdqbench.eval.gate.baseline import standing_of
-from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
+from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import backend_of
@@ -59,7 +60,7 @@ def gate_of(session: Session, results: Results) -> Gate:
     return with_speed(gate, results.speed)
 
 
-def with_speed(gate: Gate, speed: list[Speed]) -> Gate:
+def with_speed(gate: Gate, speed: list[Speedup]) -> Gate:
     """The gate with its `min_speedup` judged by the run's bench: each cell must hold."""
     if gate.min_speedup is None:
         return gate
@@ -70,7 +71,7 @@ def with_speed(gate: Gate, speed: list[Speed]) -> Gate:
         needs = "`qdqbench bench RUN` where the engine will run"
         kept.append(OpenQuestion(state="not judged", what=asked, needs=needs))
     failures += [
-        f"{asked} is asked, INT8 is {row.value:.2f}x as fast as {row.over} at {row.cell}"
+        f"{asked} is asked, INT8 is {row.value:.2f}x as fast as {row.baseline} at {row.config}"
         for row in speed
         if row.value < gate.min_speedup
     ]

@@ -5,33 +5,27 @@ from pathlib import Path
 from qdqbench.eval.bench.results import (
     BENCH_FILE,
     Bench,
-    cell_label,
     headline_of,
     read_bench,
     row_of,
 )
 from qdqbench.eval.benchreport.left_out import without_unmasked
 from qdqbench.eval.benchreport.report import stale_files
-from qdqbench.quantize.core.comparison import EngineSize, Speed
+from qdqbench.quantize.core.comparison import EngineSize
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.speedup import Speedup
 
 
-def speed_of(folder: Path) -> list[Speed]:
+def speed_of(folder: Path) -> list[Speedup]:
     """The fastest INT8 engine over the fastest in FP16, cell by cell; none where nothing was measured."""
     if (bench := _bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.contestants}
-    found = [(cell, headline_of(bench.contestants, cell)) for cell in bench.cells]
+    best = (headline_of(bench.contestants, cell) for cell in bench.cells)
     return [
-        Speed(
-            cell=cell_label(cell, bench.settings.real_lengths),
-            over=labels[best.over],
-            value=best.value,
-            low=best.low,
-            high=best.high,
-        )
-        for cell, best in found
-        if best is not None
+        ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
+        for ratio in best
+        if ratio is not None
     ]
 
 

@@ -160,7 +160,7 @@ def tradeoff(results: Results, bench: Bench | None) -> Tradeoff:
     base, last = results.stages.get("fp32"), last_measured(results)
     if bench is None or not results.speed or base is None or last is None or not base.metrics:
         return Tradeoff()
-    least = min(results.speed, key=lambda row: row.value).cell
+    least = min(results.speed, key=lambda row: row.value).config
     task = bench.settings.real_lengths
     cell = next((cell for cell in bench.cells if cell_label(cell, task) == least), None)
     metric = next(iter(base.metrics))

@@ -188,10 +188,10 @@ def _speed_tile(results: Results) -> tuple[str, str, str, bool]:
         return "speed", "unknown", "`qdqbench bench RUN` measures it", True
     least = min(results.speed, key=lambda row: row.value)
     asked = results.gate.min_speedup
-    holds = least.standing != "slower" and (asked is None or least.value >= asked)
-    where = f"{least.cell}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.cell
-    than = "not told apart from" if least.standing == "not told apart" else "over"
-    return "speed", f"{least.value:.2f}x", f"{than} {least.over} at {where}", holds
+    holds = least.verdict != "slower" and (asked is None or least.value >= asked)
+    where = f"{least.config}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.config
+    than = "not told apart from" if least.verdict == "inconclusive" else "over"
+    return "speed", f"{least.value:.2f}x", f"{than} {least.baseline} at {where}", holds
 
 
 def _speed_mark(results: Results, bench: BenchView | None) -> bool | None:
@@ -199,12 +199,12 @@ def _speed_mark(results: Results, bench: BenchView | None) -> bool | None:
 
     None: nothing was measured, or an interval holds 1, so that nobody can tell.
     """
-    slower = any(row.standing == "slower" for row in results.speed)
+    slower = any(row.verdict == "slower" for row in results.speed)
     if slower or (bench is not None and bench.errors):
         return False
     if any(line.startswith(SPEED) for line in results.gate.failures):
         return False
-    return True if results.speed and all(row.standing == "faster" for row in results.speed) else None
+    return True if results.speed and all(row.verdict == "faster" for row in results.speed) else None
 
 
 def _delta_cells(versus: Comparison, metric: str) -> tuple[str, str]:

@@ -132,9 +132,9 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
                     batch=cell.batch,
                     length=cell.length,
                     value=round(found.value, 4),
-                    low=found.low and round(found.low, 4),
-                    high=found.high and round(found.high, 4),
-                    over=about[found.over].precision.upper(),
+                    low=found.ci95_low and round(found.ci95_low, 4),
+                    high=found.ci95_high and round(found.ci95_high, 4),
+                    over=about[found.baseline].precision.upper(),
                     where=f"{device}, {_backend(*about[contestant].backend.split())}",
                 ),
             )

@@ -38,8 +38,8 @@ def _row(bench: Bench, cell: BenchCell, changed: Changed) -> list[str]:
         str(cell.batch),
         ", ".join(map(str, lengths)) if len(lengths) <= 8 else f"{lengths[0]} to {lengths[-1]} by 8",
         f"{1 - cell.real_tokens / cell.padded_tokens:.1%}",
-        _rate(cell, names, best.contestant if best else ""),
-        _rate(cell, names, best.over if best else ""),
+        _rate(cell, names, best.system if best else ""),
+        _rate(cell, names, best.baseline if best else ""),
         f"**{mark.text}**" if mark.bad else mark.text,
     ]
 

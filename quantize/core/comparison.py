@@ -178,31 +178,6 @@ class ModelChange(Strict):
     said: str
 
 
-Standing = Literal["faster", "slower", "not told apart"]
-
-
-def standing(value: float, low: float | None, high: float | None) -> Standing:
-    """What a speed-up and its 95% interval say; every page and table says the same of one figure."""
-    if low is not None and high is not None and low <= 1 <= high:
-        return "not told apart"
-    return "slower" if value < 1 else "faster"
-
-
-class Speed(Strict):
-    """INT8 over the fastest contestant without INT8 in one cell of the run's bench."""
-
-    cell: str  # b32 s128
-    over: str  # its label
-    value: float  # below 1: slower
-    low: float | None  # 95 %
-    high: float | None
-
-    @property
-    def standing(self) -> Standing:
-        """Faster, slower, or neither."""
-        return standing(self.value, self.low, self.high)
-
-
 class EngineSize(Strict):
     """An engine without INT8 that the run's bench built, of the backend of the run's own."""
 

@@ -19,7 +19,7 @@ from qdqbench.eval.runreport import charts, parity, report
 from qdqbench.eval.runreport import report as report_module
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Gate, OpenQuestion, Parity, ParityRow, Speed
+from qdqbench.quantize.core.comparison import Gate, OpenQuestion, Parity, ParityRow
 from qdqbench.quantize.core.results import (
     BlockCheck,
     EngineResult,
@@ -33,7 +33,7 @@ from qdqbench.quantize.core.results import (
 )
 
 from ...support.pages import HOSTILE, Page, offline, plain
-from ...support.records import comparison, engine_result
+from ...support.records import comparison, engine_result, speedup
 
 LINEARS = (
     "attention.self.query",
@@ -493,12 +493,12 @@ def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
     ],
 )
 def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause: str, tile: bool) -> None:
-    row = Speed(cell="b32 s128", over="FP16 engine", value=value, low=None, high=None)
+    row = speedup(value)
     results = sample(speed=[row])
     assert clause in wording.verdict(results).sentence
     assert report._speed_tile(results)[1:] == (f"{value:.2f}x", "over FP16 engine at b32 s128", tile)
     assert "speed unknown" in wording.verdict(sample()).sentence
-    unclear = row.model_copy(update={"low": 0.7, "high": 1.4})
+    unclear = row.model_copy(update={"ci95_low": 0.7, "ci95_high": 1.4})
     said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
     results = sample(speed=[unclear])
     assert said in wording.verdict(results).sentence
