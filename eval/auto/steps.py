@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from qdqbench.eval.auto.climb import Rung
 from qdqbench.eval.auto.measure import RECIPE, Ladder
 from qdqbench.eval.auto.results import Measured, Step
-from qdqbench.eval.methods.measure import Comparing
+from qdqbench.eval.methods.measure import MethodComparison, list_sections
 from qdqbench.eval.methods.report import methods_headline, write_methods
 from qdqbench.eval.methods.results import METHODS_RECIPE
-from qdqbench.eval.methods.sections import sections
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.search.results import Trial
 from qdqbench.eval.search.trial import hash_of
@@ -85,21 +84,21 @@ class Steps:
 
     def _methods_s(self, before: Sequence[Step], left: float) -> float:
         pace, section = self.ladder.pace, self._base(before).calibration
-        judged = len(sections(section, (), ())) * self.ladder.samples * pace.fake_s
+        judged = len(list_sections(section, (), ())) * self.ladder.samples * pace.fake_s
         return judged + pace.calibrated(PASSES, section.samples) + pace.run_s
 
     def _methods(self, before: Sequence[Step], left: float) -> Taken:
         """The calibration section that is nearest to FP32."""
         ladder, folder = self.ladder, self.ladder.folder / "methods"
         session = ladder.session_of(self._base(before), folder)
-        found = Comparing(
+        found = MethodComparison(
             session,
             ladder.samples,
-            validates=False,
+            evaluates=False,
             progress=lambda done, total, text: ladder.say(f"methods: {text}, {done / total:.0%}"),
         ).run()
         write_methods(found, folder)
-        if found.best is found.own:
+        if found.best is found.given:
             raise CheckFailed(f"no other calibration is nearer to FP32 than that of {found.recipe['name']}")
         recipe = load_recipe(str(folder / METHODS_RECIPE))
         return [methods_headline(found)], ladder.run("methods", recipe, before)

@@ -1,282 +1,316 @@
 """Calibration methods side by side: each on train rows that calibration did not see, then on validation."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
+from pydantic import ValidationError
 
-from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.divergence import divergence
-from qdqbench.eval.accuracy.draw import described, draw_samples
+from qdqbench.eval.accuracy.draw import described
 from qdqbench.eval.accuracy.gate import NOISE
-from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
+from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.accuracy.switches import Switches
-from qdqbench.eval.methods.cases import Case, cases_of, groups_of
-from qdqbench.eval.methods.kept import keep_answers, kept_answers, open_ledger
-from qdqbench.eval.methods.results import METHODS_RECIPE, MethodCost, MethodRow, Methods, Scores, SplitResult
-from qdqbench.eval.methods.sections import write_up_method
-from qdqbench.eval.methods.shared import SharedCalibration, calibrated, collect_ranges, widest_weight
+from qdqbench.eval.methods.results import METHODS_RECIPE, MethodRow, Methods
+from qdqbench.eval.trials.calibrations import (
+    SharedCalibration,
+    apply_methods,
+    collect_ranges,
+    widest_activation,
+)
+from qdqbench.eval.trials.results import DRAW, CalibrationCost, Trial, failure_of
+from qdqbench.eval.trials.store import TRIALS, Trials
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.kinds.encoded import Encoded
+from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.machine.usage import Progress
-from qdqbench.quantize.rundir.ledger import Ledger
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.sources import Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+METHODS = ("max", "percentile/99.9", "percentile/99.99", "percentile/99.999", "mse", "entropy")
+ALPHA = 0.65  # of SmoothQuant where the recipe does not smooth
+EXTRA = 64  # channels for copies where the recipe does not split
+
+
+def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -> list[Calibration]:
+    """Return the calibration sections to compare, the recipe's own first, none twice.
+
+    Args:
+        methods: of activations; none: `METHODS` and the recipe's own.
+        smooths: "none", "gain" or an alpha; none: "none" and the recipe's own, or else 0.65.
+
+    Returns:
+        The recipe's own, every method with every smoothing, and, where nothing was named, the recipe's own
+        with one thing changed: weights_method, bias_correction, split_outliers, smooth (gain).
+
+    Raises:
+        UserError: not a method, or not a way to smooth.
+    """
+    chosen = [_parse_smooth(text) for text in smooths]
+    chosen = chosen or ["none", ALPHA if own.smooth == "none" else own.smooth]
+    changes: list[dict[str, Any]] = [
+        {"method": method, "smooth": smooth}
+        for smooth in chosen
+        for method in methods or dict.fromkeys((*METHODS, own.method))
+    ]
+    if not methods and not smooths:
+        changes += [
+            {"weights_method": "max" if own.weights_method == "mse" else "mse"},
+            {"bias_correction": not own.bias_correction},
+            {"split_outliers": 0 if own.split_outliers else EXTRA},
+            {"smooth": ALPHA if own.smooth == "gain" else "gain"},
+        ]
+    sections = [own, *(_change(own, each) for each in changes)]
+    return [section for at, section in enumerate(sections) if section not in sections[:at]]
+
+
+def _parse_smooth(text: str) -> float | str:
+    try:
+        return text if text in {"none", "gain"} else float(text)
+    except ValueError:
+        return text  # is refused with every other that does not fit
+
+
+def _change(own: Calibration, changes: dict[str, Any]) -> Calibration:
+    try:
+        return Calibration.model_validate(own.model_dump() | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["loc"][0] == "smooth":
+            raise UserError(
+                f"--smooth {changes['smooth']} is none of none, gain and an alpha from 0 to 1, such as 0.65"
+            ) from error
+        raise UserError(f"--method: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def write_calibrated_recipe(recipe: Recipe, section: Calibration) -> tuple[Recipe, str]:
+    """Return the recipe with another calibration section, and its YAML, which parses back to it."""
+    chosen = recipe.model_copy(
+        update={"name": f"{recipe.name.removesuffix('-calibrated')}-calibrated", "calibration": section}
+    )
+    short = chosen.model_dump(mode="json", exclude_defaults=True)
+    text = yaml.safe_dump(short, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+    if parse_recipe(text, METHODS_RECIPE) != chosen:
+        raise AssertionError(f"{METHODS_RECIPE} does not hold the recipe that was chosen")
+    return chosen, text
+
+
+def require_quantized(recipe: Recipe) -> None:
+    """Require a recipe that has something to calibrate.
+
+    Raises:
+        UserError: it has not.
+    """
+    if not recipe.quantizes:
+        raise UserError(
+            f"recipe {recipe.name} puts nothing into INT8, so there is nothing to calibrate; take another"
+        )
+
+
+@dataclass(frozen=True)
+class MethodCase:
+    """A calibration section with its plan."""
+
+    recipe: Recipe
+    plan: Plan
+
+    @property
+    def section(self) -> Calibration:
+        """Return the section."""
+        return self.recipe.calibration
+
+    @property
+    def key(self) -> str:
+        """Return its name in the store."""
+        return self.section.model_dump_json()
+
+    @property
+    def passes(self) -> str:
+        """Return what cases that share their passes over the data have in common."""
+        each = [(name, scaling.weights, scaling.smooth) for name, scaling in self.plan.scaling.items()]
+        return repr((self.section.split_outliers, each))
+
+    @property
+    def prepares(self) -> bool:
+        """Return whether calibration goes through the data once before."""
+        smooths = any(each.smooth != "none" for each in self.plan.scaling.values())
+        return smooths or self.section.split_outliers > 0
+
+
+def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
+    """Return sections with their plans; of those that resolve to the same for this recipe, the first.
+
+    Raises:
+        UserError: a wrong name, or a recipe that puts nothing into INT8.
+    """
+    recipe = session.recipe
+    sections = list_sections(recipe.calibration, methods, smooths)
+    require_quantized(recipe)
+    model = session.fp32_model
+    modules, prefix = module_table(model), model.base_model_prefix
+    plan = resolve(recipe, modules, prefix)
+    if not plan.family.splittable(plan.int8):
+        sections = [section for section in sections if not section.split_outliers]  # nothing to split
+    cases: dict[Any, MethodCase] = {}
+    for section in sections:
+        variant = recipe.model_copy(update={"calibration": section})
+        plan = resolve(variant, modules, prefix)
+        key = tuple(plan.scaling.items()), section.bias_correction, section.split_outliers
+        cases.setdefault(key, MethodCase(variant, plan))
+    if same := len(sections) - len(cases):
+        session.notes.append(
+            f"{same} combinations come to the same as another under the rules of recipe "
+            f"{recipe.name} and are left out"
+        )
+    return list(cases.values())
+
+
+def group_cases(cases: Iterable[MethodCase]) -> list[list[MethodCase]]:
+    """Return the cases in groups that share their passes over the calibration data."""
+    groups: dict[str, list[MethodCase]] = {}
+    for case in cases:
+        groups.setdefault(case.passes, []).append(case)
+    return list(groups.values())
+
 
 @dataclass
-class Comparing:
-    """One comparison in the folder of its session."""
+class MethodComparison:
+    """Calibration methods compared in the folder of a session."""
 
     session: Session
     samples: int
     methods: Sequence[str] = ()
     smooths: Sequence[str] = ()
     progress: Progress = lambda done, total, text: None
-    validates: bool = True  # False: evaluation data are not looked at
-    _done: float = field(default=0.0, init=False)
+    evaluates: bool = True  # False: evaluation data are not read
+    _done: float = field(default=0.0, init=False)  # samples that went through a model
     _total: float = field(default=1.0, init=False)
-    # divergence of each sample of the draw, by row
-    _each: dict[int, Float64] = field(default_factory=dict, init=False)
-    _before: float = field(default=0.0, init=False)  # seconds of earlier calls
+
+    @cached_property
+    def trials(self) -> Trials:
+        """Return the store, with what is scored."""
+        path = self.session.folder / TRIALS
+        return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
 
     def run(self) -> Methods:
-        """Measure every row that the ledger lacks, and write the recipe of the best one.
+        """Measure every case that the store lacks, and write the recipe of the best one.
 
         Raises:
-            UserError: bad input, too little data, or no row that works.
+            UserError: bad input, too little data, or no case that works.
         """
-        start = time.perf_counter()
-        cases = cases_of(self.session, self.methods, self.smooths)
-        self._before = self.ledger.seconds
-        self._count(cases)
-        self._ask_fp32()
-        found: dict[int, MethodCost | str] = {}
-        for group in groups_of(cases):
-            found |= self._group({at: cases[at] for at in group})
-        return self._report(cases, found, self._before + time.perf_counter() - start)
-
-    @cached_property
-    def _drawn(self) -> tuple[Split, Encoded]:
-        return draw_samples(self.session, self.samples)
-
-    @property
-    def draw(self) -> Encoded:
-        """What is compared on."""
-        return self._drawn[1]
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """Finished rows."""
-        judges = self.session.eval_splits.values() if self.validates else ()
-        fingerprints = [self._drawn[0].fingerprint, *(split.fingerprint for split, _ in judges)]
-        return open_ledger(self.session, self.samples, fingerprints)
-
-    @cached_property
-    def _evaluated(self) -> dict[str, Encoded]:
-        """Evaluation splits, which judge."""
-        splits = self.session.eval_splits if self.validates else {}
-        return {name: encoded for name, (_, encoded) in splits.items()}
-
-    def _ask_fp32(self) -> None:
-        """Answers of FP32, kept beside the ledger."""
-        asked, folder = {"": self.draw, **self._evaluated}, self.session.folder
-        answers = kept_answers(folder, self.ledger)
-        if answers is None:
-            start = time.perf_counter()
-            answers = self._answers(asked)
-            keep_answers(folder, self.ledger, answers, time.perf_counter() - start)
-        else:
-            self._done += sum(encoded.rows for encoded in asked.values())
-        self.reference = answers.pop("")
-        self.reference_eval = answers
-
-    def _answers(self, asked: dict[str, Encoded]) -> dict[str, Float32]:
-        model = placed(self.session.fp32_model)
-        try:
-            return {name: self._logits(model, encoded, "FP32") for name, encoded in asked.items()}
-        except CheckFailed as error:
-            raise UserError(
-                f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
-                "to compare with; train or save it again"
-            ) from error
-
-    def _count(self, cases: list[Case]) -> None:
-        """Samples that will be run through a model, for the progress bar."""
-        judged = self.draw.rows + sum(encoded.rows for encoded in self._evaluated.values())
-        firsts = [cases[group[0]] for group in groups_of(cases)]
+        start, trials = time.perf_counter(), self.trials
+        cases = list_cases(self.session, self.methods, self.smooths)
+        groups, earlier = group_cases(cases), trials.store.seconds
+        firsts = [group[0] for group in groups]
         passes = sum(1 + case.prepares + bool(case.plan.attention) for case in firsts)  # and of the softmax
-        self._total = judged * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
+        drawn = self.session.recipe.calibration.samples
+        self._total = trials.rows * (1 + len(cases)) + drawn * passes
+        trials.fp32  # noqa: B018  (before anything is calibrated)
+        self._done = trials.rows
+        tried: dict[str, Trial] = {}
+        for group in groups:
+            tried |= self._try_group(group)
+        return self._report([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
 
-    def _say(self, count: int, text: str) -> None:
-        self._done += count
+    def _advance(self, rows: int, text: str) -> None:
+        self._done += rows
         self.progress(self._done, self._total, text)
 
-    def _logits(self, model: "PreTrainedModel", encoded: Encoded, text: str) -> Float32:
-        session = self.session
-        return predict(
-            torch_runner(model),
-            encoded,
-            pad_id=session.pad_id,
-            batch_size=session.config.batch_size,
-            stage=text,
-            progress=lambda count: self._say(count, text),
-        )
-
-    def _group(self, cases: dict[int, Case]) -> dict[int, MethodCost | str]:
-        """Rows that share their passes over the data; what failed is a sentence.
-
-        Passes are made again where a row is left to measure: what they leave is the model itself.
-        """
-        found: dict[int, MethodCost | str] = {
-            at: self._known(at, case) for at, case in cases.items() if case.key in self.ledger.found
-        }
-        left = {at: case for at, case in cases.items() if at not in found}
-        if not left:
-            self._done += self.session.recipe.calibration.samples  # at least
-            return found
-        try:
-            shared, seconds = self._pass(next(iter(left.values())))
-        except (CheckFailed, UserError) as error:
-            return found | dict.fromkeys(left, str(error))
-        for at, case in left.items():
-            start = time.perf_counter()
+    def _try_group(self, group: list[MethodCase]) -> dict[str, Trial]:
+        """Try cases that share their passes; those are made where a case is left to measure."""
+        session, known = self.session, self.trials.store.trials
+        pending = [case for case in group if case.key not in known]
+        tried = {case.key: known[case.key] for case in group if case.key in known}
+        if tried:
+            self._advance(len(tried) * self.trials.rows, "resuming")
+        if not pending:
+            self._advance(session.recipe.calibration.samples, "resuming")  # at least
+        else:
+            start, first = time.perf_counter(), pending[0]
             try:
-                cost = self._row(at, case, shared, seconds)
-            except CheckFailed as error:
-                found[at] = str(error)
-                continue
-            row = {
-                "cost": cost.model_dump(mode="json"),
-                "each": self._each[at].tolist(),
-                "notes": shared.notes,
-            }
-            self.ledger.append(case.key, row, time.perf_counter() - start)
-            found[at] = cost
-        return found
-
-    def _known(self, at: int, case: Case) -> MethodCost:
-        """A row that an earlier call measured."""
-        row = self.ledger.found[case.key]["value"]
-        self._each[at] = np.array(row["each"], np.float64)
-        self._note(row["notes"])
-        self._say(self.draw.rows + sum(e.rows for e in self._evaluated.values()), "what is known")
-        return MethodCost.model_validate(row["cost"])
-
-    def _note(self, notes: list[str]) -> None:
-        self.session.notes += [note for note in notes if note not in self.session.notes]
-
-    def _pass(self, case: Case) -> tuple[SharedCalibration, float]:
-        start = time.perf_counter()
-        shared = collect_ranges(
-            placed(self.session.new_int8_model()),
-            case.plan,
-            self.session.calibration_batches(),
-            case.section,
-            lambda count: self._say(count, f"calibration, smooth {case.section.smooth}"),
-        )
-        self._note(shared.notes)
-        return shared, time.perf_counter() - start
-
-    def _row(self, at: int, case: Case, shared: SharedCalibration, seconds: float) -> MethodCost:
-        start = time.perf_counter()
-        model, states = calibrated(shared, case.plan)
-        if case.section.bias_correction:
-            correct_biases(model, case.plan.int8, self.session.calibration_batches())
-        seconds += time.perf_counter() - start
-        # the same arithmetic, with weights rounded once and not in every batch
-        Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
-        config, gold = self.session.config, self.draw.gold
-        logits = self._logits(model, self.draw, case.section.method)
-        self._each[at] = each = divergence(config.task, self.reference, logits, gold)
-        wide = widest_weight(states)
-        judged = {}
-        for name, encoded in self._evaluated.items():
-            answers = self._logits(model, encoded, case.section.method)
-            fp32 = self.reference_eval[name]
-            judge = metrics.against(config.task, encoded.gold, fp32)
-            judged[name] = SplitResult(
-                metrics=metrics.compute(config.task, answers, judge),
-                vs_fp32=compare(config.task, fp32, answers, judge, seed=config.seed),
-            )
-        return MethodCost(
-            divergence=float(each.mean()),
-            divergence_stderr=_stderr(each),
-            above_best=0.0,  # these three are known when all rows are there
-            above_best_stderr=0.0,
-            ties=True,
-            sqnr_db=compare(config.task, self.reference, logits, gold, seed=config.seed).sqnr_db,
-            amax_over_rms=wide[1] if wide else None,
-            amax_over_rms_at=wide[0] if wide else None,
-            validation=judged,
-            calibration_s=seconds,
-        )
-
-    def _rows(self, cases: list[Case], found: dict[int, MethodCost | str]) -> list[MethodRow]:
-        done = {at: each for at, each in found.items() if isinstance(each, MethodCost)}
-        if not done:
-            raise UserError(f"no combination gave a model that works; the recipe as it is: {found[0]}")
-        best = min(sorted(done), key=lambda at: done[at].divergence)
-        rows = []
-        for at, case in enumerate(cases):
-            measured, failure = done.get(at), found[at] if at not in done else None
-            if measured is not None:
-                more = self._each[at] - self._each[best]
-                above, error = float(more.mean()), _stderr(more)
-                update = {"above_best": above, "above_best_stderr": error, "ties": above <= NOISE * error}
-                measured = measured.model_copy(update=update)
-            rows.append(
-                MethodRow(
-                    **case.section.model_dump(include=set(MethodRow.model_fields)),
-                    recipe=at == 0,
-                    best=at == best,
-                    measured=measured,
-                    failure=None if failure is None else str(failure),
+                shared = collect_ranges(
+                    placed(session.new_int8_model()),
+                    first.plan,
+                    session.calibration_batches(),
+                    first.section,
+                    lambda rows: self._advance(rows, f"calibration, smooth {first.section.smooth}"),
                 )
+            except (CheckFailed, UserError) as error:
+                failed = {case.key: self._draft(case, failure=failure_of(error)) for case in pending}
+                return tried | failed
+            seconds = time.perf_counter() - start
+            for case in pending:
+                tried[case.key] = self._try_case(case, shared, seconds)
+        for trial in tried.values():
+            notes = trial.calibration.notes if trial.calibration else []
+            session.notes += [note for note in notes if note not in session.notes]
+        return tried
+
+    def _draft(self, case: MethodCase, **fields: Any) -> Trial:
+        given = case.section == self.session.recipe.calibration
+        return Trial(recipe=case.recipe, origin="given" if given else "calibration", **fields)
+
+    def _try_case(self, case: MethodCase, shared: SharedCalibration, seconds: float) -> Trial:
+        def calibrate() -> tuple["PreTrainedModel", CalibrationCost]:
+            start = time.perf_counter()
+            model, states = apply_methods(shared, case.plan)
+            if case.section.bias_correction:
+                correct_biases(model, case.plan.int8, self.session.calibration_batches())
+            spent = seconds + time.perf_counter() - start
+            # the same arithmetic, with weights rounded once and not in every batch
+            Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
+            name, ratio = widest_activation(states) or (None, None)
+            cost = CalibrationCost(
+                seconds=spent, amax_over_rms=ratio, amax_over_rms_at=name, notes=shared.notes
             )
+            return model, cost
+
+        return self.trials.measure(case.key, self._draft(case), calibrate)
+
+    def _rows(self, tried: list[Trial]) -> list[MethodRow]:
+        done = [trial for trial in tried if not trial.failure]
+        if not done:
+            failure = tried[0].failure
+            assert failure is not None
+            raise UserError(f"no combination gave a model that works; the recipe as it is: {failure.text}")
+        best = min(done, key=lambda trial: trial.divergence)
+        rows = []
+        for trial in tried:
+            row = MethodRow(trial=trial.model_copy(update={"divergences": []}))
+            if not trial.failure:
+                more = np.array(trial.divergences) - np.array(best.divergences)
+                row.best, row.above_best = trial is best, float(more.mean())
+                row.above_best_stderr = float(more.std(ddof=1) / np.sqrt(len(more)))
+                row.ties = row.above_best <= NOISE * row.above_best_stderr
+            rows.append(row)
         return rows
 
-    def _report(self, cases: list[Case], found: dict[int, MethodCost | str], wall_s: float) -> Methods:
-        session, config = self.session, self.session.config
-        rows = self._rows(cases, found)
-        best = next(case.section for case, row in zip(cases, rows, strict=True) if row.best)
-        chosen, text = write_up_method(config.recipe, best)
+    def _report(self, tried: list[Trial], wall_s: float) -> Methods:
+        session, trials, recipe = self.session, self.trials, self.session.recipe
+        rows = self._rows(tried)
+        best = next(row.section for row in rows if row.best)
+        chosen, text = write_calibrated_recipe(recipe, best)
         files.write_text(session.folder / METHODS_RECIPE, text)
-        if any(rule.refines for rule in config.recipe.rules):
+        if any(rule.refines for rule in recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
-        about = described(session, self._drawn[0], len(self.draw.gold))
-        judges = self._evaluated.items()
-        about["data"]["evaluation"] = {name: len(encoded.gold) for name, encoded in judges}
+        about = described(session, trials.drawn[0], len(trials.draw.gold))
+        splits = [split for split in trials.encoded if split != DRAW]
+        about["data"]["evaluation"] = {split: len(trials.encoded[split].gold) for split in splits}
         return Methods(
             **about,
-            fp32={name: self._scores(name) for name in self._evaluated},
+            fp32={split: trials.fp32_scores(split) for split in splits},
             rows=rows,
             recipe_name=chosen.name,
             warnings=session.warnings,
             notes=session.notes,
             timings={"total_s": wall_s},
         )
-
-    def _scores(self, name: str) -> Scores:
-        task, seed = self.session.config.task, self.session.config.seed
-        logits = self.reference_eval[name]
-        gold = metrics.against(task, self.session.gold[name], logits)
-        return Scores(
-            metrics=metrics.compute(task, logits, gold),
-            stderr=metrics.stderr(task, logits, gold, seed=seed),
-            n=len(gold),
-        )
-
-
-def _stderr(each: Float64) -> float:
-    return float(each.std(ddof=1) / np.sqrt(len(each)))

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.methods.results import METHODS_FILE, MethodCost, MethodRow, Methods
+from qdqbench.eval.methods.results import METHODS_FILE, MethodRow, Methods
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import DIVERGENCES, cleaned, label, remarks, seconds, sentence
 from qdqbench.eval.report.page import Page, page_of_choice
 from qdqbench.eval.report.render import write
+from qdqbench.eval.trials.results import DRAW, Trial
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 
@@ -88,19 +89,18 @@ def methods_view(found: Methods) -> MethodsView:
 
 def methods_headline(found: Methods) -> str:
     """The best row, and what it gains over the recipe as it is."""
-    best, own = found.best, found.own
-    assert best.measured is not None
-    text = f"Best: {best.name}, with a divergence of {best.measured.divergence:.2e}"
-    if best is own:
+    best, given = found.best, found.given
+    text = f"Best: {best.name}, with a divergence of {best.trial.divergence:.2e}"
+    if best is given:
         text += "; that is the recipe as it is."
-    elif own.measured is None:
+    elif given.trial.failure:
         text += "; the recipe as it is failed."
     else:
-        noise = ", which is within noise" if own.measured.ties else ""
-        text += f" against {own.measured.divergence:.2e} of the recipe as it is{noise}."
+        noise = ", which is within noise" if given.ties else ""
+        text += f" against {given.trial.divergence:.2e} of the recipe as it is{noise}."
     scores = [
-        f"{label(found.metric)}{_of(split, list(found.fp32))} {method_delta(judged.vs_fp32, found.metric)}"
-        for split, judged in best.measured.validation.items()
+        f"{label(found.metric)}{_of(split, list(found.fp32))} {method_delta(best.trial.scores[split])}"
+        for split in found.fp32
     ]
     return f"{text} Against FP32 on validation: {', '.join(scores)}." if scores else text
 
@@ -115,10 +115,10 @@ def caption(found: Methods) -> str:
     )
 
 
-def method_delta(comparison: Comparison, metric: str) -> str:
+def method_delta(comparison: Comparison) -> str:
     """INT8 minus FP32 with its standard error, and whether it is noise; negative is a loss."""
     noise = " (noise)" if comparison.within_noise else ""
-    return f"{comparison.delta[metric]:+.4f} ± {comparison.delta_stderr[metric]:.4f}{noise}"
+    return f"{-comparison.drop:+.4f} ± {comparison.drop_stderr:.4f}{noise}"
 
 
 def methods_summary(found: Methods) -> "Group":
@@ -154,14 +154,15 @@ def _screen(cells: list[str]) -> list[str]:
 
 
 def _tiles(found: Methods) -> list[tuple[str, str, str, bool]]:
-    best, own = found.best.measured, found.own.measured
-    assert best is not None
-    of_own = f"{best.divergence / own.divergence:.0%} of the recipe's" if own and own.divergence else ""
-    tiles = [("divergence of the best", f"{best.divergence:.2e}", of_own, True)]
-    for split, judged in best.validation.items():
+    best = found.best.trial
+    share = _share(found, best)
+    of_given = f"{share} of the recipe's" if share else ""
+    tiles = [("divergence of the best", f"{best.divergence:.2e}", of_given, True)]
+    for split in found.fp32:
+        versus = best.scores[split]
         name = f"{label(found.metric)}{_of(split, list(found.fp32))} against FP32"
-        noise = "within noise" if judged.vs_fp32.within_noise else "beyond noise"
-        tiles.append((name, f"{judged.vs_fp32.delta[found.metric]:+.4f}", noise, True))
+        noise = "within noise" if versus.within_noise else "beyond noise"
+        tiles.append((name, f"{-versus.drop:+.4f}", noise, True))
     return [*tiles, ("methods", str(len(found.rows)), seconds(found.timings["total_s"]), True)]
 
 
@@ -177,32 +178,39 @@ def _explanation(found: Methods) -> list[str]:
 
 
 def _line(found: Methods, row: MethodRow) -> MethodLine:
-    settings = [row.method, str(row.smooth), row.weights_method, "on" if row.bias_correction else "off"]
-    settings.append(str(row.split_outliers or "off"))
-    tie = row.measured is not None and row.measured.ties and not row.best
-    marks = [("best", row.best), ("=", tie), ("the recipe", row.recipe)]
+    section = row.section
+    settings = [section.method, str(section.smooth), section.weights_method]
+    settings += ["on" if section.bias_correction else "off", str(section.split_outliers or "off")]
+    marks = [("best", row.best), ("=", row.ties and not row.best), ("the recipe", row.is_given)]
+    failure = row.trial.failure
     return MethodLine(
         name=row.name,
         settings=settings,
-        cells=_cells(found, row.measured) if row.measured else [],
+        cells=[] if failure else _cells(found, row),
         marks=", ".join(mark for mark, holds in marks if holds),
         best=row.best,
-        failure=row.failure or "",
+        failure=failure.text if failure else "",
     )
 
 
-def _cells(found: Methods, measured: MethodCost) -> list[str]:
-    own = found.own.measured
-    ratio = measured.divergence / own.divergence if own and own.divergence else None
+def _share(found: Methods, trial: Trial) -> str:
+    given = found.given.trial
+    return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
+
+
+def _cells(found: Methods, row: MethodRow) -> list[str]:
+    trial, versus = row.trial, row.trial.scores[DRAW]
+    assert trial.calibration is not None
+    widest = trial.calibration.amax_over_rms
     cells = [
-        f"{measured.divergence:.2e} ± {measured.divergence_stderr:.0e}",
-        "" if ratio is None else f"{ratio:.0%}",
-        "equal" if measured.sqnr_db is None else f"{measured.sqnr_db:.1f} dB",
-        "" if measured.amax_over_rms is None else f"{measured.amax_over_rms:.0f}",
+        f"{versus.divergence:.2e} ± {versus.divergence_stderr:.0e}",
+        _share(found, trial),
+        "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB",
+        "" if widest is None else f"{widest:.0f}",
     ]
-    for judged in measured.validation.values():
-        cells += [f"{judged.metrics[found.metric]:.4f}", method_delta(judged.vs_fp32, found.metric)]
-    return [*cells, f"{measured.calibration_s:.0f} s"]
+    for split in found.fp32:
+        cells += [f"{found.value(row, split):.4f}", method_delta(trial.scores[split])]
+    return [*cells, f"{trial.calibration.seconds:.0f} s"]
 
 
 def _of(split: str, splits: list[str]) -> str:
@@ -211,25 +219,28 @@ def _of(split: str, splits: list[str]) -> str:
 
 def divergence_svg(found: Methods) -> str:
     """Divergence of every row with one standard error."""
-    points = [(row, m.divergence, m.divergence_stderr) for row in found.rows if (m := row.measured)]
+    points = [
+        (row, row.trial.divergence, row.trial.scores[DRAW].divergence_stderr or 0.0)
+        for row in found.rows
+        if not row.trial.failure
+    ]
     title = "divergence from FP32, train rows"
     return _chart(points, title, "methods-divergence", None)
 
 
 def delta_svg(found: Methods) -> str:
     """Difference of the primary metric on the first evaluation split with its paired standard error."""
-    split, points = next(iter(found.fp32)), []
-    for row in found.rows:
-        if row.measured:
-            judged = row.measured.validation[split].vs_fp32
-            points.append((row, judged.delta[found.metric], judged.delta_stderr[found.metric]))
+    split = next(iter(found.fp32))
+    done = [(row, row.trial.scores[split]) for row in found.rows if not row.trial.failure]
+    points = [(row, -versus.drop, versus.drop_stderr) for row, versus in done]
     return _chart(points, f"{label(found.metric)} against FP32, {split}", "methods-delta", 0.0)
 
 
 def _short(row: MethodRow) -> str:
-    parts = [row.method.replace("percentile/", "p"), f"smooth {row.smooth}" if row.smooth != "none" else ""]
-    parts += ["w. mse" if row.weights_method == "mse" else "", "bias" if row.bias_correction else ""]
-    parts += [f"split {row.split_outliers}" if row.split_outliers else ""]
+    own = row.section
+    parts = [own.method.replace("percentile/", "p"), f"smooth {own.smooth}" if own.smooth != "none" else ""]
+    parts += ["w. mse" if own.weights_method == "mse" else "", "bias" if own.bias_correction else ""]
+    parts += [f"split {own.split_outliers}" if own.split_outliers else ""]
     return ", ".join(part for part in parts if part)
 
 
@@ -241,7 +252,7 @@ def _chart(points: list[tuple[MethodRow, float, float]], title: str, name: str, 
     for place, (row, value, error) in enumerate(points):
         colour, marker = (svg.GREEN, "*") if row.best else (svg.BLUE, "o")
         axes.errorbar(value, place, xerr=error, color=colour, marker=marker, markersize=5, capsize=3)
-    labels = [f"{_short(row)}{' (recipe)' if row.recipe else ''}" for row, _, _ in points]
+    labels = [f"{_short(row)}{' (recipe)' if row.is_given else ''}" for row, _, _ in points]
     axes.set_yticks(range(len(points)), labels)
     axes.set_ylim(len(points) - 0.4, -0.6)
     if zero is None and all(value > 0 for _, value, _ in points):

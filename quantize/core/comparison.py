@@ -26,9 +26,9 @@ class Agreement(Strict):
 
 
 class Comparison(Strict):
-    """A stage against FP32 on the same samples (paired)."""
+    """A model against FP32 on the same samples (paired)."""
 
-    delta: dict[str, float]  # stage minus FP32, by metric
+    delta: dict[str, float]  # model minus FP32, by metric, primary first
     delta_stderr: dict[str, float]  # paired bootstrap
     n: int  # paired samples
     disagreements: int | None  # samples whose predicted class differs; None for regression
@@ -37,6 +37,25 @@ class Comparison(Strict):
     mean_abs_logit_diff: float
     sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
     agreement: Agreement | None = None  # None but for embeddings
+    # distance of the answers, mean over samples (see `Divergence`); None: of a stage of `run`
+    divergence: float | None = None
+    divergence_stderr: float | None = None  # over samples
+
+    @property
+    def drop(self) -> float:
+        """Return FP32 minus the model in the primary metric; positive is a loss."""
+        return -next(iter(self.delta.values())) + 0.0  # no negative zero
+
+    @property
+    def drop_stderr(self) -> float:
+        """Return the paired standard error of the drop."""
+        return next(iter(self.delta_stderr.values()))
+
+    @property
+    def distance(self) -> float:
+        """Return the divergence of a comparison that has one."""
+        assert self.divergence is not None
+        return self.divergence
 
 
 class ParityRow(Strict):

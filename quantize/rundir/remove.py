@@ -48,8 +48,8 @@ _RUN = (
     "embedded/*",
     *_BENCH,
 )
-_SENSITIVITY = ("sensitivity.*", "recipe.yaml", "embedded/*")
-_METHODS = ("methods.*", "recipe.yaml", "embedded/*")
+_SENSITIVITY = ("sensitivity.*", "trials.*", "recipe.yaml", "embedded/*")
+_METHODS = ("methods.*", "trials.*", "recipe.yaml", "embedded/*")
 _TRAINED = ("finetune.*", "seed-*", "embedded/*")
 KINDS = {
     "run": Kind("run", "results.json", _RUN),

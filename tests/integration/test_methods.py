@@ -5,15 +5,15 @@ import re
 
 import pytest
 
-from qdqbench.eval.methods.measure import Comparing
 from qdqbench.eval.methods.results import Methods
+from qdqbench.eval.trials.results import DRAW
+from qdqbench.eval.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
 
 FILES = [
-    *("methods.fp32.npz", "methods.html", "methods.json", "methods.md", "methods.partial.jsonl"),
-    "recipe.yaml",
+    *("methods.html", "methods.json", "methods.md", "recipe.yaml", "trials.fp32.npz", "trials.jsonl"),
 ]
 ATTENTION = "bert-int8-attention"
 NARROW = ("--method", "max", "--method", "percentile/99.9", "--smooth", "none")
@@ -27,7 +27,8 @@ def lasting(found):
     """What does not depend on when and where it was measured."""
     kept = json.loads(found.model_dump_json(exclude={"created", "command", "timings"}))
     for row in kept["rows"]:
-        del row["measured"]["calibration_s"]
+        del row["trial"]["seconds"]
+        row["trial"]["calibration"].pop("seconds")
     return kept
 
 
@@ -47,23 +48,23 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     assert (done.code, done.err) == (0, "")
     assert listing(out) == FILES
     found = read_methods(out)
-    assert not [row.failure for row in found.rows if row.failure]
-    assert [row.recipe for row in found.rows] == [True] + [False] * (len(found.rows) - 1)
-    assert {row.smooth for row in found.rows} == {"none", 0.65, "gain"}
-    assert {row.weights_method for row in found.rows} == {"max", "mse"}
-    assert {row.bias_correction for row in found.rows} == {False, True}
-    assert {row.split_outliers for row in found.rows} == {0, 64}
-    least = min(row.measured.divergence for row in found.rows)
-    assert found.best.measured.divergence == least > 0
-    assert found.best.measured.above_best == 0
-    assert all(row.measured.above_best >= 0 for row in found.rows)
+    assert not [row.trial.failure for row in found.rows if row.trial.failure]
+    assert [row.is_given for row in found.rows] == [True] + [False] * (len(found.rows) - 1)
+    assert {row.section.smooth for row in found.rows} == {"none", 0.65, "gain"}
+    assert {row.section.weights_method for row in found.rows} == {"max", "mse"}
+    assert {row.section.bias_correction for row in found.rows} == {False, True}
+    assert {row.section.split_outliers for row in found.rows} == {0, 64}
+    least = min(row.trial.divergence for row in found.rows)
+    assert found.best.trial.divergence == least > 0
+    assert found.best.above_best == 0
+    assert all(row.above_best >= 0 for row in found.rows)
     assert (found.data["samples"], found.data["calibration"]) == (96, 64)
     assert found.data["evaluation"] == {"validation": EVAL_ROWS}
     assert (found.divergence, found.metric) == ("kl", "accuracy")
     chosen = load_recipe(str(out / "recipe.yaml"))
     assert chosen.name == found.recipe_name == "bert-int8-ffn-calibrated"
     for key in ("method", "smooth", "weights_method", "bias_correction"):
-        assert getattr(chosen.calibration, key) == getattr(found.best, key)
+        assert getattr(chosen.calibration, key) == getattr(found.best.section, key)
     own = load_recipe(str(path))
     assert chosen.model_copy(update={"name": own.name, "calibration": own.calibration}) == own
     for text in ("best", "the recipe", "entropy", "Validation is the judge", "recipe.yaml"):
@@ -75,35 +76,30 @@ def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypat
     three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smooth", "none")
     options = ("methods", recipe(ATTENTION), *sst2.options, "--samples", 32, "--limit", 32, *three)
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
-    row, answers, made = Comparing._row, Comparing._answers, []
+    answer, made = Trials.answer, []
 
-    def measured(self, at, case, *rest):
-        if made == ["fp32", "max"]:
+    def spied(self, model, text):
+        if made == ["FP32", "max"]:
             raise KeyboardInterrupt
-        made.append(case.section.method)
-        return row(self, at, case, *rest)
+        made.append(text)
+        return answer(self, model, text)
 
-    def asked(self, splits):
-        made.append("fp32")
-        return answers(self, splits)
-
-    monkeypatch.setattr(Comparing, "_row", measured)
-    monkeypatch.setattr(Comparing, "_answers", asked)
+    monkeypatch.setattr(Trials, "answer", spied)
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
-    assert (done.code, made) == (130, ["fp32", "max"])
+    assert (done.code, made) == (130, ["FP32", "max"])
     assert done.err == "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
-    with (out / "methods.partial.jsonl").open("a") as stream:
+    with (out / "trials.jsonl").open("a") as stream:
         stream.write('{"key": "{')
     made.clear()
     done = qdqbench(*options, "--out", out)
     assert (done.code, made) == (0, ["mse", "percentile/99.9"])
-    assert done.err == f"{out / 'methods.partial.jsonl'}: going on after 2 finished measurements\n"
+    assert done.err == f"{out / 'trials.jsonl'}: resuming after 1 finished trials\n"
     assert lasting(read_methods(out)) == lasting(read_methods(tmp_path / "whole"))
     assert qdqbench(*options, "--out", out).code == 0
     assert made == ["mse", "percentile/99.9"]
     assert qdqbench(*options, "--limit", 16, "--out", out).code == 0  # other rows judge
-    assert made[2:] == ["fp32", "max", "mse", "percentile/99.9"]
+    assert made[2:] == ["FP32", "max", "mse", "percentile/99.9"]
 
 
 @pytest.mark.long
@@ -123,9 +119,10 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     labels = logits["fp32"]["validation.labels"]
     pair = [logits[name]["validation.logits"] for name in ("fp32", "fake_quant")]
     expected = compare(get_task("sst2"), *pair, labels, seed=0)
-    own = read_methods(tmp_path / "a").own
-    assert (own.method, own.smooth, own.bias_correction) == ("percentile/99.99", 0.5, True)
-    found = own.measured.validation["validation"].vs_fp32
+    given = read_methods(tmp_path / "a").given
+    section = given.section
+    assert (section.method, section.smooth, section.bias_correction) == ("percentile/99.99", 0.5, True)
+    found = given.trial.scores["validation"]
     assert found.mean_abs_logit_diff == pytest.approx(expected.mean_abs_logit_diff, rel=0.05)
     assert found.delta["accuracy"] == pytest.approx(expected.delta["accuracy"], abs=2.5 / EVAL_ROWS)
 
@@ -144,7 +141,7 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
     assert lasting(first) == lasting(again)
     assert first.fp32 != other.fp32
     for ours, theirs in zip(first.rows, other.rows, strict=True):
-        assert ours.measured.divergence == theirs.measured.divergence
+        assert ours.trial.divergence == theirs.trial.divergence
     assert [row.best for row in first.rows] == [row.best for row in other.rows]
 
 
@@ -158,7 +155,7 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     found = read_methods(out)
     assert json.loads(done.out) == json.loads(found.model_dump_json())
     assert found.divergence == "squared"
-    assert [(row.method, row.smooth) for row in found.rows] == [("max", "none"), ("percentile/99.9", "none")]
+    assert [row.name for row in found.rows] == ["max", "percentile/99.9"]
     assert found.data["samples"] == TRAIN_ROWS - 64
     assert any("192 samples, not 500" in note for note in found.notes)
 
@@ -172,7 +169,7 @@ def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
     found = read_methods(out)
     assert list(found.fp32) == ["validation_matched", "validation_mismatched"]
     assert {scores.n for scores in found.fp32.values()} == {48}
-    assert all(list(row.measured.validation) == list(found.fp32) for row in found.rows)
+    assert all(list(row.trial.scores) == [DRAW, *found.fp32] for row in found.rows)
     assert any("the first 48" in note for note in found.notes)
 
 
@@ -180,25 +177,25 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     from qdqbench.eval.methods import measure as methods
     from qdqbench.quantize.core.errors import CheckFailed
 
-    honest = methods.calibrated
+    honest = methods.apply_methods
 
     def broken(shared, plan):
         if any(scaling.method == "max" for scaling in plan.scaling.values()):
             raise CheckFailed("amax is a joke")
         return honest(shared, plan)
 
-    monkeypatch.setattr(methods, "calibrated", broken)
+    monkeypatch.setattr(methods, "apply_methods", broken)
     out = tmp_path / "out"
     options = (recipe(ATTENTION), *sst2.options, "--samples", 64, "--out")
     done = qdqbench("methods", *options, out, *NARROW)
     assert (done.code, done.err) == (0, "")
     assert "amax is a joke" in done.out
     found = read_methods(out)
-    assert [row.failure for row in found.rows] == ["amax is a joke", None]
-    assert found.best.method == "percentile/99.9"
+    assert [row.trial.failure and row.trial.failure.text for row in found.rows] == ["amax is a joke", None]
+    assert found.best.section.method == "percentile/99.9"
     nothing = tmp_path / "nothing"
     refused(qdqbench("methods", *options, nothing, "--method", "max", "--smooth", "none"), "amax is a joke")
-    assert listing(nothing) == ["methods.fp32.npz", "methods.partial.jsonl"]
+    assert listing(nothing) == ["trials.fp32.npz", "trials.jsonl"]
 
 
 @pytest.mark.parametrize(

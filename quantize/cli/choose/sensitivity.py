@@ -137,17 +137,16 @@ def _compare(  # noqa: PLR0913
     *,
     replace: bool,
 ) -> "Methods":
-    from qdqbench.eval.methods.cases import require_quantized
-    from qdqbench.eval.methods.measure import Comparing
+    from qdqbench.eval.methods.measure import MethodComparison, list_sections, require_quantized
     from qdqbench.eval.methods.report import write_methods
-    from qdqbench.eval.methods.sections import sections
 
-    sections(config.recipe.calibration, methods, smooths)  # a wrong name is told before anything is loaded
+    # a wrong name fails before anything is loaded
+    list_sections(config.recipe.calibration, methods, smooths)
     require_quantized(config.recipe)
     with _opened("methods", config, folder, replace) as (session, told):
-        comparing = Comparing(session, samples, methods, smooths, told)
-        if said := comparing.ledger.told():
-            options.note(said)
-        found = comparing.run()
+        comparison = MethodComparison(session, samples, methods, smooths, told)
+        if note := comparison.trials.store.resume_note:
+            options.note(note)
+        found = comparison.run()
         write_methods(found, folder)
     return found

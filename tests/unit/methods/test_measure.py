@@ -4,20 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from qdqbench.eval.methods.cases import cases_of
+from qdqbench.eval.methods.measure import METHODS, list_cases, list_sections, write_calibrated_recipe
 from qdqbench.eval.methods.report import methods_view, write_methods
-from qdqbench.eval.methods.results import MethodCost, MethodRow, Methods, Scores, SplitResult
-from qdqbench.eval.methods.sections import METHODS, sections, write_up_method
-from qdqbench.eval.methods.shared import calibrated, collect_ranges, widest_weight
-from qdqbench.quantize.calibrate import ptq
+from qdqbench.eval.methods.results import MethodRow, Methods
+from qdqbench.eval.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.core.comparison import Comparison
-from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant import quantizers
-from qdqbench.quantize.fakequant.quantizers import quantizer_kind
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.rundir.session import RunConfig, Session
@@ -25,14 +19,9 @@ from qdqbench.quantize.tasks.task import Task
 
 from ...support import records
 from ...support.pages import HOSTILE, offline, plain
-from ...support.tiny_bert import calibration_batches, plan_of, recipe_with, write_tiny_bert
+from ...support.tiny_bert import recipe_with
 
 OWN = Calibration()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
 
 
 # Rows.
@@ -52,7 +41,7 @@ def differing(section: Calibration, own: Calibration) -> set[str]:
     ],
 )
 def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None:
-    found = sections(own, (), ())
+    found = list_sections(own, (), ())
     assert found[0] == own
     assert len(found) == len({section.model_dump_json() for section in found})
     single = [section for section in found if len(differing(section, own)) == 1]
@@ -65,7 +54,7 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
 
 
 def test_named_methods_and_smoothings_make_the_grid() -> None:
-    found = sections(OWN, ("max", "mse"), ("none", "0.4", "gain"))
+    found = list_sections(OWN, ("max", "mse"), ("none", "0.4", "gain"))
     assert {(section.method, section.smooth) for section in found} == {
         (method, smooth) for method in ("max", "mse") for smooth in ("none", 0.4, "gain")
     }
@@ -73,7 +62,7 @@ def test_named_methods_and_smoothings_make_the_grid() -> None:
 
 
 def test_the_recipe_stays_when_it_is_not_named() -> None:
-    assert sections(OWN, ("entropy",), ("0.4",))[0] == OWN
+    assert list_sections(OWN, ("entropy",), ("0.4",))[0] == OWN
 
 
 @pytest.mark.parametrize(
@@ -88,126 +77,56 @@ def test_the_recipe_stays_when_it_is_not_named() -> None:
 )
 def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], named: str) -> None:
     with pytest.raises(UserError, match=re.escape(named)) as caught:
-        sections(OWN, methods, smooths)
+        list_sections(OWN, methods, smooths)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
 def test_the_recipe_written_holds_the_section(name: str) -> None:
     section = Calibration(method="percentile/99.99", smooth=0.5, weights_method="mse", bias_correction=True)
-    recipe, text = write_up_method(load_recipe(name), section)
+    recipe, text = write_calibrated_recipe(load_recipe(name), section)
     again = parse_recipe(text, "recipe.yaml")
     assert again.calibration == section
     assert again.name == f"{name}-calibrated"
     assert again.rules == load_recipe(name).rules
-    assert write_up_method(recipe, section)[0].name == again.name  # not twice
-
-
-# One pass.
-
-
-@pytest.mark.parametrize(
-    ("changes", "methods", "name"),
-    [
-        ({}, ("max", "percentile/99.9", "mse"), "bert-int8-attention"),
-        ({}, METHODS, "bert-int8-ffn"),
-        ({"smooth": 0.5}, ("max", "mse"), "bert-int8-attention"),
-        ({"weights_method": "mse"}, ("percentile/99.9",), "bert-int8-attention"),
-        ({}, ("max", "mse"), "bert-int8-residual-fused"),
-    ],
-    ids=str,
-)
-def test_one_pass_answers_every_method_as_its_own_calibration(
-    folder: Path, changes: dict[str, Any], methods: tuple[str, ...], name: str
-) -> None:
-    rules = [
-        *load_recipe(name).model_dump(mode="json")["rules"],
-        {"match": "encoder.layer.1.output.dense", "method": "percentile/99.95"},
-    ]
-    recipe = recipe_with(name, rules=rules, calibration=changes)
-    model, settings = load_model(str(folder)), recipe.calibration
-    shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), settings)
-    answers = set()
-    for method in methods:
-        section = Calibration.model_validate(settings.model_dump() | {"method": method})
-        model = load_model(str(folder))
-        plan = plan_of(recipe.model_copy(update={"calibration": section}), model)
-        record = ptq.calibrate(model, plan, calibration_batches(), section)
-        copied, states = calibrated(shared, plan)
-        assert states == record.quantizers
-        for batch in calibration_batches():
-            assert np.array_equal(quantizers.forward(copied, batch), quantizers.forward(model, batch))
-        answers.add(tuple(float(np.max(state.amax)) for state in states.values()))
-    assert len(answers) == len(methods)
-
-
-def test_a_copy_leaves_the_shared_model_alone(folder: Path) -> None:
-    recipe = recipe_with(calibration={"method": "entropy"})
-    model = load_model(str(folder))
-    plan = plan_of(recipe, model)
-    shared = collect_ranges(model, plan, calibration_batches(), recipe.calibration)
-    before = {name: float(q.amax.max()) for name, q in quantizers.enabled_quantizers(shared.model).items()}
-    copied, _ = calibrated(shared, plan)
-    for quantizer in quantizers.enabled_quantizers(copied).values():
-        quantizer.amax = quantizer.amax * 2
-    assert before == {n: float(q.amax.max()) for n, q in quantizers.enabled_quantizers(shared.model).items()}
-
-
-def test_widest_activation(folder: Path) -> None:
-    recipe = recipe_with()
-    model = load_model(str(folder))
-    shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
-    found = widest_weight(shared.states)
-    assert found is not None
-    name, ratio = found
-    ratios = [s.amax / s.rms for n, s in shared.states.items() if quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
-    assert (quantizer_kind(name), ratio) == ("input", max(ratios))
-    assert widest_weight({}) is None
-
-
-def test_one_pass_refuses_what_is_not_finite(folder: Path) -> None:
-    model = load_model(str(folder))
-    model.bert.embeddings.word_embeddings.weight.data[7] = float("inf")
-    recipe = recipe_with()
-    with pytest.raises(CheckFailed):
-        collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
+    assert write_calibrated_recipe(recipe, section)[0].name == again.name  # not twice
 
 
 # The table.
 
 
-def comparison(delta: float) -> Comparison:
-    return records.comparison({"f1": delta}, 0.004)
+def comparison(delta: float, **changes: Any) -> Comparison:
+    return records.comparison({"f1": delta}, 0.004, **changes)
 
 
 def row(
-    method: str, value: float | None, *, best: bool = False, recipe: bool = False, **more: Any
+    method: str,
+    value: float,
+    *,
+    best: bool = False,
+    given: bool = False,
+    failed: bool = False,
+    smooth: float | str = "none",
+    splits: tuple[str, ...] = ("validation",),
 ) -> MethodRow:
-    measured = value and MethodCost(
-        divergence=value,
-        divergence_stderr=value / 10,
-        above_best=value - 0.001,
-        above_best_stderr=0.0002,
-        ties=value < 0.0014,
-        sqnr_db=None if best else 21.5,
-        amax_over_rms=44.4,
-        amax_over_rms_at="bert.encoder.layer.0.output.dense.input_quantizer",
-        validation={
-            split: SplitResult(metrics={"f1": 0.85}, vs_fp32=comparison(-0.02 if best else -0.001))
-            for split in more.pop("splits", ("validation",))
-        },
-        calibration_s=12.34,
+    recipe = load_recipe("bert-int8-linears")
+    section = recipe.calibration.model_copy(update={"method": method, "smooth": smooth})
+    trial = Trial(
+        recipe=recipe.model_copy(update={"calibration": section}),
+        origin="given" if given else "calibration",
     )
-    return MethodRow(
-        method=method,
-        smooth=more.get("smooth", "none"),
-        weights_method="max",
-        bias_correction=False,
-        recipe=recipe,
-        best=best,
-        measured=measured or None,
-        failure=None if measured else HOSTILE,
-    )
+    if failed:
+        trial.failure = Failure(code="check", text=HOSTILE)
+        return MethodRow(trial=trial)
+    place = "bert.encoder.layer.0.output.dense.input_quantizer"
+    trial.calibration = CalibrationCost(seconds=12.34, amax_over_rms=44.4, amax_over_rms_at=place)
+    sqnr = None if best else 21.5
+    trial.scores = {
+        DRAW: comparison(0.0, divergence=value, divergence_stderr=value / 10, sqnr_db=sqnr),
+        **{split: comparison(-0.02 if best else -0.001) for split in splits},
+    }
+    above = value - 0.001
+    return MethodRow(trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014)
 
 
 def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
@@ -224,10 +143,10 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
         divergence="kl",
         fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
         rows=[
-            row("max", 0.005, recipe=True, splits=splits),
+            row("max", 0.005, given=True, splits=splits),
             row("mse", 0.0013, splits=splits),
             row("entropy", 0.001, best=True, smooth=0.65, splits=splits),
-            row("percentile/99.9", None),
+            row("percentile/99.9", 0.0, failed=True),
         ],
         recipe_name="bert-int8-linears-calibrated",
         warnings=[f"a warning {name}"],
@@ -294,6 +213,6 @@ def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, m
     rules = [{"match": match, "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}]
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
-    cases = cases_of(Session(config, tiny_bert), (), ())
+    cases = list_cases(Session(config, tiny_bert), (), ())
     split = {case.section.split_outliers for case in cases}
     assert split == ({0, 64} if match == "encoder.layer.*" else {0})

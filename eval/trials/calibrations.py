@@ -1,4 +1,4 @@
-"""One pass over the calibration data that answers every method: histograms hold what each of them asks."""
+"""One calibration pass shared by recipes that differ in the method of activations only."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-ASKED = "percentile/99.9"  # what a shared pass asks of its histograms; plausible whatever the outliers are
+SHARED_METHOD = "percentile/99.9"  # of the shared pass itself; plausible whatever the outliers are
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,16 @@ def collect_ranges(
 
     Arguments and errors as of `ptq.calibrate`; biases are not corrected.
     """
-    scaling = {name: replace(each, method=ASKED) for name, each in plan.scaling.items()}
+    scaling = {name: replace(each, method=SHARED_METHOD) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased, progress)
     return SharedCalibration(model, record.quantizers, record.notes)
 
 
-def calibrated(shared: SharedCalibration, plan: Plan) -> tuple["PreTrainedModel", dict[str, QuantizerState]]:
-    """A copy of the model with every amax by the methods of `plan`, and its quantizers.
+def apply_methods(
+    shared: SharedCalibration, plan: Plan
+) -> tuple["PreTrainedModel", dict[str, QuantizerState]]:
+    """Return a copy of the model with every amax by the methods of `plan`, and its quantizers.
 
     Scales are those of `ptq.calibrate` with that plan, bit for bit.
 
@@ -78,25 +80,25 @@ def calibrated(shared: SharedCalibration, plan: Plan) -> tuple["PreTrainedModel"
 
 
 def _amax_by(seen: Any, method: str) -> "torch.Tensor":
-    """Amax by any method from what an `ActivationCalibrator` has seen, float32 scalar."""
+    """Return the amax by any method from the histogram of an `ActivationCalibrator`, float32 scalar."""
     import torch
 
     from qdqbench.quantize.calibrate.histograms import ActivationCalibrator
 
     if method == "max":
         return torch.tensor(seen.largest, dtype=torch.float32)
-    asked = ActivationCalibrator(method)
-    asked.counts, asked.limit, asked.largest = seen.counts, seen.limit, seen.largest
-    found = asked.compute_amax()
-    assert found is not None  # the shared pass refused what is zero everywhere
-    return found
+    calibrator = ActivationCalibrator(method)
+    calibrator.counts, calibrator.limit, calibrator.largest = seen.counts, seen.limit, seen.largest
+    amax = calibrator.compute_amax()
+    assert amax is not None  # the shared pass refused what is zero everywhere
+    return amax
 
 
-def widest_weight(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
-    """The activation quantizer with the largest amax / rms."""
-    found = {
+def widest_activation(states: dict[str, QuantizerState]) -> tuple[str, float] | None:
+    """Return the activation quantizer with the largest amax / rms, and that ratio."""
+    ratios = {
         name: state.amax / state.rms
         for name, state in states.items()
         if state.kind not in ("weight", "softmax") and state.rms and isinstance(state.amax, float)
     }
-    return max(found.items(), key=lambda item: item[1]) if found else None
+    return max(ratios.items(), key=lambda item: item[1]) if ratios else None

@@ -1,0 +1,1 @@
+"""Recipes that were tried, and the store of `methods`, `sensitivity`, `search` and `auto`."""
