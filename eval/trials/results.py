@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.recipe.schema import Recipe
 
@@ -70,7 +70,7 @@ class Trial(Strict):
     origin: Origin
     scores: dict[str, Comparison] = {}  # against FP32, by split; `DRAW` has a divergence
     calibration: CalibrationCost | None = None
-    latency: Latency | None = None
+    speedup: Speedup | None = None  # over an engine without INT8
     failure: Failure | None = None
     seconds: float = 0.0
     divergences: list[float] = []  # of each sample of the draw; in the store, not in reports
