@@ -10,8 +10,7 @@ import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.logits import read_logits, score
-from qdqbench.eval.gate.gate import gate_of
-from qdqbench.eval.gate.speed import speed_of, twins_of
+from qdqbench.eval.gate.gate import judge_gate, read_engine_sizes, read_speed
 from qdqbench.eval.runs.effects import add_effects
 from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
@@ -58,6 +57,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
             "source": session.data_source,
             "revision": source_commit(config.task, session.data_source),
             "evaluation": samples,
+            "limit": config.limit,
             **_calibration(folder, quantized),
         },
         seed=config.seed,
@@ -75,9 +75,9 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         gpu_engine=None if isinstance(for_gpu, Skipped) else for_gpu,
         lengths=found_lengths(session),
         verification=verification,
-        speed=speed_of(folder),
-        twins=twins_of(folder, None if isinstance(built, Skipped) else built.backend),
-        gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
+        speed=read_speed(folder),
+        twins=read_engine_sizes(folder, None if isinstance(built, Skipped) else built.backend),
+        gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
         warnings=list(
             dict.fromkeys(
@@ -92,7 +92,7 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
         notes=list(dict.fromkeys(session.notes)),
         environment=environment(),
     )
-    results.gate = gate_of(session, results)
+    results.gate = judge_gate(session, results)
     add_effects(session, results)
     return results
 

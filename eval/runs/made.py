@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from qdqbench.eval.gate.baseline import standing_of
+from qdqbench.eval.gate.baseline import judge_baseline
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.runs.collect import stage_results
 from qdqbench.quantize.calibrate.record import read_record
 from qdqbench.quantize.core import files
@@ -117,8 +118,9 @@ def collect_made(session: Session, until: str, ran: dict[str, bool]) -> Made:
         **found,
     )
     failures = _failures(made, config.recipe.gate.int8_layers == "all")
-    if "fp32" in stages and (standing := standing_of(session, stages["fp32"])) and standing.above is False:
-        failures.insert(0, f"{standing.said}: {standing.mend}")
+    issue = judge_baseline(session, stages["fp32"]) if "fp32" in stages else None
+    if issue is not None and issue.state == "failed":
+        failures.insert(0, issue_sentence(issue))
     return made.model_copy(update={"failures": failures})
 
 

@@ -16,6 +16,7 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
     Raises:
         CheckFailed: something of it does not hold.
     """
+    from qdqbench.eval.gate.gate import issue_sentence
     from qdqbench.eval.runreport.handoff import where_to_begin
     from qdqbench.eval.runreport.report import summary_lines
     from qdqbench.eval.runs.made_lines import made_lines
@@ -28,7 +29,9 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
         told = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
         show(found, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in told.items()))
         if not found.gate.passed:
-            raise CheckFailed(f"the gate does not hold: {'; '.join(found.gate.failures)}")
+            raise CheckFailed(
+                f"the gate does not hold: {'; '.join(map(issue_sentence, found.gate.failures))}"
+            )
         return
     show(found, json, made_lines, f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]")
     if found.failures:
