@@ -11,7 +11,7 @@ from qdqbench.eval.api.runs import silent
 from qdqbench.eval.auto.ladder import run_ladder
 from qdqbench.eval.auto.measure import Ladder
 from qdqbench.eval.auto.results import BEST_RECIPE, Auto, Wanted
-from qdqbench.eval.search.worker import SearchOptions
+from qdqbench.eval.search.results import SearchOptions
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.names import DEFAULT_RECIPE

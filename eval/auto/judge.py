@@ -9,11 +9,7 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.auto.results import Final, Lacks, Wanted
-<<<<<<< HEAD
-=======
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.gate.gate import issue_sentence
->>>>>>> report
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import Results

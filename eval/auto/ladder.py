@@ -10,7 +10,7 @@ from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.results import AUTO_FILE, BEST_RECIPE, Auto, Choice, Step
 from qdqbench.eval.auto.steps import Steps
 from qdqbench.eval.search.results import Source
-from qdqbench.eval.search.trial import hash_of
+from qdqbench.eval.trials.store import hash_of
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import read_results

@@ -16,9 +16,8 @@ from qdqbench.eval.bench.measure import ReadyGraph, alone_on_cpu, alone_on_gpu, 
 from qdqbench.eval.runreport.verdict import last_measured
 from qdqbench.eval.runs.pace import Pace, of_run, probed
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
-from qdqbench.eval.search.results import Source
+from qdqbench.eval.search.results import SearchOptions, Source
 from qdqbench.eval.search.speed import measured_source
-from qdqbench.eval.search.worker import SearchOptions
 from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError

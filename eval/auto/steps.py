@@ -15,18 +15,19 @@ from qdqbench.eval.methods.measure import MethodComparison, list_sections
 from qdqbench.eval.methods.report import methods_headline, write_methods
 from qdqbench.eval.methods.results import METHODS_RECIPE
 from qdqbench.eval.report.formats import count_of
-from qdqbench.eval.search.results import Trial
-from qdqbench.eval.search.trial import hash_of
-from qdqbench.eval.search.trials import open_worker, run_trials, trials_of
+from qdqbench.eval.search.results import SearchTrial
+from qdqbench.eval.search.study import list_trials, open_worker, run_trials
 from qdqbench.eval.sensitivity.choice import write_up
 from qdqbench.eval.sensitivity.measure import Measurement
 from qdqbench.eval.sensitivity.report import write_sensitivity
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CurvePoint
+from qdqbench.eval.trials.results import DRAW
+from qdqbench.eval.trials.store import hash_of
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families.known import family_named
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.training import Distill, Qat
 
 ISLANDS, SEARCHED = (
@@ -170,19 +171,18 @@ class Steps:
             run_trials(
                 worker, lambda done, total, best: ladder.say(f"search: {done} of {total} trials; {best}")
             )
-            trials, how = trials_of(worker), worker.source.label
+            trials, how = list_trials(worker), worker.source.label
         found = further(trials, ladder.wanted.min_speedup)
-        recipe = parse_recipe(found.recipe or "", "the chosen trial")
-        assert found.accuracy is not None
-        given = next(t.accuracy.divergence for t in trials if t.accuracy and t.origin == "given recipe")
-        speed = f"{found.gain:.2f}x" if found.latency else f"{found.gain:.0%} of multiply-adds in INT8"
+        assert found.recipe is not None
+        given = next(t.divergence for t in trials if t.is_scored and t.origin == "given")
+        speed = f"{found.gain:.2f}x" if found.speedup else f"{found.gain:.0%} of multiply-adds in INT8"
         said = (
             f"Trial {found.number} of {len(trials)}: {count_of(found.int8_linears, 'linear')} and "
             f"{count_of(found.int8_attention, 'attention')} in INT8, "
-            f"{found.accuracy.divergence / given:.0%} of the divergence of {base.name} on "
-            f"{found.accuracy.n} train rows, {speed} ({how})."
+            f"{found.divergence / given:.0%} of the divergence of {base.name} on "
+            f"{found.scores[DRAW].n} train rows, {speed} ({how})."
         )
-        return [said], ladder.run("search", recipe, before)
+        return [said], ladder.run("search", found.recipe, before)
 
     def _trained(self, before: Sequence[Step], left: float) -> tuple[Recipe, float, str]:
         """The recipe to train, what that takes, and what was cut."""
@@ -229,7 +229,7 @@ def islands_of(curve: Sequence[CurvePoint]) -> CurvePoint:
     )
 
 
-def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
+def further(trials: Sequence[SearchTrial], min_speedup: float | None) -> SearchTrial:
     """The fastest trial with at most `SEARCHED` of the given recipe's divergence; else the nearest to FP32.
 
     Train rows say too little of a drop, since the model has learnt them, and the given recipe has failed on
@@ -241,9 +241,9 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
     Raises:
         CheckFailed: none with INT8 came to an end, or none is so fast.
     """
-    done = [t for t in trials if t.accuracy and t.int8_linears and t.duplicate_of is None]
-    new = [t for t in done if t.origin != "given recipe"]
-    fast = [t for t in new if not t.latency or t.gain >= (min_speedup or 1.0)]
+    done = [t for t in trials if t.is_scored and t.int8_linears]
+    new = [t for t in done if t.origin != "given"]
+    fast = [t for t in new if not t.speedup or t.gain >= (min_speedup or 1.0)]
     if min_speedup is None:  # where INT8 is slower anyway, accuracy is all that can be won
         fast = fast or new
     if not new:
@@ -252,11 +252,11 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
         raise CheckFailed(
             f"none of the {len(new)} recipes that were tried is {min_speedup:g}x as fast as its twin"
         )
-    given = next((t.accuracy.divergence for t in done if t.accuracy and t.origin == "given recipe"), None)
-    near = [t for t in fast if given and t.accuracy and t.accuracy.divergence <= SEARCHED * given]
+    given = next((t.divergence for t in done if t.origin == "given"), None)
+    near = [t for t in fast if given and t.divergence <= SEARCHED * given]
     if near and min_speedup is None:
         return max(near, key=lambda t: t.gain)
-    return min(fast, key=lambda t: t.accuracy.divergence if t.accuracy else 0.0)
+    return min(fast, key=lambda t: t.divergence)
 
 
 def same_but_steps(one: Recipe, other: Recipe) -> bool:

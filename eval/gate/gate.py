@@ -4,18 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
-<<<<<<< HEAD
-from qdqbench.eval.gate.baseline import standing_of
-from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion
-from qdqbench.quantize.core.errors import CheckFailed
-=======
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
 from qdqbench.eval.benchreport.left_out import without_unmasked
 from qdqbench.eval.benchreport.report import stale_files
 from qdqbench.eval.gate.baseline import judge_baseline
-from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState, Speed
+from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.core.errors import CheckFailed, UserError
->>>>>>> report
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.speedup import Speedup
@@ -55,13 +49,18 @@ def judge_gate(session: Session, results: Results) -> Gate:
     return judge_speed(gate, results.speed)
 
 
-def judge_speed(gate: Gate, speed: list[Speed]) -> Gate:
+def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
     """Return the gate with its `min_speedup` judged by the run's bench: each cell must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
         issues += [
             GateIssue(
-                code="min_speedup", state="failed", value=row.value, limit=least, cell=row.cell, over=row.over
+                code="min_speedup",
+                state="failed",
+                value=row.value,
+                limit=least,
+                cell=row.config,
+                over=row.baseline,
             )
             for row in speed
             if row.value < least
@@ -143,24 +142,6 @@ def _accuracy_sentence(issue: GateIssue) -> str:
     )
 
 
-<<<<<<< HEAD
-def with_speed(gate: Gate, speed: list[Speedup]) -> Gate:
-    """The gate with its `min_speedup` judged by the run's bench: each cell must hold."""
-    if gate.min_speedup is None:
-        return gate
-    asked = f"{SPEED} {gate.min_speedup:g}"
-    kept = [question for question in gate.open if not question.what.startswith(SPEED)]
-    failures = [line for line in gate.failures if not line.startswith(SPEED)]
-    if not speed:
-        needs = "`qdqbench bench RUN` where the engine will run"
-        kept.append(OpenQuestion(state="not judged", what=asked, needs=needs))
-    failures += [
-        f"{asked} is asked, INT8 is {row.value:.2f}x as fast as {row.baseline} at {row.config}"
-        for row in speed
-        if row.value < gate.min_speedup
-    ]
-    return gate.model_copy(update={"passed": not failures, "failures": failures, "open": kept})
-=======
 def _baseline_sentence(issue: GateIssue) -> str:
     constant = f"always class {issue.names[0]}" if issue.names else "any constant"
     text = f"FP32 {issue.metric} {issue.value:.4f} against {issue.limit:.4f} of {constant}"
@@ -201,7 +182,6 @@ def _needs(issue: GateIssue) -> str:
         "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
         "min_speedup": "`qdqbench bench RUN` where the engine will run",
     }[issue.code]
->>>>>>> report
 
 
 def cannot_hold(recipe: Recipe) -> str:
@@ -216,22 +196,16 @@ def cannot_hold(recipe: Recipe) -> str:
     )
 
 
-def read_speed(folder: Path) -> list[Speed]:
+def read_speed(folder: Path) -> list[Speedup]:
     """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
     if (bench := _bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.contestants}
-    found = [(cell, headline_of(bench.contestants, cell)) for cell in bench.cells]
+    best = (headline_of(bench.contestants, cell) for cell in bench.cells)
     return [
-        Speed(
-            cell=cell_label(cell, bench.settings.real_lengths),
-            over=labels[best.over],
-            value=best.value,
-            low=best.low,
-            high=best.high,
-        )
-        for cell, best in found
-        if best is not None
+        ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
+        for ratio in best
+        if ratio is not None
     ]
 
 

@@ -5,11 +5,7 @@ from dataclasses import dataclass, field
 
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.formats import count_of, label, sentence
-<<<<<<< HEAD
-from qdqbench.quantize.core.comparison import GateState, OpenQuestion
-=======
-from qdqbench.quantize.core.comparison import GateState, Speed
->>>>>>> report
+from qdqbench.quantize.core.comparison import GateState
 from qdqbench.quantize.core.results import Results, StageResult
 from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.training_results import TrainingRun

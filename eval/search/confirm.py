@@ -1,86 +1,158 @@
-"""The chosen recipe, the given one and the shipped ones on validation data, which no trial has seen."""
+"""The end of a search: choose a trial, confirm it on evaluation data, write every file."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE, judge
-from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
-from qdqbench.eval.search.results import Accuracy, Confirmed, DropAgreement, Trial, dominates
-from qdqbench.eval.search.trial import Measure, Workspace, explained, hash_of, plan_key
+from qdqbench.eval.report.render import write_report
+from qdqbench.eval.search.report import search_report
+from qdqbench.eval.search.results import (
+    SEARCH_FILE,
+    ConfirmedRecipe,
+    DropAgreement,
+    Search,
+    SearchTrial,
+    choose_trial,
+    dominates,
+)
+from qdqbench.eval.search.space import searched_name
+from qdqbench.eval.search.study import Worker, list_trials
+from qdqbench.eval.search.workspace import Workspace
+from qdqbench.eval.trials.results import DRAW, Origin, Trial, failure_of
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.arrays import Float32
+from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.speedup import Speedup
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import environment, now
+from qdqbench.quantize.machine.identity import versions
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
+from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.rundir.artifacts import backend_of
 from qdqbench.quantize.runtime.opened import open_runner
-from qdqbench.quantize.tasks.metrics import against, compute
-from qdqbench.quantize.tasks.sources import source_fingerprint
-from qdqbench.quantize.tasks.task import by_split
 
-if TYPE_CHECKING:
-    from qdqbench.eval.search.worker import Worker
+SEARCH_RECIPE = "recipe.yaml"
 
 
-def confirm(
-    worker: "Worker", chosen: Trial, progress: Callable[[str], None] = lambda text: None
-) -> tuple[list[Confirmed], dict[str, float]]:
-    """Judge the chosen recipe and all that it competes with on the whole evaluation splits.
+def finish_search(
+    worker: Worker, folder: Path, progress: Callable[[str], None] = lambda text: None
+) -> Search:
+    """Choose and confirm; write `search.json`, the reports and the recipe into `folder`.
 
-    Every recipe is calibrated on its own, as `qdqbench run` does it. Shipped recipes take the lengths and the
-    engine shapes of the given one, so that all are compared on the same tokens.
+    Raises:
+        UserError: a file cannot be written.
+    """
+    trials = list_trials(worker)
+    outcome = choose_trial(trials, worker.gate)
+    chosen = next((trial for trial in trials if trial.number == outcome.chosen), None)
+    session, evaluated = worker.work.session, worker.work.confirmations
+    found = Search(
+        created=now(),
+        command=session.config.command,
+        recipe=session.recipe.model_dump(mode="json"),
+        model=session.model_name,
+        task=session.config.task.name,
+        metric=session.config.task.metrics[0],
+        settings=worker.study.user_attrs["settings"],
+        study=worker.study.study_name,
+        objective=worker.options.objective,
+        ranking=worker.ranking,
+        source=worker.source,
+        fp32={},
+        trials=trials,
+        outcome=outcome,
+        confirmed=[],
+        agreement=None,
+        warnings=[],
+        notes=[],
+        environment=environment() | {"optuna": metadata.version("optuna"), **versions()},
+    )
+    (folder / SEARCH_RECIPE).unlink(missing_ok=True)
+    if chosen is not None and chosen.recipe is not None:
+        progress("validating FP32")
+        found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
+        found.confirmed = confirm_recipes(worker, chosen, chosen.recipe, progress)
+        searched = worker.work.score(worker.work.trials, chosen.recipe, chosen.origin, in_full=True)
+        found.agreement = compare_drops(searched, found.confirmed[0])
+        outcome.issues = judge_confirmed(found.confirmed[0], worker.gate, found.metric)
+        outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
+        named = chosen.recipe.model_copy(update={"name": searched_name(chosen.recipe.name)})
+        files.write_text(folder / SEARCH_RECIPE, short_yaml(named))
+    found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
+    found.notes = session.notes
+    files.write_text(folder / SEARCH_FILE, found.model_dump_json(indent=2) + "\n")
+    write_report(search_report(found), folder, "search")
+    return found
 
-    A recipe that fails is a row with its reason, the chosen one too.
+
+def confirm_recipes(
+    worker: Worker,
+    chosen: SearchTrial,
+    best: Recipe,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[ConfirmedRecipe]:
+    """Score the chosen recipe and all that it competes with on the whole evaluation splits.
+
+    Every recipe is calibrated alone, as `qdqbench run` does it. Shipped recipes take the lengths and the
+    engine shapes of the given one, so that all are compared on the same tokens. One that fails, even the
+    chosen one, is a row with its failure.
 
     Returns:
-        The chosen recipe first, then the given one and the shipped ones; and FP32's metrics.
+        The chosen recipe first, then the given one and the shipped ones.
     """
-    work, base = worker.work, worker.work.session.recipe
-    assert chosen.recipe is not None
-    best = parse_recipe(chosen.recipe, "the chosen recipe")
-    listed: list[tuple[Recipe, bool]] = [(best, False)]
+    base = worker.work.session.recipe
     rivals = rivals_of(base)
+    listed: list[tuple[Recipe, Origin]] = [(best, chosen.origin)]
     if base not in (*rivals, best):
-        listed.append((base, False))
-    listed += [(_adapted(rival, base), True) for rival in rivals]
-    progress("validating FP32")
-    fp32 = _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
-    rows: list[Confirmed] = []
+        listed.append((base, "given"))
+    listed += [(_adapt(rival, base), "shipped") for rival in rivals]
+    rows: list[ConfirmedRecipe] = []
     known: dict[str, Speedup | None] = {}
-    for number, (recipe, is_shipped) in enumerate(listed):
+    for recipe, origin in listed:
         progress(f"validating {recipe.name}")
-        given = {"name": recipe.name, "shipped": is_shipped, "recipe": recipe.model_dump(mode="json")}
-        row = Confirmed.model_validate(given | {"status": "done"})
+        row = ConfirmedRecipe(name=recipe.name, recipe=recipe, origin=origin)
         try:
-            plan = work.plan(recipe)
-            logits = _fake_quant(work, recipe, plan, fp32)
-            row.fake_quant, row.metrics = _judge(work, fp32, logits)
-            row.int8_share = work.int8_share(plan, worker.options.length)
-            row.latency = _latency(worker.measure, recipe, plan, known)
-            if number == 0 and worker.source.mode == "latency":
-                progress("validating the engine")
-                row.engine, row.engine_metrics = _judge(work, fp32, _engine(work, recipe, plan))
-        except Exception as error:
-            failed = {"status": "failed", "reason": explained(error)}
-            row = Confirmed.model_validate(given | failed)
+            _confirm(worker, row, recipe, known, is_chosen=not rows, progress=progress)
+        except Exception as error:  # hours of trials must not end without their report
+            row.failure = failure_of(error)
         rows.append(row)
-    metric = work.session.config.task.metrics[0]
     for row in rows[1:]:
-        row.dominates = row.shipped and dominates(row, rows[0], metric)
-    return rows, _judge(work, fp32, fp32)[1]
+        row.dominates = row.origin == "shipped" and dominates(row, rows[0])
+    return rows
+
+
+def _confirm(  # noqa: PLR0913
+    worker: Worker,
+    row: ConfirmedRecipe,
+    recipe: Recipe,
+    known: dict[str, Speedup | None],
+    *,
+    is_chosen: bool,
+    progress: Callable[[str], None],
+) -> None:
+    work = worker.work
+    plan = work.plan(recipe)
+    scored = work.score(work.confirmations, recipe, row.origin, in_full=True)
+    row.calibration, row.failure, row.seconds = scored.calibration, scored.failure, scored.seconds
+    if row.failure is not None:
+        return
+    row.int8_share = work.int8_share(plan, worker.options.length)
+    key = _engine_key(recipe, plan)
+    if key not in known:
+        known[key] = worker.measure(recipe, plan)
+    row.scores, row.speedup = scored.scores, known[key]
+    if is_chosen and worker.source.mode == "latency":
+        progress("validating the engine")
+        row.engine = work.confirmations.compare(_answer_with_engine(work, recipe, plan))[0]
 
 
 def rivals_of(base: Recipe) -> list[Recipe]:
-    """Shipped recipes of a recipe's family without training, for a CPU those without INT8 residuals."""
+    """Return shipped recipes of a family without training, for a CPU those without INT8 residuals."""
     shipped = (load_recipe(name) for name in shipped_recipes())
     reads_residuals = backend_of(base) in INT8_RESIDUALS
     return [
@@ -92,115 +164,118 @@ def rivals_of(base: Recipe) -> list[Recipe]:
     ]
 
 
-def agreement(searched_as: Accuracy, row: Confirmed) -> DropAgreement:
-    """Whether the drop on the search rows and the drop that was confirmed differ by more than noise.
+def compare_drops(searched: Trial, row: ConfirmedRecipe) -> DropAgreement | None:
+    """Return whether the drop on the search rows and the confirmed one differ by more than noise.
 
     Args:
-        searched_as: the chosen recipe, calibrated in full, on the search rows.
-        row: the same on validation.
+        searched: the chosen recipe, calibrated in full, on the search rows.
+        row: the same on evaluation data.
     """
-    metric = searched_as.metric
-    found = next(iter(row.fake_quant.values()))
-    searched, confirmed = searched_as.drop, -found.delta[metric] + 0.0
-    errors = searched_as.drop_stderr, found.delta_stderr[metric]
+    if searched.failure is not None or row.score is None:
+        return None
+    before, after = searched.scores[DRAW], row.score
+    noise = NOISE * math.hypot(before.drop_stderr, after.drop_stderr)
     return DropAgreement(
-        searched=searched,
-        searched_stderr=errors[0],
-        confirmed=confirmed,
-        confirmed_stderr=errors[1],
-        within_noise=abs(searched - confirmed) <= NOISE * math.hypot(*errors),
+        searched=before.drop,
+        searched_stderr=before.drop_stderr,
+        confirmed=after.drop,
+        confirmed_stderr=after.drop_stderr,
+        within_noise=abs(before.drop - after.drop) <= noise,
     )
 
 
-def gate_failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], list[str]]:
-    """What keeps the gate from holding on validation, and what holds only because it is within noise."""
-    bad: list[str] = []
-    noted: list[str] = []
-    if row.status == "failed":
-        return [f"the chosen recipe failed: {row.reason}"], noted
-    for stage, splits in (("fake-quant", row.fake_quant), ("the engine", row.engine)):
-        for split, found in splits.items():
-            drop, error = -found.delta[metric], found.delta_stderr[metric]
-            judged = judge(drop, error, gate.max_drop)
-            said = (
-                f"{stage} loses {100 * drop:.2f} points of {metric} on {split} (paired standard error "
-                f"{100 * error:.2f}), the gate allows {100 * gate.max_drop:g}"
-            )
-            if judged == "fails":
-                bad.append(said)
-            elif judged == "holds within noise":
-                noted.append(f"{said}; it holds within noise (two standard errors)")
-    if gate.min_speedup is not None and (row.latency is None or row.latency.value < gate.min_speedup):
-        speedup = row.latency.value if row.latency else math.nan
-        bad.append(f"the speed-up is {speedup:.2f}x, the gate asks for {gate.min_speedup:g}x")
-    return bad, noted
+def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> list[GateIssue]:
+    """Return what keeps the gate from holding on evaluation data, or holds only within noise."""
+    if row.failure is not None:
+        return [GateIssue(code="recipe", state="failed", detail=row.failure.text)]
+    issues = []
+    for stage, splits in (("fake_quant", row.scores), ("engine", row.engine)):
+        for split, score in splits.items():
+            judged = judge(score.drop, score.drop_stderr, gate.max_drop)
+            if judged != "holds":
+                issue = GateIssue(
+                    code="accuracy",
+                    state="failed" if judged == "fails" else "within noise",
+                    stage=stage,
+                    split=split,
+                    metric=metric,
+                    value=score.drop,
+                    stderr=score.drop_stderr,
+                    limit=gate.max_drop,
+                    n=score.n,
+                )
+                issues.append(issue)
+    if gate.min_speedup is not None and (row.speedup is None or row.speedup.value < gate.min_speedup):
+        value = row.speedup.value if row.speedup else None
+        over = row.speedup.baseline if row.speedup else None
+        issues.append(
+            GateIssue(code="min_speedup", state="failed", value=value, limit=gate.min_speedup, over=over)
+        )
+    return issues
 
 
-def _adapted(recipe: Recipe, base: Recipe) -> Recipe:
+def _warn(worker: Worker, found: Search) -> Iterable[str]:
+    """Yield what a reader must know before trusting a number."""
+    if worker.source.mode == "int8-share":
+        yield f"latency is {worker.source.label}"
+    if worker.work.session.recipe.calibration.bias_correction:
+        yield "trials are scored before biases are corrected; the chosen recipe is confirmed with it"
+    done, wanted = sum(trial.duplicate_of is None for trial in found.trials), worker.options.trials
+    if done < wanted and worker.options.budget_s is not None:
+        yield f"{done} of {wanted} trials fitted into {worker.options.budget_s:g} s; the same command resumes"
+    if failed := [trial for trial in found.trials if trial.failure]:
+        yield f"{len(failed)} of {len(found.trials)} trials failed; their reasons are in the table"
+    if found.chosen is not None and not found.chosen.int8_linears:
+        yield explain_no_int8(found)
+    if found.agreement is not None and not found.agreement.within_noise:
+        yield (
+            f"the searched drop ({100 * found.agreement.searched:.2f} points) and the confirmed one "
+            f"({100 * found.agreement.confirmed:.2f}) differ by more than noise"
+        )
+    for row in found.confirmed:
+        best = found.confirmed[0].score
+        if row.dominates and row.score is not None and best is not None:
+            noise = NOISE * math.hypot(row.score.drop_stderr, best.drop_stderr)
+            remark = ", in accuracy by no more than noise" if best.drop - row.score.drop <= noise else ""
+            yield f"{row.name} dominates the chosen recipe on validation{remark}"
+
+
+def explain_no_int8(found: Search) -> str:
+    """Return why nothing in INT8 was chosen, as far as trials and confirmation know."""
+    text = "the chosen recipe has nothing in INT8: "
+    tried = [trial for trial in found.trials if trial.int8_linears and trial.is_scored]
+    speeds = [row.speedup.value for row in (*tried, *found.confirmed) if row.speedup]
+    if not tried:
+        return f"{text}no recipe with INT8 was tried to its end, ask for more trials"
+    if speeds and max(speeds) <= 1:
+        return f"{text}here no recipe with INT8 is faster than {found.source.twin}"
+    faster = ", though some are faster" if speeds else ""
+    return f"{text}none of the {len(tried)} tried with INT8 satisfies the gate better{faster}"
+
+
+def _adapt(recipe: Recipe, base: Recipe) -> Recipe:
     export = recipe.export.model_copy(update={"max_length": base.export.max_length})
     return recipe.model_copy(update={"export": export, "engine": base.engine})
 
 
-def _fake_quant(work: Workspace, recipe: Recipe, plan: Plan, fp32: Logits) -> Logits:
-    if not plan.int8:
-        return fp32
-    return _kept(work, plan_key(recipe, plan)[:24], lambda: _predict(work, work.recalibrated(recipe, plan)))
-
-
-def _kept(work: Workspace, name: str, make: Callable[[], Logits]) -> Logits:
-    """Logits of an interrupted confirmation are used again."""
-    session = work.session
-    task = session.config.task
-    data = [source_fingerprint(task, session.data_source, split) for split in task.eval_splits]
-    asked = [data, session.config.limit, session.recipe.export.max_length]
-    key = hash_of([work.identity, *asked, made_with()])[:12]
-    path = session.folder / "validated" / f"{name}-{key}.npz"
-    if path.is_file():
-        with np.load(path) as stored:
-            return {split: stored[split] for split in stored.files}
-    found = make()
-    with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
-        np.savez(stream, **found)  # type: ignore[arg-type]
-    return found
-
-
-def _predict(work: Workspace, model: Any) -> Logits:
-    return {name: work.predict(model, encoded) for name, (_, encoded) in work.session.eval_splits.items()}
-
-
-def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Comparison], dict[str, float]]:
-    """Comparison by split, and metrics of all splits."""
-    task, seed = work.session.config.task, work.session.config.seed
-    gold = {name: against(task, each, fp32[name]) for name, each in work.session.gold.items()}
-    versus = {name: compare(task, fp32[name], logits[name], gold[name], seed=seed) for name in gold}
-    return versus, by_split(compute(task, logits[name], gold[name]) for name in gold)
-
-
-def _latency(
-    measure: Measure, recipe: Recipe, plan: Plan, known: dict[str, Speedup | None]
-) -> Speedup | None:
-    """Recipes that differ in their scales alone make the same engine: noise must not tell them apart."""
+def _engine_key(recipe: Recipe, plan: Plan) -> str:
+    """Return the same key for recipes that differ in their scales alone: their engine is the same."""
     smooth = sorted((name, plan.scaling_of(name).smooth != "none") for name in plan.int8)
     export = recipe.export.model_dump() if plan.int8 else None
-    parts = [sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smooth, export]
-    key = hash_of(parts)
-    if key not in known:
-        known[key] = measure(recipe, plan)
-    return known[key]
+    return repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smooth, export])
 
 
-def _engine(work: Workspace, recipe: Recipe, plan: Plan) -> Logits:
-    """Logits of the chosen recipe's engine."""
+def _answer_with_engine(work: Workspace, recipe: Recipe, plan: Plan) -> dict[str, Float32]:
+    """Return the answers [answers, width] of a recipe's engine by split."""
     session = work.session
-    folder: Path = session.folder / "confirmed"
-    graph = write_engine_graph(
-        session, work.recalibrated(recipe, plan), recipe, plan, folder / "model.int8.onnx"
-    )
+    folder, outputs = session.folder / "confirmed", session.config.task.kind.outputs
+    model = work.model(recipe, plan, in_full=True)
+    graph = write_engine_graph(session, model, recipe, plan, folder / "model.int8.onnx")
     path = build_and_prove(session, graph, folder / "model.int8.engine")
-    found = {}
-    cache, outputs = folder / "runtime.cache", session.config.task.kind.outputs
+    cache = folder / "runtime.cache"
     with open_runner(path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
-        for name, (_, encoded) in session.eval_splits.items():
-            found[name] = predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")
-    return found
+        return {
+            name: predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")
+            for name, encoded in work.confirmations.encoded.items()
+        }

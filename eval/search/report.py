@@ -1,220 +1,278 @@
-"""What a search says: on the terminal, in `search.md` and in `search.html` (one file, opens offline)."""
+"""The report of a search: a page, Markdown and a screen."""
 
 import statistics
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import delta_points, flat, label, model_label
-from qdqbench.eval.report.page import Page, page_of
-from qdqbench.eval.report.render import write
-from qdqbench.eval.search.results import Confirmed, Search, Trial
+from qdqbench.eval.report.document import (
+    EVERYWHERE,
+    PAGES,
+    SCREEN,
+    Block,
+    Cell,
+    Chart,
+    Code,
+    Prose,
+    Report,
+    Row,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    page_of,
+    row,
+)
+from qdqbench.eval.report.formats import cleaned, count_of, delta_points, flat, label, model_label, points
+from qdqbench.eval.search.results import SEARCH_FILE, ConfirmedRecipe, Ranking, Search, SearchTrial
+from qdqbench.eval.trials.results import DRAW, Origin
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.recipe.schema import short_yaml
+from qdqbench.quantize.recipe.sections import GateSettings
 
-if TYPE_CHECKING:
-    from rich.console import Group
-
-MARKS = (  # what a point of the plot is; shape and colour differ
+MARKS = (  # what a point of the plot is; shape and color differ
     ("tried", svg.SKY, "o"),
     ("Pareto front", svg.BLUE, "o"),
     ("shipped recipe", svg.ORANGE, "s"),
     ("given recipe", svg.GREEN, "^"),
     ("chosen", svg.VERMILLION, "*"),
 )
+ORIGINS: dict[Origin, str] = {
+    "given": "given recipe",
+    "unquantized": "nothing in INT8",
+    "ranking": "ranking",
+    "tpe": "TPE",
+}
 SETTINGS = {"method": "activations", "smooth": "smooth", "weights_method": "weights"}
 
 
-def write_search_reports(found: Search, folder: Path) -> list[Path]:
-    """Write `search.md` and `search.html`.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    page = {"page": _page(found), "tiles": _tiles(found), "svg": front_svg(found)}
-    return write("search", folder, _context(found) | page)
-
-
-def search_headline(found: Search) -> str:
-    """The answer in one sentence."""
-    chosen = chosen_of(found)
-    if chosen is None:
-        return f"No recipe holds the gate: {found.outcome.why}."
-    if not found.outcome.passed:
-        problems = "; ".join(found.outcome.failures)
-        return f"Trial {chosen.number} was chosen, and validation does not confirm it: {problems}."
-    what = "confirmed on validation"
-    if found.source.mode == "int8-share":
-        what = "accuracy confirmed on validation, latency not measured"
-    return f"Trial {chosen.number}: {found.outcome.why}; {what}."
-
-
-def chosen_of(found: Search) -> Trial | None:
-    """The chosen trial."""
-    return next((trial for trial in found.trials if trial.number == found.outcome.chosen), None)
-
-
-def front_svg(found: Search) -> str:
-    """Accuracy against latency of all trials; empty when none is complete."""
-    done = [t for t in found.trials if t.accuracy and t.duplicate_of is None]
-    if not done:
-        return ""
-    drop = found.objective == "drop"
-    measure = "drop, points" if drop else "divergence from FP32"
-    times = [t.latency.baseline_ms for t in done if t.latency]
-    twin_ms = statistics.median(times) if times else None  # one scale for all hours
-    groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
-    for trial in done:
-        groups[_mark(found, trial)].append(_point(trial, twin_ms, drop=drop))
-    shipped = {
-        t.duplicate_of: t
-        for t in found.trials
-        if t.origin.startswith("shipped") and t.duplicate_of is not None
-    }
-    for trial in done:  # a shipped recipe that an earlier trial was already
-        if trial.number in shipped and _mark(found, trial) not in ("shipped recipe", "chosen"):
-            groups["shipped recipe"].append(_point(trial, twin_ms, drop=drop))
-    figure = svg.figure_of(3.6)
-    axes = figure.add_subplot()
-    front = sorted(_point(t, twin_ms, drop=drop) for t in done if t.on_front)
-    axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
-    for name, colour, marker in MARKS:
-        if groups[name]:
-            size = {"tried": 14, "chosen": 130}.get(name, 34)
-            axes.scatter(
-                *zip(*groups[name], strict=True), s=size, color=colour, marker=marker, label=name, zorder=3
-            )
-    title = f"latency, ms, batch {found.source.batch}, {found.source.length} tokens"
-    axes.set_xlabel(title if twin_ms else "share of multiply-adds that is not in INT8, %")
-    svg.dress(axes, measure, grid="both")
-    svg.legend(figure, 3, 2)
-    what = "latency" if twin_ms else "INT8 share"
-    return svg.svg_of(figure, "search-front", f"{measure} against {what} of {len(done)} recipes")
-
-
-def _point(trial: Trial, twin_ms: float | None, *, drop: bool) -> tuple[float, float]:
-    assert trial.accuracy is not None
-    across = twin_ms / trial.gain if twin_ms else 100 * (1 - trial.gain)
-    return across, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
-
-
-def _mark(found: Search, trial: Trial) -> str:
-    if trial.number == found.outcome.chosen:
-        return "chosen"
-    if trial.origin.startswith("shipped"):
-        return "shipped recipe"
-    if trial.origin == "given recipe":
-        return "given recipe"
-    return "Pareto front" if trial.on_front else "tried"
-
-
-def _context(found: Search) -> dict[str, Any]:
-    """Everything in words, ready for the templates."""
-    chosen = chosen_of(found)
-    order = sorted(found.trials, key=lambda t: (not t.on_front, -t.gain if t.accuracy else 0, t.number))
-    return {
-        "s": found,
-        "headline": search_headline(found),
-        "chosen": chosen,
-        "recipe_yaml": chosen.recipe if chosen else "",
-        "trials": [_trial_cells(found, trial) for trial in order],
-        "confirmed": [_confirmed_cells(found, row) for row in found.confirmed],
-        "agreement": _agreement(found),
-        "measured": found.source.mode == "latency",
-        "speed": _speed_title(found),
-        "complete": sum(t.state == "complete" and t.duplicate_of is None for t in found.trials),
-        "failed": sum(t.state == "failed" for t in found.trials),
-        "repeated": sum(t.duplicate_of is not None for t in found.trials),
-    }
-
-
-def _page(found: Search) -> Page:
+def search_report(found: Search) -> Report:
+    """Return what a search shows: the answer, the front, the confirmation, the recipe, all trials."""
+    found = cleaned(found)
+    source, outcome = found.source, found.outcome
+    speed = f"over {source.twin}" if source.mode == "latency" else "INT8 share of multiply-adds"
+    tried = [trial for trial in found.trials if trial.is_scored]
+    failed, repeated = (
+        sum(trial.failure is not None for trial in found.trials),
+        sum(trial.duplicate_of is not None for trial in found.trials),
+    )
+    counts = f"{len(tried)} recipes tried, {repeated} repeated, {failed} failed"
+    shape = f"batch {source.batch}, {source.length} tokens"
     about = [label(found.task), str(found.recipe["name"])]
-    facts = {"Settings": flat(found.settings), "Latency": flat(found.source.model_dump())}
-    return page_of(found, "search", model_label(found.model), about, "search.json", facts=facts)
-
-
-def _tiles(found: Search) -> list[tuple[str, str, str, bool]]:
-    """The chosen recipe and what it was chosen from."""
-    tiles, tried = [], [t for t in found.trials if t.state == "complete" and t.duplicate_of is None]
-    row = next(iter(found.confirmed), None)
-    if row is not None and row.latency is not None:
-        tiles.append(("speed of the chosen", _timed(row)["speedup"], _speed_title(found), True))
-    elif row is not None and row.status == "done":
-        tiles.append(("INT8 share of the chosen", _timed(row)["speedup"], "of multiply-adds", True))
-    if row is not None and (versus := next(iter(row.fake_quant.values()), None)):
-        noise = "within noise" if versus.within_noise else "beyond noise"
-        tiles.append(("drop, points", _drop(versus, found.metric), f"on validation, {noise}", True))
-    return [
-        *tiles,
-        ("recipes tried", str(len(tried)), f"{sum(t.on_front for t in tried)} on the front", True),
+    facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
+    sections = [
+        Section("front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)]),
+        *([_confirmation(found, speed)] if found.confirmed else []),
+        *([_recipe(found)] if found.chosen else []),
+        _trials(found, speed),
     ]
+    return Report(
+        page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
+        sections,
+        Verdict(
+            "good" if outcome.passed else "bad",
+            "The gate holds" if outcome.passed else "The gate does not hold",
+            headline(found),
+            notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
+        ),
+        tiles=_tiles(found, speed, tried),
+        warnings=found.warnings,
+        notes=found.notes,
+    )
 
 
-def _trial_cells(found: Search, trial: Trial) -> dict[str, Any]:
-    accuracy = trial.accuracy
-    how = [f"{name} {trial.params[key]}" for key, name in SETTINGS.items() if key in trial.params]
-    return {
-        "number": trial.number,
-        "origin": trial.origin,
-        "what": f"{trial.int8_linears} linears, {trial.int8_attention} attentions",
-        "how": ", ".join(how) if trial.int8_linears else "nothing to calibrate",
-        "divergence": f"{accuracy.divergence:.3g}" if accuracy else "",
-        "drop": delta_points(accuracy.drop, accuracy.drop_stderr) if accuracy else "",
-        "noise": "within noise" if accuracy and accuracy.within_noise else "",
-        **(_timed(trial) if accuracy else {"latency": "", "speedup": ""}),
-        "holds": trial.holds,
-        "front": trial.on_front,
-        "chosen": trial.number == found.outcome.chosen,
-        "remark": trial.reason
-        or (f"same recipe as {trial.duplicate_of}" if trial.duplicate_of is not None else ""),
-    }
+def headline(found: Search) -> str:
+    """Return the answer in one sentence."""
+    chosen, outcome = found.chosen, found.outcome
+    if chosen is None:
+        return f"No recipe holds the gate: {describe_choice(found)}."
+    if not outcome.passed:
+        problems = "; ".join(issue_sentence(issue) for issue in outcome.issues if issue.state == "failed")
+        return f"Trial {chosen.number} was chosen, and validation does not confirm it: {problems}."
+    measured = found.source.mode == "latency"
+    how = "confirmed on validation" if measured else "accuracy confirmed on validation, latency not measured"
+    return f"Trial {chosen.number}: {describe_choice(found)}; {how}."
 
 
-def _confirmed_cells(found: Search, row: Confirmed) -> dict[str, Any]:
-    versus = next(iter(row.fake_quant.values()), None)
-    engine = next(iter(row.engine.values()), None)
-    metric = found.metric
-    remarks = _other_splits(row, metric) + ["dominates the chosen recipe"] * row.dominates
-    return {
-        "name": row.name,
-        "value": f"{row.metrics[metric]:.4f}" if metric in row.metrics else "",
-        "drop": _drop(versus, metric),
-        "noise": "within noise" if versus and versus.within_noise else "",
-        "engine": _drop(engine, metric),
-        **(_timed(row) if row.status == "done" else {"latency": "", "speedup": ""}),
-        "shipped": row.shipped,
-        "dominates": row.dominates,
-        "remark": row.reason or "; ".join(remarks),
-    }
+def describe_rule(found: Search) -> str:
+    """Return the question in words."""
+    gate = GateSettings.model_validate(found.recipe["gate"])
+    if gate.min_speedup is not None:
+        return f"at least {gate.min_speedup:g}x as fast as the {found.source.twin} engine, most accurate"
+    first = "fastest" if found.source.mode == "latency" else "largest INT8 share of multiply-adds"
+    return f"at most {points(gate.max_drop)} lost, {first}"
 
 
-def _drop(versus: Comparison | None, metric: str) -> str:
-    return delta_points(-versus.delta[metric], versus.delta_stderr[metric]) if versus else ""
+def describe_choice(found: Search) -> str:
+    """Return why a trial was chosen, or why none."""
+    gate, outcome = GateSettings.model_validate(found.recipe["gate"]), found.outcome
+    asked = f"{gate.min_speedup:g}x as fast" if gate.min_speedup is not None else ""
+    lost = f"at most {points(gate.max_drop)}"
+    chosen = found.chosen
+    if chosen is None:
+        text = f"none is {asked} as the {found.source.twin} engine" if asked else f"none loses {lost}"
+        best = next((trial for trial in found.trials if trial.number == outcome.best), None)
+        if best is None:
+            return f"{text}: no trial came to an end"
+        speed = _speed(best) if best.speedup else f"{_speed(best)} of the multiply-adds in INT8"
+        drop = f"a drop of {100 * best.scores[DRAW].drop:.2f} points"
+        return f"{text}; the best was trial {best.number} with {drop} and {speed}"
+    if asked:
+        return f"the most accurate of {outcome.holding} recipes that are at least {asked}"
+    first = "fastest" if chosen.speedup else "one with the largest INT8 share"
+    text = f"the {first} of {outcome.holding} recipes that lose {lost}"
+    searched = chosen.scores[DRAW].drop
+    if searched > gate.max_drop:
+        text += f" (it lost {100 * searched:.2f}, which is within noise of that)"
+    if outcome.equal > 1:
+        text += f", and the most accurate of the {outcome.equal} within 1% of that"
+    return text
 
 
-def _other_splits(row: Confirmed, metric: str) -> list[str]:
-    """Drops on the evaluation splits behind the first: MNLI has two."""
-    found = []
-    for split, versus in list(row.fake_quant.items())[1:]:
-        engine = f", of the engine {_drop(row.engine[split], metric)}" if split in row.engine else ""
-        found.append(f"{split.removeprefix('validation_')}: drop {_drop(versus, metric)}{engine}")
-    return found
+def _tiles(found: Search, speed: str, tried: list[SearchTrial]) -> list[Tile]:
+    tiles, best = [], next(iter(found.confirmed), None)
+    if best is not None and best.score is not None:
+        title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
+        tiles.append(Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
+        noise = "within noise" if best.score.within_noise else "beyond noise"
+        tiles.append(Tile("drop, points", _drop(best.score), f"on validation, {noise}"))
+    front = sum(trial.on_front for trial in tried)
+    return [*tiles, Tile("recipes tried", str(len(tried)), f"{front} on the front")]
 
 
-def _timed(row: Trial | Confirmed) -> dict[str, str]:
-    if row.latency is None:
-        return {"latency": "", "speedup": f"{row.int8_share:.0%}"}
-    return {"latency": f"{row.latency.system_ms:.3g}", "speedup": f"{row.latency.value:.2f}x"}
+def _confirmation(found: Search, speed: str) -> Section:
+    rows = [_confirmed_row(found, each) for each in found.confirmed]
+    columns = ["recipe", label(found.metric), "drop, points", "noise", "engine drop", "ms", speed, "remark"]
+    blocks: list[Block] = [
+        Prose(_describe_agreement(found), on=EVERYWHERE),
+        Table(
+            columns,
+            rows,
+            texts=(0, -1),
+            look="full cards sortable",
+            screen=(0, 1, 2, 5, 6),
+            on=EVERYWHERE,
+        ),
+    ]
+    remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
+    blocks += [Prose(text, "quiet", on=SCREEN) for text in remarks]
+    return Section("confirmed", "On validation, which no trial has seen", blocks)
 
 
-def _speed_title(found: Search) -> str:
-    return f"over {found.source.twin}" if found.source.mode == "latency" else "INT8 share of multiply-adds"
+def _confirmed_row(found: Search, each: ConfirmedRecipe) -> Row:
+    is_chosen = each is found.confirmed[0]
+    name = f"{each.name} (chosen)" if is_chosen else each.name
+    if each.score is None:
+        return row(name, "", "", "", "", "", "", Cell(_remark(each), "bad"), chosen=is_chosen)
+    engine = next(iter(each.engine.values()), None)
+    value = next(iter(found.fp32.values())).metrics[found.metric] - each.score.drop
+    noise = " ~" if each.score.within_noise else ""
+    return row(
+        Cell(name, short=each.name),
+        f"{value:.4f}",
+        Cell(_drop(each.score), short=f"{_drop(each.score)}{noise}"),
+        "within noise" if each.score.within_noise else "",
+        _drop(engine) if engine else "",
+        f"{each.speedup.system_ms:.3g}" if each.speedup else "",
+        _speed(each),
+        Cell(_remark(each), "bad" if each.dominates else ""),
+        chosen=is_chosen,
+    )
 
 
-def _agreement(found: Search) -> str:
+def _remark(each: ConfirmedRecipe) -> str:
+    """Return its failure, or its drops on the splits after the first, and whether it dominates."""
+    if each.failure is not None:
+        return each.failure.text
+    texts = []
+    for split, score in list(each.scores.items())[1:]:
+        engine = f", of the engine {_drop(each.engine[split])}" if split in each.engine else ""
+        texts.append(f"{split.removeprefix('validation_')}: drop {_drop(score)}{engine}")
+    return "; ".join(texts + ["dominates the chosen recipe"] * each.dominates)
+
+
+def _recipe(found: Search) -> Section:
+    chosen = found.chosen
+    text = short_yaml(chosen.recipe) if chosen and chosen.recipe else ""
+    return Section("recipe", "The recipe", [Code(text, "yaml", on=PAGES)])
+
+
+def _trials(found: Search, speed: str) -> Section:
+    order = sorted(
+        found.trials, key=lambda each: (not each.on_front, -each.gain if each.is_scored else 0, each.number)
+    )
+    columns = [
+        "trial", speed, "drop, points", "noise", "front", "holds", "ms", "divergence", "from", "INT8",
+        "calibration", "remark",
+    ]  # fmt: skip
+    units = ", ".join(f"{kind} of layer {layer}" for layer, kind in found.ranking.units)
+    quiet = (
+        f"Scored on {found.settings['samples']} train rows at most, none of which calibrates. ± is one "
+        "paired standard error."
+    )
+    order_text = (
+        f"Units in order of the ranking ({describe_ranking(found.ranking)}), the worst in INT8 first: "
+    )
+    return Section(
+        "trials",
+        f"All {count_of(len(order), 'trial')}, the Pareto front first",
+        [
+            Prose(quiet, "quiet"),
+            Table(
+                columns,
+                [_trial_row(found, each) for each in order],
+                texts=(8, 9, 10, 11),
+                look="full sortable",
+                filter="trials",
+            ),
+            Prose(f"{order_text}{units}.", "quiet"),
+        ],
+    )
+
+
+def _trial_row(found: Search, each: SearchTrial) -> Row:
+    settings = [f"{name} {each.params[key]}" for key, name in SETTINGS.items() if key in each.params]
+    score = each.scores.get(DRAW)
+    remark = f"same recipe as {each.duplicate_of}" if each.duplicate_of is not None else ""
+    return row(
+        str(each.number),
+        _speed(each) if score else "",
+        _drop(score) if score else "",
+        "within noise" if score and score.within_noise else "",
+        "yes" if each.on_front else "",
+        "yes" if each.holds else "",
+        f"{each.speedup.system_ms:.3g}" if each.speedup else "",
+        f"{each.divergence:.3g}" if score else "",
+        Cell(describe_origin(each), look="nowrap"),
+        Cell(f"{each.int8_linears} linears, {each.int8_attention} attentions", look="nowrap"),
+        Cell(", ".join(settings) if each.int8_linears else "nothing to calibrate", look="text"),
+        each.failure.text if each.failure else remark,
+        chosen=each.number == found.outcome.chosen,
+    )
+
+
+def describe_origin(trial: SearchTrial) -> str:
+    """Return where a trial's recipe comes from."""
+    return f"shipped {trial.shipped}" if trial.origin == "shipped" else ORIGINS[trial.origin]
+
+
+def describe_ranking(ranking: Ranking) -> str:
+    """Return where a ranking comes from."""
+    return f"file {ranking.file}" if ranking.file else f"sensitivity on {ranking.samples} train rows"
+
+
+def _drop(score: Comparison) -> str:
+    return delta_points(score.drop, score.drop_stderr)
+
+
+def _speed(each: SearchTrial | ConfirmedRecipe) -> str:
+    return f"{each.speedup.value:.2f}x" if each.speedup else f"{each.int8_share:.0%}"
+
+
+def _describe_agreement(found: Search) -> str:
     pair = found.agreement
     if pair is None:
-        return ""
+        return "Whether the search and its confirmation agree is not known."
     return (
         "Calibrated in full, its drop where it was searched is "
         f"{delta_points(pair.searched, pair.searched_stderr)} points, and on validation "
@@ -223,36 +281,48 @@ def _agreement(found: Search) -> str:
     )
 
 
-def search_summary(found: Search) -> "Group":
-    """For the terminal."""
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
+def draw_front(found: Search) -> str:
+    """Return the SVG of accuracy against latency of all trials; empty when none has values."""
+    done = [trial for trial in found.trials if trial.is_scored]
+    if not done:
+        return ""
+    drop = found.objective == "drop"
+    measure = "drop, points" if drop else "divergence from FP32"
+    times = [trial.speedup.baseline_ms for trial in done if trial.speedup]
+    baseline_ms = statistics.median(times) if times else None  # one scale for all hours
 
-    context = _context(found)
-    table = Table(box=None)
-    table.add_column("recipe", no_wrap=True)
-    for title in (label(found.metric), "drop, points", "ms", context["speed"]):
-        table.add_column(title, no_wrap=True)
-    remarks = ["the first row is the chosen recipe; ~: within noise"]
-    for number, row in enumerate(context["confirmed"]):
-        cells = (
-            row["name"],
-            row["value"],
-            row["drop"] + " ~" * bool(row["noise"]),
-            row["latency"],
-            row["speedup"],
-        )
-        table.add_row(*map(escape, cells), style=None if number else "bold")
-        remarks += [f"{row['name']}: {row['remark']}"] if row["remark"] else []
-    colour = "green" if found.outcome.passed else "red"
-    lines: list[Any] = [f"[{colour}]{escape(context['headline'])}[/]"]
-    counts = (
-        f"{context['complete']} recipes tried, {context['repeated']} repeated, {context['failed']} failed"
-    )
-    lines.append(f"{counts}; asked: {escape(found.outcome.rule)}; latency {escape(found.source.label)}")
-    if found.confirmed:
-        lines += [table, *map(escape, remarks), escape(context["agreement"])]
-    lines += [f"[yellow]warning:[/] {escape(text)}" for text in found.warnings]
-    lines += [f"[dim]note: {escape(text)}[/]" for text in found.notes]
-    return Group(*lines)
+    def point(trial: SearchTrial) -> tuple[float, float]:
+        across = baseline_ms / trial.gain if baseline_ms else 100 * (1 - trial.gain)
+        return across, 100 * trial.scores[DRAW].drop if drop else trial.divergence
+
+    shipped = {trial.duplicate_of for trial in found.trials if trial.origin == "shipped"}
+    groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
+    for trial in done:
+        mark = _mark(found, trial)
+        groups[mark].append(point(trial))
+        if trial.number in shipped and mark not in ("shipped recipe", "chosen"):
+            groups["shipped recipe"].append(point(trial))
+    figure = svg.figure_of(3.6)
+    axes = figure.add_subplot()
+    front = sorted(point(trial) for trial in done if trial.on_front)
+    axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
+    for name, color, marker in MARKS:
+        if groups[name]:
+            size = {"tried": 14, "chosen": 130}.get(name, 34)
+            axes.scatter(
+                *zip(*groups[name], strict=True), s=size, color=color, marker=marker, label=name, zorder=3
+            )
+    title = f"latency, ms, batch {found.source.batch}, {found.source.length} tokens"
+    axes.set_xlabel(title if times else "share of multiply-adds that is not in INT8, %")
+    svg.dress(axes, measure, grid="both")
+    svg.legend(figure, 3, 2)
+    against = "latency" if times else "INT8 share"
+    return svg.svg_of(figure, "search-front", f"{measure} against {against} of {len(done)} recipes")
+
+
+def _mark(found: Search, trial: SearchTrial) -> str:
+    if trial.number == found.outcome.chosen:
+        return "chosen"
+    if trial.origin in ("shipped", "given"):
+        return f"{trial.origin} recipe"
+    return "Pareto front" if trial.on_front else "tried"

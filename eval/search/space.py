@@ -46,24 +46,12 @@ class Space:
         """The family that the recipe is for."""
         return family_named(self.base.model.family)
 
-    @property
-    def ranking(self) -> dict[str, list[Any]]:
-        """The order of units and attentions, as JSON."""
-        return {"units": [[*unit] for unit in self.units], "attention": list(self.attention)}
-
-    def ranked(self, ranking: Mapping[str, Sequence[Any]]) -> "Space":
-        """The same space in another order; what the ranking does not name comes last."""
-        units = [(int(layer), str(kind)) for layer, kind in ranking["units"]]
-        layers = [int(layer) for layer in ranking["attention"]]
-        order = [*(u for u in units if u in self.units), *(u for u in self.units if u not in units)]
-        inside = [
-            *(n for n in layers if n in self.attention),
-            *(n for n in self.attention if n not in layers),
-        ]
+    def ranked(self, units: Sequence[Unit], layers: Sequence[int]) -> "Space":
+        """Return the same space with its units, and the layers of its attentions, in another order."""
         return replace(
             self,
-            units={unit: self.units[unit] for unit in order},
-            attention={layer: self.attention[layer] for layer in inside},
+            units={unit: self.units[unit] for unit in units},
+            attention={layer: self.attention[layer] for layer in layers},
         )
 
     def suggest(self, trial: Any) -> Params:
@@ -270,7 +258,7 @@ def _int8_formats(granularity: str) -> dict[str, Any]:
     return {"weights": f"int8/{granularity}", "input": "int8/tensor"}
 
 
-def ranked_by(space: Space, cost_of: Mapping[str, float], attention_cost: Mapping[int, float]) -> Space:
+def rank_by_cost(space: Space, cost_of: Mapping[str, float], attention_cost: Mapping[int, float]) -> Space:
     """Order units by what INT8 costs in them for each multiply-add that it saves, worst first.
 
     Args:
@@ -285,7 +273,7 @@ def ranked_by(space: Space, cost_of: Mapping[str, float], attention_cost: Mappin
     }
     units = sorted(space.units, key=lambda unit: -costs[unit])
     layers = sorted(space.attention, key=lambda layer: -attention_cost.get(layer, 0.0))
-    return space.ranked({"units": units, "attention": layers})
+    return space.ranked(units, layers)
 
 
 def searched_name(name: str) -> str:

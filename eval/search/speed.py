@@ -3,7 +3,6 @@
 import os
 import shutil
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from qdqbench.eval.bench.measure import (
     OpenEngine,
@@ -13,8 +12,8 @@ from qdqbench.eval.bench.measure import (
     open_engine,
     write_engine_graph,
 )
-from qdqbench.eval.search.results import Source
-from qdqbench.eval.search.trial import Measure, Workspace
+from qdqbench.eval.search.results import SearchOptions, Source
+from qdqbench.eval.search.workspace import Measure, Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.speedup import Speedup
@@ -28,12 +27,9 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import backend_of, cpu_compute, engine_profiles
 from qdqbench.quantize.rundir.session import Session
 
-if TYPE_CHECKING:
-    from qdqbench.eval.search.worker import SearchOptions
-
 
 def open_source(
-    session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
+    session: Session, options: SearchOptions, work: Workspace, stack: ExitStack
 ) -> tuple[Source, Measure]:
     """Return the second objective of a search, and the function that times the engine of a recipe.
 
@@ -65,7 +61,7 @@ def runs_here(recipe: Recipe) -> bool:
     return bool(find_gpu()) or backend_of(recipe) in CPU_BACKENDS
 
 
-def measured_source(session: Session, options: "SearchOptions") -> Source:
+def measured_source(session: Session, options: SearchOptions) -> Source:
     """Return the device and the backend that engines are timed with.
 
     Raises:
@@ -92,7 +88,7 @@ def measured_source(session: Session, options: "SearchOptions") -> Source:
 
 
 def _open_timer(
-    session: Session, options: "SearchOptions", work: Workspace, stack: ExitStack
+    session: Session, options: SearchOptions, work: Workspace, stack: ExitStack
 ) -> tuple[Source, Measure]:
     source = measured_source(session, options)
     stack.enter_context(alone_on_cpu() if source.cpu else alone_on_gpu())

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.formats import code, delta_points, label, text, versions_text
-from qdqbench.eval.search.results import Confirmed, Search
+from qdqbench.eval.search.results import ConfirmedRecipe, Search
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed, differences
 from qdqbench.quantize.core.comparison import Comparison
@@ -15,8 +16,12 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     if not searches:
         return []
     places = list(dict.fromkeys(_where(found) for found in searches))
-    done = [(found, row) for found in searches for row in found.confirmed if row.status == "done"]
-    kept = [(found, row) for found, row in done if not (row.recipe and differences(row.recipe))]
+    done = [(found, row) for found in searches for row in found.confirmed if row.failure is None]
+    kept = [
+        (found, row)
+        for found, row in done
+        if not (row.recipe and differences(row.recipe.model_dump(mode="json")))
+    ]
     rows = [_row(found, row, changed, places.index(_where(found)) + 1) for found, row in kept]
     title = (
         "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
@@ -32,22 +37,24 @@ def search_tables(searches: Sequence[Search], changed: Changed) -> list[str]:
     return [title, table([*header, "where"], rows), "\n".join(notes)]
 
 
-def _row(found: Search, confirmed: Confirmed, changed: Changed, place: int) -> list[str]:
-    name = changed.label(confirmed.recipe) if confirmed.recipe else code(confirmed.name)
+def _row(found: Search, confirmed: ConfirmedRecipe, changed: Changed, place: int) -> list[str]:
+    recipe = confirmed.recipe.model_dump(mode="json") if confirmed.recipe else None
+    name = changed.label(recipe) if recipe else code(confirmed.name)
     if confirmed is found.confirmed[0]:
         name = f"**{name if confirmed.name in shipped_recipes() else 'found by the search'}**"
     elif confirmed.dominates:
         name += " ✗ dominates the chosen one"
-    value, latency = confirmed.metrics.get(found.metric), confirmed.latency
+    fp32, speedup = next(iter(found.fp32.values())).metrics[found.metric], confirmed.speedup
+    value = None if confirmed.score is None else fp32 - confirmed.score.drop
     return [
         text(label(found.task)),
         text(label(found.metric)),
         name,
         "" if value is None else f"{100 * value:.2f}",
-        _drop(confirmed.fake_quant, found.metric),
+        _drop(confirmed.scores, found.metric),
         _drop(confirmed.engine, found.metric),
-        "" if latency is None else f"{latency.system_ms:.3f}",
-        "" if latency is None else f"{latency.value:.2f}x",
+        "" if speedup is None else f"{speedup.system_ms:.3f}",
+        "" if speedup is None else f"{speedup.value:.2f}x",
         str(len(found.trials)),
         str(place),
     ]
@@ -62,8 +69,8 @@ def _drop(splits: dict[str, Comparison], metric: str) -> str:
 
 def _said(found: Search) -> list[str]:
     """Whether it holds, what could not be judged, and whether search and confirmation agree."""
-    lines = list(found.outcome.failures)
-    lines += [f"✗ {row.name} failed: {row.reason}" for row in found.confirmed if row.status == "failed"]
+    lines = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]
+    lines += [f"✗ {row.name} failed: {row.failure.text}" for row in found.confirmed if row.failure]
     if (drops := found.agreement) is not None:
         said = "they agree within noise" if drops.within_noise else "✗ they do not agree"
         lines.append(

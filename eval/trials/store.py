@@ -124,7 +124,7 @@ class Trials:
     """
 
     session: Session
-    samples: int  # of the draw, at most
+    samples: int  # of the draw, at most; 0: no draw
     path: Path
     evaluates: bool = True  # False: evaluation data are not read
     least: int = 2  # samples of the draw
@@ -144,7 +144,8 @@ class Trials:
     def encoded(self) -> dict[str, Encoded]:
         """Return the tokens of all that is scored, by split, the draw first."""
         splits = self.session.eval_splits if self.evaluates else {}
-        return {DRAW: self.draw, **{name: encoded for name, (_, encoded) in splits.items()}}
+        draw = {DRAW: self.draw} if self.samples else {}
+        return draw | {name: encoded for name, (_, encoded) in splits.items()}
 
     @property
     def rows(self) -> int:
@@ -158,9 +159,12 @@ class Trials:
         splits = session.eval_splits.values() if self.evaluates else ()
         return {
             "model": session.model_sha256,
-            "recipe": config.recipe.model_dump(mode="json"),
+            "recipe": config.recipe.model_dump(mode="json", exclude={"name", "description", "gate"}),
             "task": config.task.model_dump(mode="json"),
-            "data": [self.drawn[0].fingerprint, *(split.fingerprint for split, _ in splits)],
+            "data": [
+                *([self.drawn[0].fingerprint] if self.samples else []),
+                *(split.fingerprint for split, _ in splits),
+            ],
             "samples": self.samples,
             "limit": config.limit,
             "batch_size": config.batch_size,

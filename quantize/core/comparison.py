@@ -34,7 +34,7 @@ class Comparison(Strict):
     disagreements: int | None  # samples whose predicted class differs; None for regression
     mcnemar_p: float | None  # exact McNemar test on the discordant pairs; None for regression
     within_noise: bool  # |delta| of the primary metric is at most 2 paired standard errors
-    mean_abs_logit_diff: float
+    mean_abs_logit_diff: float | None  # None: not kept
     sqnr_db: float | None  # 10 log10(power of FP32 logits / power of the difference); None when equal
     agreement: Agreement | None = None  # None but for embeddings
     # distance of the answers, mean over samples (see `Divergence`); None: of a stage of `run`

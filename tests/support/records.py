@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qdqbench.eval.search.results import SearchTrial
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.core.speedup import Speedup
@@ -66,3 +67,20 @@ def speedup(
         system_ms=ms,
         baseline_ms=value * ms,
     )
+
+
+def search_trial(
+    number: int, divergence: float, speed: float, drop: float = 0.0, error: float = 0.0001, **changes: Any
+) -> SearchTrial:
+    """A trial of a search whose baseline takes 2 ms."""
+    score = comparison({"accuracy": -drop}, error, n=1000, divergence=divergence)
+    fields = {
+        "number": number,
+        "recipe": None,
+        "origin": "tpe",
+        "params": {"keep": number},
+        "scores": {"draw": score},
+        "speedup": speedup(speed, ms=2 / speed),
+        "int8_linears": 4,
+    }
+    return SearchTrial.model_validate(fields | changes)

@@ -3,27 +3,22 @@
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from qdqbench.quantize.cli import options as given
 from qdqbench.quantize.cli import progress
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, console, print_json, show
+from qdqbench.quantize.cli.terminal import Json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
-
-if TYPE_CHECKING:
-    from qdqbench.eval.search.results import Search
-    from qdqbench.eval.search.worker import SearchOptions
-    from qdqbench.quantize.rundir.session import Session
 
 WORK = "work"
 EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SearchSettings:
     """What is searched, and how."""
 
     trials: Annotated[int, typer.Option(min=1, help="Recipes to try, over all workers.")] = 40
@@ -62,7 +57,7 @@ def search(  # noqa: PLR0913  (a command's options)
     subject: given.Subject,
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/search-MODEL-RECIPE-TASK.")] = None,
     replace: given.Replace = False,
-    wanted: Wanted,
+    settings: SearchSettings,
     max_length: given.MaxLength = None,
     backend: given.Backend = None,
     batch_size: given.BatchSize = 32,
@@ -70,66 +65,46 @@ def search(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
-    from qdqbench.eval.search.report import search_summary
-    from qdqbench.eval.search.worker import SearchOptions
+    from qdqbench.eval.gate.gate import issue_sentence
+    from qdqbench.eval.report.render import render_screen
+    from qdqbench.eval.search.confirm import finish_search
+    from qdqbench.eval.search.report import describe_choice, search_report
+    from qdqbench.eval.search.results import SEARCH_FILE, SearchOptions, read_search
+    from qdqbench.eval.search.study import open_worker, run_trials
     from qdqbench.eval.sensitivity.results import read_sensitivity
-    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.eval.stages import stages
+    from qdqbench.quantize.core.errors import CheckFailed, UserError
     from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
     from qdqbench.quantize.rundir.session import Session
 
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
-    folder = run_folder("search", config, out)
-    if wanted.sensitivity is not None:  # before anything is trained or loaded
-        read_sensitivity(wanted.sensitivity)
-    if not replace:
-        _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
+    folder, study = run_folder("search", config, out), settings.study
+    study = study or f"{config.recipe.name}-{config.task.name}"
+    if settings.sensitivity is not None:  # before anything is trained or loaded
+        read_sensitivity(settings.sensitivity)
+    if not replace and (folder / SEARCH_FILE).is_file():
+        known = read_search(folder / SEARCH_FILE).study
+        if known != study:
+            raise UserError(
+                f"{folder} holds the finished search {known!r}, and this is {study!r}; give another --out, "
+                "or --replace to remove it and start from scratch"
+            )
     session = Session(config, folder / WORK)
-    options = SearchOptions(**asdict(wanted))
+    options = SearchOptions(**asdict(settings))
     purpose = purpose_of("search", session)
-    with claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=given.note):
+    with (
+        claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=given.note),
+        ExitStack() as stack,
+    ):
         session.folder.mkdir(exist_ok=True)
-        found = _search(session, options, folder, json=json)
-    if found is None:  # other workers go on
-        return
-    show(found, json, search_summary, f"report: {folder / 'search.html'}")
-    if not found.outcome.passed:
-        raise CheckFailed(f"the gate does not hold: {'; '.join(found.outcome.failures)}")
-
-
-def _require_own(out: Path, study: str) -> None:
-    """The folder holds no finished search of another study, which this one would replace.
-
-    Raises:
-        UserError: it does.
-    """
-    from qdqbench.eval.search.results import SEARCH_FILE, read_search
-    from qdqbench.quantize.core.errors import UserError
-
-    if (out / SEARCH_FILE).is_file() and (known := read_search(out / SEARCH_FILE).study) != study:
-        raise UserError(
-            f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out, or "
-            "--replace to remove it and start anew"
-        )
-
-
-def _search(session: "Session", options: "SearchOptions", folder: Path, *, json: bool) -> "Search | None":
-    from qdqbench.eval.search.finish import finish
-    from qdqbench.eval.search.trials import open_worker, run_trials
-    from qdqbench.eval.stages import stages
-
-    with ExitStack() as stack:
         shown = stack.enter_context(progress.trials(options.trials))
-        if session.config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
+        if config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
             shown.say("training the embedded default")
             stages.embedded(session)
         worker = open_worker(session, options, stack, shown.say)
-        if not run_trials(worker, shown.trial):
-            if json:
-                print_json({"study": worker.study.study_name, "finished": False})
-            else:
-                console().print(
-                    "other workers run the last trials, and the last of them writes the report; "
-                    "if none does, run this command again"
-                )
-            return None
-        return finish(worker, folder, shown.say)
+        run_trials(worker, shown.trial)
+        found = finish_search(worker, folder, shown.say)
+    show(found, json, lambda each: render_screen(search_report(each)), f"report: {folder / 'search.html'}")
+    if not found.outcome.passed:
+        failed = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]
+        raise CheckFailed(f"the gate does not hold: {'; '.join(failed) or describe_choice(found)}")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from qdqbench.eval.accuracy import draw
-from qdqbench.eval.search.trial import LEAST_SAMPLES, Workspace
+from qdqbench.eval.search.workspace import LEAST_SAMPLES, Workspace
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import GLUE
@@ -21,6 +21,7 @@ def session(tmp_path, monkeypatch):
         config=SimpleNamespace(task=GLUE["sst2"]),
         recipe=load_recipe("bert-int8-linears"),
         data_source=str(tmp_path),
+        folder=tmp_path,
         tokenizer=None,
         notes=[],
         warnings=[],
@@ -40,7 +41,7 @@ def texts(split):
 
 def test_search_and_sensitivity_draw_the_same_rows_beside_calibration(session):
     split, _ = draw.draw_samples(session, 50)
-    searched = Workspace(session, None, 50).draw.split
+    searched = Workspace(session, None, 50).trials.draw.split
     assert texts(split) == texts(searched)
     assert len({*texts(split)}) == 50
     longer = texts(draw.draw_samples(session, 60)[0])
@@ -55,7 +56,7 @@ def test_fewer_rows_are_noted_and_too_few_refused(session):
     ]
     calibrate(session, samples=100 - LEAST_SAMPLES + 1)
     with pytest.raises(UserError, match=f"so {LEAST_SAMPLES - 1} are left to measure on"):
-        Workspace(session, None, 64).draw  # noqa: B018
+        Workspace(session, None, 64).trials.draw  # noqa: B018
     draw.draw_samples(session, 64)
     calibrate(session, samples=100)
     with pytest.raises(UserError, match="so 0 are left to measure on"):

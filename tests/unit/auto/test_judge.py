@@ -7,12 +7,8 @@ import pytest
 
 from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
 from qdqbench.eval.auto.results import Wanted
-<<<<<<< HEAD
-=======
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.quantize.core.comparison import GateIssue
->>>>>>> report
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import get_task

@@ -7,9 +7,9 @@ import pytest
 
 from qdqbench.eval.bench import measure as timing
 from qdqbench.eval.search import speed
+from qdqbench.eval.search.results import SearchOptions
 from qdqbench.eval.search.space import make_space
-from qdqbench.eval.search.trial import Workspace
-from qdqbench.eval.search.worker import SearchOptions
+from qdqbench.eval.search.workspace import Workspace
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.encoders.modules import module_table

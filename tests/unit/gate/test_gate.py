@@ -8,14 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.gate import MOST_SAMPLES, judge, limit, samples_to_tell
-<<<<<<< HEAD
-from qdqbench.eval.gate.gate import cannot_hold, gate_of, with_speed
-=======
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.gate.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
->>>>>>> report
-from qdqbench.eval.search.confirm import gate_failures
-from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
+from qdqbench.eval.search.confirm import judge_confirmed
+from qdqbench.eval.search.results import ConfirmedRecipe
 from qdqbench.eval.sensitivity.choice import choose_point
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.comparison import Comparison, Gate
@@ -51,17 +46,12 @@ def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
     return judge_gate(session, results)
 
 
-def confirmation(max_drop: float, **stages: Comparison) -> tuple[list[str], list[str]]:
-    """Failures and notes of the same differences where a search confirms its choice."""
+def confirmation(max_drop: float, **stages: Comparison) -> list[str]:
+    """States of the same differences where a search confirms its choice."""
     engine = {"validation": stages["engine"]} if "engine" in stages else {}
-    row = Confirmed(
-        name="found",
-        shipped=False,
-        status="done",
-        fake_quant={"validation": stages["fake_quant"]},
-        engine=engine,
-    )
-    return gate_failures(row, Asked(max_drop=max_drop), "accuracy")
+    scores = {"validation": stages["fake_quant"]}
+    row = ConfirmedRecipe(name="found", recipe=None, origin="tpe", scores=scores, engine=engine)
+    return [issue.state for issue in judge_confirmed(row, Asked(max_drop=max_drop), "accuracy")]
 
 
 def test_what_a_search_confirms_a_run_does_not_fail() -> None:
@@ -70,9 +60,7 @@ def test_what_a_search_confirms_a_run_does_not_fail() -> None:
         "engine": comparison(accuracy=(0.0084, 0.0112)),
         "fake_quant": comparison(accuracy=(0.0115, 0.0113)),
     }
-    bad, noted = confirmation(0.01, **stages)
-    assert not bad
-    assert len(noted) == 1
+    assert confirmation(0.01, **stages) == ["within noise"]
     gate = run_gate("rte", 0.01, **stages)
     assert gate.passed
     assert gate.failures == []
@@ -100,19 +88,9 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
     expected = judge(drop, error, max_drop) != "fails"
     versus = comparison(accuracy=(drop, error))
     assert run_gate("sst2", max_drop, fake_quant=versus).passed == expected
-    bad, _ = confirmation(max_drop, fake_quant=versus)
-    assert (not bad) == expected
-    accuracy = Accuracy(
-        divergence=0.1,
-        metric="accuracy",
-        value=0.9,
-        drop=drop,
-        drop_stderr=error,
-        within_noise=versus.within_noise,
-        disagreements=1,
-        n=277,
-    )
-    assert trial_holds(accuracy, records.speedup(1.0), Asked(max_drop=max_drop)) == expected
+    assert ("failed" not in confirmation(max_drop, fake_quant=versus)) == expected
+    trial = records.search_trial(0, 0.1, 1.0, drop, error)
+    assert (not trial.violation(Asked(max_drop=max_drop))) == expected
     everything = _point(0, 1.0, 1.0, 0.0)
     assert choose_point([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
     assert _answers(drop, limit(error, max_drop)).holds == expected
@@ -198,15 +176,6 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
     asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2)
     before = judge_speed(asked, [])
     assert before.state == "not judged"
-<<<<<<< HEAD
-    assert "qdqbench bench" in before.open[0].needs
-    fast = records.speedup(1.4, 1.3, 1.5)
-    slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})
-    after = with_speed(before, [fast, slow])
-    assert (after.state, after.open) == ("failed", [])
-    assert after.failures == ["min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"]
-    assert with_speed(after, [fast]).state == "passed"  # measured again
-=======
     assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
     fast = Speed(cell="b32 s128", over="FP16 engine", value=1.4, low=1.3, high=1.5)
     slow = fast.model_copy(update={"cell": "b1 s128", "value": 0.74})
@@ -216,7 +185,6 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
         "min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"
     ]
     assert judge_speed(after, [fast]).state == "passed"  # measured again
->>>>>>> report
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))

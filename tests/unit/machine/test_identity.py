@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from qdqbench.eval.search import trials
-from qdqbench.eval.search.results import Source
-from qdqbench.eval.search.worker import SearchOptions
+from qdqbench.eval.search import study
+from qdqbench.eval.search.results import SearchOptions, Source
 from qdqbench.eval.sensitivity import measure
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.machine import identity
@@ -64,7 +63,7 @@ def finetune_identity(session: Session) -> Any:
 
 def search_settings(session: Session) -> Any:
     source = Source.model_construct(mode="latency", gpu="a", backend="b", version="1")
-    return trials._settings(session, SearchOptions(), source)
+    return study._settings(session, SearchOptions(), source)
 
 
 def sensitivity_settings(session: Session) -> Any:

@@ -13,9 +13,10 @@ from qdqbench.eval.bench.results import write_bench
 from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.compare.report import write_comparison
 from qdqbench.eval.methods.report import write_methods
+from qdqbench.eval.report.render import write_report
 from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runreport.training_report import write_finetuning
-from qdqbench.eval.search.report import write_search_reports
+from qdqbench.eval.search.report import search_report
 from qdqbench.eval.sensitivity.report import write_sensitivity
 
 from ...support.compared import sample_comparison
@@ -35,7 +36,7 @@ def _run(folder: Path) -> None:
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "report": _run,
-    "search": lambda folder: write_search_reports(sample_search(), folder),
+    "search": lambda folder: write_report(search_report(sample_search()), folder, "search"),
     "methods": lambda folder: write_methods(table(), folder),
     "sensitivity": lambda folder: write_sensitivity(sample_sensitivity(), folder),
     "bench": lambda folder: write_bench_reports(sample_bench(), folder),

@@ -20,7 +20,7 @@ from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.runs.study_results import read_study
-from qdqbench.eval.search.report import search_summary
+from qdqbench.eval.search.report import search_report
 from qdqbench.eval.search.results import read_search
 from qdqbench.eval.sensitivity.report import sensitivity_summary, write_sensitivity
 from qdqbench.eval.tables.study import study_summary
@@ -55,8 +55,10 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "run of two splits": lambda: summary_lines(mnli()),
     "sensitivity": lambda: sensitivity_summary(sample_sensitivity()),
     "auto": lambda: auto_summary(sample_auto()),
-    "search": lambda: search_summary(sample_search()),
-    "search, measured": lambda: search_summary(read_search(MEASURED / "mrpc-search" / "search.json")),
+    "search": lambda: render_screen(search_report(sample_search())),
+    "search, measured": lambda: render_screen(
+        search_report(read_search(MEASURED / "mrpc-search" / "search.json"))
+    ),
     "methods": lambda: methods_summary(table()),
     "methods, two splits": lambda: methods_summary(
         table(splits=("validation_matched", "validation_mismatched"))

@@ -20,11 +20,7 @@ from qdqbench.eval.runreport import charts, parity, report
 from qdqbench.eval.runreport import report as report_module
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-<<<<<<< HEAD
-from qdqbench.quantize.core.comparison import Gate, OpenQuestion, Parity, ParityRow
-=======
-from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow, Speed
->>>>>>> report
+from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.core.results import (
     BlockCheck,
     EngineResult,

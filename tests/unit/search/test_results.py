@@ -1,142 +1,110 @@
-"""Choosing a recipe, the front, domination, reports, and the schema's document."""
+"""Choosing a recipe, the front, domination, confirmation, and reports."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from qdqbench.eval.search import finish
-from qdqbench.eval.search.confirm import agreement, gate_failures, rivals_of
-from qdqbench.eval.search.finish import rule
-from qdqbench.eval.search.report import front_svg, search_headline, search_summary, write_search_reports
+from qdqbench.eval.gate.gate import issue_sentence
+from qdqbench.eval.report.render import render_screen, write_report
+from qdqbench.eval.search import confirm
+from qdqbench.eval.search.confirm import compare_drops, explain_no_int8, judge_confirmed, rivals_of
+from qdqbench.eval.search.report import describe_choice, describe_rule, draw_front, headline, search_report
 from qdqbench.eval.search.results import (
-    Accuracy,
-    Answer,
-    Confirmed,
+    ConfirmedRecipe,
+    Ranking,
     Search,
+    SearchOutcome,
+    SearchTrial,
     Source,
-    Trial,
     choose_trial,
     dominates,
-    mark_front,
+    mark_trials,
     read_search,
-    trial_holds,
 )
 from qdqbench.eval.tables.changed import Changed
 from qdqbench.eval.tables.search import search_tables
-from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.eval.trials.results import Failure, Scores
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 
 from ...support import records
 from ...support.pages import offline, plain
 
-
-def accuracy_of(drop, divergence, stderr=0.001):
-    return Accuracy(
-        divergence=divergence,
-        metric="accuracy",
-        value=0.9 - drop,
-        drop=drop,
-        drop_stderr=stderr,
-        within_noise=abs(drop) <= 2 * stderr,
-        disagreements=3,
-        n=1000,
-    )
+GATE = GateSettings(max_drop=0.003)
+LINEARS = load_recipe("bert-int8-linears")
 
 
-def trial_of(number, drop, divergence, ms, gate=GateSettings(max_drop=0.003), **changes):  # noqa: B008
-    accuracy = accuracy_of(drop, divergence, changes.pop("stderr", 0.0001))
-    latency = records.speedup(2.0 / ms, ms=ms)
-    return Trial(
-        number=number,
-        state="complete",
-        origin=changes.pop("origin", "TPE"),
-        params={"keep": number},
-        recipe="version: 1\nname: found\n",
-        int8_linears=4,
-        accuracy=accuracy,
-        latency=latency,
-        holds=trial_holds(accuracy, latency, gate),
-        **changes,
-    )
+def trial_of(number, drop, divergence, ms, **changes):
+    error = changes.pop("error", 0.0001)
+    return records.search_trial(number, divergence, 2 / ms, drop, error, recipe=LINEARS, **changes)
 
 
-def comparison(drop, stderr=0.001):
-    return records.comparison({"accuracy": -drop}, stderr)
+def failed_trial(number, text="no"):
+    return SearchTrial(number=number, recipe=None, origin="tpe", failure=Failure(code="check", text=text))
 
 
-def confirmed(name, value, ms, drop=0.0, **changes):
-    return Confirmed(
-        name=name,
-        shipped=changes.pop("shipped", True),
-        status="done",
-        fake_quant={"validation": comparison(drop)},
-        metrics={"accuracy": value},
-        latency=records.speedup(2.0 / ms, ms=ms),
-        **changes,
-    )
+def confirmed(name, drop, ms, error=0.001, **changes):
+    fields = {"name": name, "recipe": LINEARS, "origin": "shipped", "speedup": records.speedup(2 / ms, ms=ms)}
+    fields["scores"] = {"validation": records.comparison({"accuracy": -drop}, error)}
+    return ConfirmedRecipe.model_validate(fields | changes)
+
+
+def chosen_by(trials, gate=GATE):
+    mark_trials(trials, gate, "divergence")
+    return choose_trial(trials, gate)
 
 
 def test_the_fastest_that_holds_is_chosen():
     trials = [trial_of(0, 0.001, 0.1, 1.5), trial_of(1, 0.002, 0.2, 1.2), trial_of(2, 0.02, 0.5, 1.0)]
-    mark_front(trials, "divergence")
-    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
-    assert chosen.number == 1
-    assert "fastest of 2" in why
+    assert chosen_by(trials) == SearchOutcome(chosen=1, holding=2)
 
 
 def test_what_only_a_failing_trial_beats_is_chosen():
     trials = [trial_of(0, 0.0, 0.0, 2.0), trial_of(1, 0.006, 0.010, 1.0), trial_of(2, 0.001, 0.012, 1.05)]
-    mark_front(trials, "divergence")
+    assert chosen_by(trials).chosen == 2
     assert [trial.on_front for trial in trials] == [True, True, False]
-    assert choose_trial(trials, GateSettings(max_drop=0.003))[0].number == 2
 
 
 def test_milliseconds_of_another_hour_do_not_decide():
-    trials = [trial_of(0, 0.001, 0.1, 1.00), trial_of(1, 0.001, 0.1, 0.97)]
-    slow, fast = (trial.latency for trial in trials)
-    trials[1].latency = fast.model_copy(update={"baseline_ms": 1.85, "value": 1.85 / 0.97})
-    assert slow.value > trials[1].latency.value
-    mark_front(trials, "divergence")
-    assert choose_trial(trials, GateSettings(max_drop=0.003))[0].number == 0
+    trials = [trial_of(0, 0.001, 0.1, 1.00), trial_of(1, 0.001, 0.1, 1.05)]
+    trials[1].speedup.system_ms = 0.97
+    assert chosen_by(trials).chosen == 0
     assert [trial.on_front for trial in trials] == [True, False]
 
 
 def test_equal_latency_goes_to_the_most_accurate():
     trials = [trial_of(0, 0.001, 0.3, 1.000), trial_of(1, 0.001, 0.1, 1.005), trial_of(2, 0.0, 0.01, 1.2)]
-    mark_front(trials, "divergence")
-    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
-    assert chosen.number == 1
-    assert "the 2 within 1%" in why
+    assert chosen_by(trials) == SearchOutcome(chosen=1, holding=3, equal=2)
 
 
-def test_a_drop_within_noise_holds_and_is_said():
-    trials = [trial_of(0, 0.004, 0.1, 1.0, stderr=0.003)]
-    mark_front(trials, "divergence")
-    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
-    assert chosen is not None
-    assert "within noise" in why
+def test_a_drop_within_noise_holds():
+    assert chosen_by([trial_of(0, 0.004, 0.1, 1.0, error=0.003)]).chosen == 0
 
 
 def test_the_most_accurate_that_is_fast_enough():
-    gate = GateSettings(max_drop=0.0, min_speedup=1.4)
-    speedups = {0: 1.3, 1: 1.41, 2: 1.9}
-    trials = [trial_of(n, 0.1, 0.1 * n, 2.0 / s, gate) for n, s in speedups.items()]
-    mark_front(trials, "divergence")
-    chosen, why = choose_trial(trials, gate)
-    assert chosen.number == 1
-    assert "1.4x" in why
+    speeds = {0: 1.3, 1: 1.41, 2: 1.9}
+    trials = [trial_of(n, 0.1, 0.1 * n, 2.0 / s) for n, s in speeds.items()]
+    assert chosen_by(trials, GateSettings(max_drop=0.0, min_speedup=1.4)).chosen == 1
 
 
-@pytest.mark.parametrize("gate", [GateSettings(max_drop=0.0001), GateSettings(min_speedup=9.0)])
-def test_nothing_holds_and_the_best_is_said(gate):
-    trials = [trial_of(0, 0.05, 0.1, 1.0, gate), trial_of(1, 0.04, 0.2, 1.1, gate)]
-    mark_front(trials, "divergence")
-    chosen, why = choose_trial(trials, gate)
-    assert chosen is None
-    assert re.search(r"the best was trial \d with a drop of \d", why)
-    assert choose_trial([], gate)[0] is None
+@pytest.mark.parametrize(
+    ("gate", "best"), [(GateSettings(max_drop=0.0001), 1), (GateSettings(min_speedup=9.0), 0)]
+)
+def test_nothing_holds_and_the_nearest_is_known(gate, best):
+    trials = [trial_of(0, 0.05, 0.1, 1.0), trial_of(1, 0.04, 0.2, 1.1)]
+    assert chosen_by(trials, gate) == SearchOutcome(best=best)
+    assert chosen_by([], gate) == SearchOutcome()
+
+
+def test_without_latencies_the_largest_int8_share_is_chosen():
+    shares = {0: (0.0, 0.2), 1: (0.0, 0.7), 2: (0.1, 0.9)}
+    trials = [
+        trial_of(n, drop, 0.1 * n, 1.0, speedup=None, int8_share=share) for n, (drop, share) in shares.items()
+    ]
+    assert chosen_by(trials).chosen == 1
+    assert [trial.on_front for trial in trials] == [True] * 3
 
 
 @pytest.mark.parametrize("objective", ["divergence", "drop"])
@@ -146,39 +114,40 @@ def test_the_front_holds_what_nothing_beats(objective):
         trial_of(1, 0.01, 0.1, 1.0),
         trial_of(2, 0.02, 0.2, 1.5),  # beaten by 1
         trial_of(3, 0.01, 0.1, 1.0, duplicate_of=1),
-        Trial(number=4, state="failed", origin="TPE", reason="no", params={}),
+        failed_trial(4),
     ]
-    mark_front(trials, objective)
+    mark_trials(trials, GATE, objective)
     assert [trial.number for trial in trials if trial.on_front] == [0, 1]
+    assert [trial.number for trial in trials if trial.holds] == [0]
 
 
 @pytest.mark.parametrize(
-    ("value", "ms", "expected"),
+    ("gain", "ms", "expected"),
     [
-        (0.9, 1.0, False),
-        (0.91, 1.0, True),
-        (0.9, 0.9, True),
-        (0.91, 1.1, False),
-        (0.89, 0.9, False),
-        (0.9, 0.995, False),  # within 1%
-        (0.91, 1.005, True),
+        (0.0, 1.0, False),
+        (0.01, 1.0, True),
+        (0.0, 0.9, True),
+        (0.01, 1.1, False),
+        (-0.01, 0.9, False),
+        (0.0, 0.995, False),  # within 1%
+        (0.01, 1.005, True),
     ],
 )
-def test_domination_is_at_least_as_good_in_both_and_better_in_one(value, ms, expected):
-    assert dominates(confirmed("a", value, ms), confirmed("chosen", 0.9, 1.0), "accuracy") is expected
+def test_domination_is_at_least_as_good_in_both_and_better_in_one(gain, ms, expected):
+    assert dominates(confirmed("a", 0.1 - gain, ms), confirmed("chosen", 0.1, 1.0)) is expected
 
 
 def test_agreement_allows_for_both_errors():
-    trial = trial_of(0, 0.0, 0.1, 1.0, stderr=0.003)
-    assert agreement(trial.accuracy, confirmed("x", 0.9, 1.0, drop=0.006)).within_noise
-    assert not agreement(trial.accuracy, confirmed("x", 0.9, 1.0, drop=0.0064)).within_noise
+    searched = trial_of(0, 0.0, 0.1, 1.0, error=0.003)
+    assert compare_drops(searched, confirmed("x", 0.006, 1.0)).within_noise
+    assert not compare_drops(searched, confirmed("x", 0.0064, 1.0)).within_noise
+    assert compare_drops(failed_trial(0), confirmed("x", 0.0, 1.0)) is None
 
 
 @pytest.mark.parametrize(("backend", "residuals"), [("tensorrt_rtx", True), ("onnxruntime", False)])
 def test_rivals_are_of_the_family_and_can_run_there(backend, residuals):
-    base = load_recipe("bert-int8-linears")
-    engine = base.engine.model_copy(update={"backend": backend})
-    found = rivals_of(base.model_copy(update={"engine": engine}))
+    engine = LINEARS.engine.model_copy(update={"backend": backend})
+    found = rivals_of(LINEARS.model_copy(update={"engine": engine}))
     assert {each.model.family for each in found} == {"bert"}
     assert not any(each.qat for each in found)
     assert any(each.int8_residual for each in found) == residuals
@@ -186,48 +155,66 @@ def test_rivals_are_of_the_family_and_can_run_there(backend, residuals):
 
 def test_confirmation_holds_or_says_why():
     gate = GateSettings(max_drop=0.003, min_speedup=1.5)
-    assert gate_failures(confirmed("x", 0.9, 1.0, drop=0.002), gate, "accuracy") == ([], [])
-    bad, noted = gate_failures(confirmed("x", 0.9, 1.9, drop=0.01), gate, "accuracy")
-    assert not noted
-    assert "1.00 points" in bad[0]
-    assert "1.05x" in bad[1]
-    row = confirmed("x", 0.9, 1.0)
-    row.fake_quant["validation"] = comparison(0.004, stderr=0.002)
-    bad, noted = gate_failures(row, gate, "accuracy")
-    assert not bad
-    assert "within noise" in noted[0]
-    row.engine["validation"] = comparison(0.02)
-    assert "the engine" in gate_failures(row, gate, "accuracy")[0][0]
+    assert judge_confirmed(confirmed("x", 0.002, 1.0), gate, "accuracy") == []
+    drop, slow = judge_confirmed(confirmed("x", 0.01, 1.9), gate, "accuracy")
+    assert (drop.code, drop.state, drop.stage, drop.value) == ("accuracy", "failed", "fake_quant", 0.01)
+    assert (slow.code, slow.state, slow.value) == ("min_speedup", "failed", pytest.approx(2 / 1.9))
+    row = confirmed("x", 0.004, 1.0, error=0.002)
+    row.engine["validation"] = records.comparison({"accuracy": -0.02}, 0.001)
+    issues = judge_confirmed(row, gate, "accuracy")
+    assert [(each.stage, each.state) for each in issues] == [
+        ("fake_quant", "within noise"),
+        ("engine", "failed"),
+    ]
 
 
 def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
-    row = Confirmed(name="found", shipped=False, status="failed", reason="2 layers are not in INT8")
-    assert gate_failures(row, GateSettings(), "accuracy") == (
-        ["the chosen recipe failed: 2 layers are not in INT8"],
-        [],
-    )
-    outcome = Answer(passed=False, rule="r", chosen=1, why="w", failures=["the chosen recipe failed: x"])
-    found = sample_search(confirmed=[row], agreement=None, outcome=outcome)
-    for path in write_search_reports(found, tmp_path):
+    failure = Failure(code="check", text="2 layers are not in INT8")
+    row = ConfirmedRecipe(name="found", recipe=LINEARS, origin="tpe", failure=failure)
+    (issue,) = judge_confirmed(row, GateSettings(), "accuracy")
+    assert issue_sentence(issue) == "the chosen recipe failed: 2 layers are not in INT8"
+    found = sample_search(confirmed=[row], agreement=None, outcome=SearchOutcome(chosen=1, issues=[issue]))
+    for path in write_report(search_report(found), tmp_path, "search"):
         assert "2 layers are not in INT8" in path.read_text()
-    search_summary(found)
+    assert "validation does not confirm it" in headline(found)
 
 
-def test_rules_in_words():
-    measured = Source(mode="latency", backend="b", version="v", batch=1, length=1, twin="BF16")
-    assert rule(GateSettings(max_drop=0.003), measured) == "at most 0.3 points lost, fastest"
-    assert rule(GateSettings(max_drop=0.01), measured) == "at most 1 point lost, fastest"
-    assert "1.4x as fast as the BF16 twin" in rule(GateSettings(min_speedup=1.4), measured)
-    share = measured.model_copy(update={"mode": "int8-share"})
-    assert rule(GateSettings(), share).endswith(", largest INT8 share of multiply-adds")
+@pytest.mark.parametrize(
+    ("gate", "mode", "text"),
+    [
+        ({"max_drop": 0.003}, "latency", "at most 0.3 points lost, fastest"),
+        ({"max_drop": 0.01}, "int8-share", "at most 1 point lost, largest INT8 share of multiply-adds"),
+        ({"min_speedup": 1.4}, "latency", "at least 1.4x as fast as the BF16 engine, most accurate"),
+    ],
+)
+def test_rules_in_words(gate, mode, text):
+    source = Source(mode=mode, backend="b", version="v", batch=1, length=1, twin="BF16")
+    recipe = LINEARS.model_copy(update={"gate": GateSettings(**gate)})
+    assert describe_rule(sample_search(source=source, recipe=recipe.model_dump(mode="json"))) == text
 
 
-def test_reports_name_the_twin(tmp_path):
-    source = sample_search().source.model_copy(update={"mode": "latency", "cpu": "c", "twin": "BF16"})
+def test_choices_in_words():
+    trials = [trial_of(0, 0.004, 0.1, 1.0, error=0.003), trial_of(1, 0.004, 0.2, 1.0, error=0.003)]
+    recipe = LINEARS.model_copy(update={"gate": GATE}).model_dump(mode="json")
+    found = sample_search(trials=trials, outcome=chosen_by(trials), recipe=recipe)
+    assert describe_choice(found) == (
+        "the fastest of 2 recipes that lose at most 0.3 points (it lost 0.40, which is within noise of "
+        "that), and the most accurate of the 2 within 1% of that"
+    )
+    fast = LINEARS.model_copy(update={"gate": GateSettings(min_speedup=9.0)}).model_dump(mode="json")
+    none = sample_search(trials=trials, outcome=SearchOutcome(best=1), recipe=fast)
+    assert describe_choice(none) == (
+        "none is 9x as fast as the FP16 engine; the best was trial 1 with a drop of 0.40 points and 2.00x"
+    )
+    assert "no trial came to an end" in describe_choice(sample_search(outcome=SearchOutcome()))
+
+
+def test_reports_name_the_baseline(tmp_path):
+    source = sample_search().source.model_copy(update={"cpu": "c", "twin": "BF16"})
     versions = dict.fromkeys(("torch", "transformers", "nvidia-modelopt"), "1")
     found = sample_search(source=source, environment={"versions": versions})
     assert "over BF16" in search_tables([found], Changed())[1]
-    for path in write_search_reports(found, tmp_path):
+    for path in write_report(search_report(found), tmp_path, "search"):
         text = path.read_text()
         assert "over BF16" in text
         assert "over FP16" not in text
@@ -235,99 +222,68 @@ def test_reports_name_the_twin(tmp_path):
 
 def sample_search(**changes):
     trials = [
-        trial_of(0, 0.001, 0.1, 1.5, origin="given recipe"),
+        trial_of(0, 0.001, 0.1, 1.5, origin="given"),
         trial_of(1, 0.002, 0.2, 1.2),
-        trial_of(2, 0.002, 0.2, 1.3, origin="shipped bert-int8-ffn"),
-        Trial(number=3, state="failed", origin="TPE", reason="out of <memory> | bar", params={"keep": 1}),
+        trial_of(2, 0.002, 0.2, 1.3, origin="shipped", shipped="bert-int8-ffn"),
+        failed_trial(3, "out of <memory> | bar"),
     ]
-    mark_front(trials, "divergence")
-    chosen, why = choose_trial(trials, GateSettings(max_drop=0.003))
+    outcome = chosen_by(trials)
+    outcome.passed = True
     values = {
         "created": "2026-01-01T00:00:00+00:00",
         "command": "qdqbench search",
-        "recipe": load_recipe("bert-int8-linears").model_dump(mode="json"),
+        "recipe": LINEARS.model_dump(mode="json"),
         "model": "folder/my-model",
         "task": "sst2",
         "metric": "accuracy",
         "settings": {"samples": 1024},
         "study": "x",
         "objective": "divergence",
-        "ranking": {"units": [[0, "qkv"], [1, "ffn-in"]], "attention": [1, 0]},
-        "ranking_source": "sensitivity file x.json",
-        "source": Source(
-            mode="latency",
-            gpu="g",
-            backend="b",
-            version="v",
-            batch=32,
-            length=128,
-        ),
-        "fp32": {"accuracy": 0.9},
+        "ranking": Ranking(units=[(0, "qkv"), (1, "ffn-in")], attention=[1, 0], file="x.json"),
+        "source": Source(mode="latency", gpu="g", backend="b", version="v", batch=32, length=128),
+        "fp32": {"validation": Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=872)},
         "trials": trials,
-        "outcome": Answer(passed=True, rule="r", chosen=chosen.number, why=why, failures=[]),
+        "outcome": outcome,
         "confirmed": [
-            confirmed("found", 0.9, 1.2, shipped=False),
-            confirmed("bert-int8-ffn", 0.91, 1.1, dominates=True),
+            confirmed("found", 0.0, 1.2, origin="tpe"),
+            confirmed("bert-int8-ffn", -0.01, 1.1, dominates=True),
         ],
-        "agreement": agreement(chosen.accuracy, confirmed("found", 0.9, 1.2)),
-        "warnings": ["units are ranked in model order"],
+        "agreement": compare_drops(trials[1], confirmed("found", 0.0, 1.2)),
+        "warnings": ["4 trials are few"],
+        "notes": [],
         "environment": {"gpu": "none"},
     }
     return Search.model_validate(values | changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {
-            "outcome": Answer(passed=False, rule="r", chosen=None, why="none", failures=["none"]),
-            "confirmed": [],
-            "agreement": None,
-        },
-        {"outcome": Answer(passed=False, rule="r", chosen=1, why="w", failures=["too slow"])},
-        {
-            "trials": [],
-            "outcome": Answer(passed=False, rule="r", chosen=None, why="none", failures=["none"]),
-        },
-    ],
-)
+NOTHING = {"outcome": SearchOutcome(), "confirmed": [], "agreement": None}
+
+
+@pytest.mark.parametrize("changes", [{}, NOTHING, NOTHING | {"trials": []}])
 def test_reports_name_the_device_and_stay_offline(tmp_path, changes):
     found = sample_search(**changes)
-    markdown, page = paths = write_search_reports(found, tmp_path)
+    markdown, page = paths = write_report(search_report(found), tmp_path, "search")
     plain(markdown.read_text())
     offline(page.read_text())
     for path in paths:
         text = path.read_text()
         assert "measured on g, b v" in text.replace("\\", "")
         assert "<memory>" not in text.replace("\\<memory>", "") or path.suffix == ".md"
-    assert search_headline(found)
-    search_summary(found)
     if found.trials:
-        svg = front_svg(found)
-        assert "shipped recipe" in svg
+        assert "shipped recipe" in draw_front(found)
 
 
-def test_without_latencies_reports_compare_the_int8_share(tmp_path):
-    found = sample_search()
-    found.source = Source(mode="int8-share", batch=32, length=128)
-    for number, row in enumerate([*found.trials, *found.confirmed]):
-        row.latency, row.int8_share = None, number / 10
-    markdown, page = write_search_reports(found, tmp_path)
-    for path in (markdown, page):
+def test_without_latencies_reports_compare_the_int8_share(tmp_path, capsys):
+    found = sample_search(source=Source(mode="int8-share", batch=32, length=128))
+    for number, each in enumerate([*found.trials, *found.confirmed]):
+        each.speedup, each.int8_share = None, number / 10
+    for path in write_report(search_report(found), tmp_path, "search"):
         assert "INT8 share of multiply-adds" in path.read_text()
         assert "over FP16" not in path.read_text()
-    assert "latency not measured" in search_headline(found)
-    assert "not in INT8, %" in front_svg(found)
-
-
-def test_without_latencies_the_largest_int8_share_is_chosen():
-    trials = [trial_of(0, 0.0, 0.1, 1.0), trial_of(1, 0.0, 0.2, 1.0), trial_of(2, 0.1, 0.3, 1.0)]
-    for trial, share in zip(trials, (0.2, 0.7, 0.9), strict=True):
-        trial.latency, trial.int8_share = None, share
-    mark_front(trials, "divergence")
-    assert [trial.on_front for trial in trials] == [True] * 3
-    assert choose_trial(trials, GateSettings(max_drop=0.01))[0].number == 1
+    assert "latency not measured" in headline(found)
+    assert "not in INT8, %" in draw_front(found)
+    Console(width=80).print(render_screen(search_report(found)))
+    assert "INT8 share" in capsys.readouterr().out
 
 
 def test_search_json_is_read_back(tmp_path):
@@ -340,44 +296,40 @@ def test_search_json_is_read_back(tmp_path):
         read_search(path)
 
 
-def test_hours_of_trials_do_not_end_without_a_report_for_lack_of_an_agreement(monkeypatch):
-    def broken(*_):
-        raise CheckFailed("the GPU is gone")
+def test_a_recipe_that_cannot_be_confirmed_is_a_row_with_its_reason(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("the GPU is gone")
 
-    rows = [confirmed("found", 0.9, 1.0), confirmed("bert-int8-ffn", 0.9, 1.1, shipped=True)]
-    monkeypatch.setattr(finish.confirm, "confirm", lambda *_: (rows, {"accuracy": 0.9}))
-    monkeypatch.setattr(finish, "_whole", broken)
-    task = SimpleNamespace(metrics=["accuracy"])
-    session = SimpleNamespace(config=SimpleNamespace(task=task))
-    worker = SimpleNamespace(work=SimpleNamespace(session=session), gate=GateSettings(max_drop=0.01))
-    trial = trial_of(3, 0.0, 0.1, 1.0)
-    judged = finish._judge(worker, [trial], trial, lambda text: None)
-    assert judged.rows == rows
-    assert judged.agreement is None
-    assert judged.failures == []
-    assert any("agree is not known: the GPU is gone" in line for line in judged.warnings)
+    monkeypatch.setattr(confirm, "_confirm", broken)
+    worker = SimpleNamespace(work=SimpleNamespace(session=SimpleNamespace(recipe=LINEARS)))
+    rows = confirm.confirm_recipes(worker, trial_of(3, 0.0, 0.1, 1.0), LINEARS)
+    assert len(rows) > 2
+    assert {row.failure.text for row in rows} == {"RuntimeError: the GPU is gone"}
 
 
 @pytest.mark.parametrize(
     ("tried", "confirmed_ms", "expected"),
     [
         (None, 1.0, "no recipe with INT8 was tried"),
-        (4.0, 3.0, "no recipe with INT8 is faster than BF16"),
+        (4.0, 3.0, "no recipe with INT8 is faster than FP16"),
         (1.5, 3.0, "none of the 1 tried with INT8"),
         (4.0, 1.0, "none of the 1 tried with INT8"),
     ],
 )
 def test_why_nothing_in_int8_was_chosen_is_what_was_measured(tried, confirmed_ms, expected):
-    half = trial_of(1, 0.0, 0.0, 2.0).model_copy(update={"int8_linears": 0})
-    trials = [half] if tried is None else [half, trial_of(2, 0.0, 0.1, tried)]
-    said = finish._without_int8(trials, [confirmed("bert-int8-ffn", 0.9, confirmed_ms)], "BF16")
-    assert expected in said
+    high = trial_of(1, 0.0, 0.0, 2.0, int8_linears=0)
+    trials = [high] if tried is None else [high, trial_of(2, 0.0, 0.1, tried)]
+    found = sample_search(trials=trials, confirmed=[confirmed("bert-int8-ffn", 0.0, confirmed_ms)])
+    assert expected in explain_no_int8(found)
 
 
 def test_both_splits_of_mnli_are_shown(tmp_path):
-    row = confirmed("found", 0.9, 1.0)
-    row.fake_quant = {"validation_matched": comparison(0.01), "validation_mismatched": comparison(0.05)}
+    row = confirmed("found", 0.0, 1.0)
+    row.scores = {
+        split: records.comparison({"accuracy": -drop}, 0.001)
+        for split, drop in {"validation_matched": 0.01, "validation_mismatched": 0.05}.items()
+    }
     found = sample_search(confirmed=[row])
-    for path in write_search_reports(found, tmp_path):
+    for path in write_report(search_report(found), tmp_path, "search"):
         assert "mismatched: drop" in path.read_text()
         assert "5.00" in path.read_text()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.eval.search import start
+from qdqbench.eval.search import study
 from qdqbench.eval.search.space import (
     FLIPS,
     FRAMES,
@@ -15,7 +15,7 @@ from qdqbench.eval.search.space import (
     SMOOTH,
     WEIGHT_METHODS,
     make_space,
-    ranked_by,
+    rank_by_cost,
     searched_name,
 )
 from qdqbench.quantize.core.errors import UserError
@@ -75,7 +75,7 @@ PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"} | dict.from
 def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
     order = list(SPACE.units)
     random.shuffle(order)
-    space = SPACE.ranked({"units": order, "attention": random.sample(range(LAYERS), LAYERS)})
+    space = SPACE.ranked(order, random.sample(range(LAYERS), LAYERS))
     recipe = space.recipe(params)
     plan = resolve(parse_recipe(short_yaml(recipe), "again"), modules(), "bert")
     units = space.int8_units(params)
@@ -165,11 +165,12 @@ def test_the_ranking_weighs_cost_by_work():
         "bert.encoder.layer.7.intermediate.dense": 4.0,
         **{f"bert.encoder.layer.9.attention.self.{x}": 1.5 for x in ("query", "key", "value")},
     }
-    ranked = ranked_by(SPACE, costs, {4: 0.5, 6: 0.7})
+    ranked = rank_by_cost(SPACE, costs, {4: 0.5, 6: 0.7})
     assert list(ranked.units)[:3] == [(2, "output"), (9, "qkv"), (7, "ffn-in")]
     assert list(ranked.attention)[:2] == [6, 4]
     assert set(ranked.units) == set(SPACE.units)
-    assert SPACE.ranked(ranked.ranking).ranking == ranked.ranking
+    again = SPACE.ranked([*ranked.units], [*ranked.attention])
+    assert (list(again.units), list(again.attention)) == (list(ranked.units), list(ranked.attention))
 
 
 def test_names_do_not_grow():
@@ -197,7 +198,7 @@ def test_suggestions_cover_the_space():
 @pytest.mark.parametrize("other", [{"model": {"sha256": "b"}}, {"task": {"name": "another"}}])
 def test_a_sensitivity_of_another_model_or_task_is_refused(other, monkeypatch, tmp_path):
     measured = {"model": {"sha256": "a"}, "task": TASK.model_dump(mode="json"), "rows": []} | other
-    monkeypatch.setattr(start, "read_sensitivity", lambda file: SimpleNamespace(**measured))
+    monkeypatch.setattr(study, "read_sensitivity", lambda file: SimpleNamespace(**measured))
     session = SimpleNamespace(model_sha256="a", config=SimpleNamespace(task=TASK))
     with pytest.raises(UserError, match="another model or task"):
-        start.rank(SimpleNamespace(session=session), tmp_path / "sensitivity.json")
+        study.rank_units(SimpleNamespace(session=session), tmp_path / "sensitivity.json")

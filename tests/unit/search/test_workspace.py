@@ -1,20 +1,17 @@
-"""Trials: divergence, calibrations that are shared, and keys that tell recipes apart."""
+"""Calibrations that trials share, and keys of recipes."""
 
 import numpy as np
 import pytest
 
 from qdqbench.eval.search.space import make_space
-from qdqbench.eval.search.trial import accuracy, explained, plan_key
+from qdqbench.eval.search.workspace import plan_key
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.narrow import narrowed
-from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.task import GLUE
 
 from ...support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert
 
@@ -83,17 +80,6 @@ def test_nothing_of_other_linears_is_left(space, everything):
     assert set(found.smoothing.inputs) == set(plan.int8)
 
 
-SST2 = GLUE["sst2"]
-
-
-def test_accuracy_of_equal_answers_has_no_drop():
-    logits = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
-    found = accuracy(SST2, logits, logits, (logits[:, 0] < 0.3).astype(int), 0)
-    assert (found.divergence, found.drop, found.disagreements) == (0, 0, 0)
-    assert str(found.drop) == "0.0"
-    assert found.within_noise
-
-
 def test_keys_tell_apart_what_makes_another_model(space):
     def key(units, attention=(), **how):
         recipe = space.assemble(set(units), set(attention), HOW | how)
@@ -106,9 +92,3 @@ def test_keys_tell_apart_what_makes_another_model(space):
     assert key([], method="mse") == key([], method="max")  # nothing to calibrate
     # smoothing is of LayerNorm outputs: with other linears alone it changes nothing
     assert key(some[:1], smooth="0.8") == key(some[:1], smooth="none")
-
-
-def test_reasons_name_what_is_not_ours():
-    assert explained(CheckFailed("amax  is\nNaN")) == "amax is NaN"
-    assert explained(MemoryError("no more")) == "MemoryError: no more"
-    assert Calibration().method == "max"
