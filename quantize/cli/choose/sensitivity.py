@@ -115,8 +115,9 @@ def methods(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Compare calibration methods in one table; writes the recipe with the best one."""
-    from qdqbench.eval.methods.report import methods_summary
+    from qdqbench.eval.methods.report import methods_report
     from qdqbench.eval.methods.results import METHODS_RECIPE
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.rundir.claim import run_folder
 
     config = subject.config(
@@ -125,7 +126,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     folder = run_folder("methods", config, out)
     found = _compare(config, folder, samples, method or [], smooth or [], replace=replace)
     written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
-    show(found, json, methods_summary, *written)
+    show(found, json, lambda methods: render_screen(methods_report(methods)), *written)
 
 
 def _compare(  # noqa: PLR0913

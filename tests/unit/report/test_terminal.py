@@ -15,7 +15,7 @@ from qdqbench.eval.auto.screen import auto_summary
 from qdqbench.eval.bench.results import Bench, read_bench
 from qdqbench.eval.benchreport.report import bench_summary
 from qdqbench.eval.compare.report import comparison_report
-from qdqbench.eval.methods.report import methods_summary, write_methods
+from qdqbench.eval.methods.report import methods_report, write_methods
 from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.training_screen import finetune_lines
@@ -57,9 +57,9 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "auto": lambda: auto_summary(sample_auto()),
     "search": lambda: search_summary(sample_search()),
     "search, measured": lambda: search_summary(read_search(MEASURED / "mrpc-search" / "search.json")),
-    "methods": lambda: methods_summary(table()),
-    "methods, two splits": lambda: methods_summary(
-        table(splits=("validation_matched", "validation_mismatched"))
+    "methods": lambda: render_screen(methods_report(table())),
+    "methods, two splits": lambda: render_screen(
+        methods_report(table(splits=("validation_matched", "validation_mismatched")))
     ),
     "bench": lambda: bench_summary(sample_bench()),
     "bench of many shapes": lambda: bench_summary(many_shapes()),
@@ -89,7 +89,7 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
     ("found", "summary", "write"),
     [
         (sample_auto(), auto_summary, write_auto),
-        (table(), methods_summary, write_methods),
+        (table(), lambda each: render_screen(methods_report(each)), write_methods),
         (sample_sensitivity(), sensitivity_summary, write_sensitivity),
     ],
     ids=["auto", "methods", "sensitivity"],
