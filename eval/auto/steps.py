@@ -127,7 +127,7 @@ class Steps:
         model = session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         recipe, _ = write_up(session.recipe, point, measurement.found, modules, prefix)
-        share = point.judged.divergence / found.full.divergence
+        share = point.comparison.distance / found.full.distance
         said = (
             f"{count_of(point.kept, 'linear')} stay out of INT8: the fewest measured that leave at most "
             f"{ISLANDS:.0%} of the divergence of {found.recipe['name']} ({share:.0%} on "
@@ -219,9 +219,9 @@ def islands_of(curve: Sequence[CurvePoint]) -> CurvePoint:
     Raises:
         CheckFailed: no number of them does.
     """
-    full = next(point.judged.divergence for point in curve if not point.kept)
+    full = next(point.comparison.distance for point in curve if not point.kept)
     for point in sorted(curve, key=lambda point: point.kept):
-        if point.kept and point.judged.divergence <= ISLANDS * full:
+        if point.kept and point.comparison.distance <= ISLANDS * full:
             return point
     most = max(point.kept for point in curve)
     raise CheckFailed(

@@ -100,13 +100,10 @@ def from_rows(space: Space, rows: Any, source: str) -> Space:
     linears: dict[str, float] = {}
     attention: dict[int, float] = {}
     for row in rows:
-        judged = row.only or row.all_but
-        if judged is None or judged.divergence is None:
-            continue
         if row.group == "linear":
-            linears |= dict.fromkeys(row.modules or [row.name], float(judged.divergence))
+            linears |= dict.fromkeys(row.modules, row.only.distance)
         elif row.group == "attention" and row.layer is not None:
-            attention[int(row.layer)] = float(judged.divergence)
+            attention[row.layer] = row.only.distance
     known = {name for names in space.units.values() for name in names}
     if not known & set(linears):
         raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")

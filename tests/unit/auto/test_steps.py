@@ -8,7 +8,7 @@ from qdqbench.eval.api.auto import duration
 from qdqbench.eval.auto.steps import Steps, further, islands_of, qat_settings, same_but_steps
 from qdqbench.eval.runs.pace import Pace
 from qdqbench.eval.search.results import Accuracy, Trial
-from qdqbench.eval.sensitivity.results import CurvePoint, Effect
+from qdqbench.eval.sensitivity.results import CurvePoint
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
@@ -16,17 +16,8 @@ from ...support import records
 
 
 def point(kept, divergence):
-    judged = Effect(
-        metric=0.9,
-        drop=0.0,
-        drop_stderr=0.0,
-        within_noise=True,
-        disagreements=0,
-        divergence=divergence,
-        divergence_stderr=0.0,
-        sqnr_db=None,
-    )
-    return CurvePoint(kept=kept, linears=[str(n) for n in range(kept)], attention=[], judged=judged)
+    compared = records.comparison({"accuracy": 0.0}, 0.0, divergence=divergence, divergence_stderr=0.0)
+    return CurvePoint(kept=kept, linears=[str(n) for n in range(kept)], attention=[], comparison=compared)
 
 
 def trial(number, divergence, speedup, origin="TPE", int8=4):

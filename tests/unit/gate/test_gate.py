@@ -12,7 +12,7 @@ from qdqbench.eval.gate.gate import cannot_hold, gate_of, with_speed
 from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
-from qdqbench.eval.sensitivity.results import CurvePoint, Effect
+from qdqbench.eval.sensitivity.results import CurvePoint
 from qdqbench.quantize.core.comparison import Comparison, Gate
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import AnswersCheck, StageResult
@@ -113,17 +113,9 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
 
 
 def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoint:
-    judged = Effect(
-        metric=0.9,
-        drop=drop,
-        drop_stderr=error,
-        within_noise=False,
-        disagreements=1,
-        divergence=divergence,
-        divergence_stderr=0.0,
-        sqnr_db=None,
-    )
-    return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], judged=judged)
+    spread = {"divergence": divergence, "divergence_stderr": 0.0}
+    compared = records.comparison({"accuracy": -drop}, error, **spread)
+    return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], comparison=compared)
 
 
 def _answers(drop: float, drop_limit: float) -> AnswersCheck:

@@ -22,7 +22,7 @@ from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.runs.study_results import read_study
 from qdqbench.eval.search.report import search_summary
 from qdqbench.eval.search.results import read_search
-from qdqbench.eval.sensitivity.report import sensitivity_summary, write_sensitivity
+from qdqbench.eval.sensitivity.report import sensitivity_report, write_sensitivity
 from qdqbench.eval.tables.study import study_summary
 
 from ...support.compared import sample_comparison
@@ -53,7 +53,7 @@ def many_shapes() -> Bench:
 SHOWN: dict[str, Callable[[], Any]] = {
     "run": lambda: summary_lines(sample_run()),
     "run of two splits": lambda: summary_lines(mnli()),
-    "sensitivity": lambda: sensitivity_summary(sample_sensitivity()),
+    "sensitivity": lambda: render_screen(sensitivity_report(sample_sensitivity())),
     "auto": lambda: auto_summary(sample_auto()),
     "search": lambda: search_summary(sample_search()),
     "search, measured": lambda: search_summary(read_search(MEASURED / "mrpc-search" / "search.json")),
@@ -90,7 +90,7 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
     [
         (sample_auto(), auto_summary, write_auto),
         (table(), lambda each: render_screen(methods_report(each)), write_methods),
-        (sample_sensitivity(), sensitivity_summary, write_sensitivity),
+        (sample_sensitivity(), lambda each: render_screen(sensitivity_report(each)), write_sensitivity),
     ],
     ids=["auto", "methods", "sensitivity"],
 )
