@@ -82,7 +82,7 @@ class Measurement:
     @functools.cached_property
     def trials(self) -> Trials:
         """Return the store of finished candidates, with the draw that they are measured on."""
-        path = self.session.folder / TRIALS
+        path = self.session.folder / f"sensitivity.{TRIALS}"
         return Trials(self.session, self.samples, path, evaluates=False, reference=self._reference)
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from .tiny import LAYERS, listing
 
 FILES = [
     *("recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md"),
-    *("trials.fp32.npz", "trials.jsonl"),
+    *("sensitivity.trials.fp32.npz", "sensitivity.trials.jsonl"),
 ]
 VOLATILE = {"created", "command", "timings"}
 
@@ -88,9 +88,9 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(Trials, "compare", compare)
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
-    assert (done.code, listing(out)) == (130, ["trials.fp32.npz", "trials.jsonl"])
+    assert (done.code, listing(out)) == (130, ["sensitivity.trials.fp32.npz", "sensitivity.trials.jsonl"])
     assert "goes on" in done.err
-    with (out / "trials.jsonl").open("a") as stream:
+    with (out / "sensitivity.trials.jsonl").open("a") as stream:
         stream.write('{"key": "only')
     limit[0] = 25
     assert qdqbench(*options, "--out", out).code == 130
@@ -104,7 +104,7 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     count = len(measured)
     assert qdqbench(*options, "--out", out).code == 0  # all is there
     assert len(measured) == count
-    lines = (out / "trials.jsonl").read_text().splitlines()
+    lines = (out / "sensitivity.trials.jsonl").read_text().splitlines()
     assert len(lines) == count + 1  # settings
 
 
