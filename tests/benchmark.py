@@ -131,7 +131,7 @@ def sensitivity(where: list[str], out: Path) -> None:
     """Time of `qdqbench sensitivity` with its defaults; the goal is 6 minutes on two cores."""
     wall = run([RECIPE, *where], out, "sensitivity")
     found = json.loads((out / "sensitivity.json").read_text())
-    lines = (out / "sensitivity.partial.jsonl").read_text().splitlines()
+    lines = (out / "sensitivity.trials.jsonl").read_text().splitlines()
     cores = os.environ.get("OMP_NUM_THREADS") or found["environment"]["cores"]
     print(
         f"\nsensitivity: {wall:.1f} s, {len(lines) - 1} measurements on {found['data']['samples']} samples, "

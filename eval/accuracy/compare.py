@@ -3,8 +3,9 @@
 import numpy as np
 
 from qdqbench.eval.accuracy.agreement import agreement_of
+from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.gate import NOISE
-from qdqbench.quantize.core.arrays import Array, Floats
+from qdqbench.quantize.core.arrays import Array, Float64, Floats
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -57,6 +58,24 @@ def compare(
         sqnr_db=_sqnr_db(reference_answers.astype(np.float64), difference),
         agreement=agreement_of(reference_answers, answers, seed=seed) if kind.embeds else None,
     )
+
+
+def compare_with_divergence(
+    task: Task, reference_answers: Floats, answers: Floats, gold: metrics.Gold, *, seed: int
+) -> tuple[Comparison, Float64]:
+    """Compare as `compare` does, with the divergence that a choice of recipe goes by.
+
+    Returns:
+        The comparison, and the divergence of each sample, float64 [samples].
+
+    Raises:
+        CheckFailed: as `compare`, or all FP32 outputs of a regression are equal.
+    """
+    comparison = compare(task, reference_answers, answers, gold, seed=seed)
+    each = divergence(task, reference_answers, answers, gold)
+    error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
+    update = {"divergence": float(each.mean()), "divergence_stderr": error}
+    return comparison.model_copy(update=update), each
 
 
 def _mcnemar(before: Array, after: Array) -> float:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.eval.api.runs import silent
-from qdqbench.eval.auto.ladder import run_ladder
-from qdqbench.eval.auto.measure import Ladder
-from qdqbench.eval.auto.results import BEST_RECIPE, Auto, Wanted
+from qdqbench.eval.auto.results import BEST_RECIPE, Auto, Criteria
+from qdqbench.eval.auto.run import AutoRun, run_auto
+from qdqbench.eval.auto.steps import Steps
 from qdqbench.eval.search.results import SearchOptions
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
@@ -106,9 +106,9 @@ def auto(  # noqa: PLR0913
     if min_speedup is not None and not min_speedup > 0:
         raise UserError(f"--min-speedup {min_speedup:g} is no positive factor, such as 1.5")
     name = None if model is None else str(model)
-    wanted = Wanted(max_drop=max_drop, min_speedup=min_speedup)
+    criteria = Criteria(max_drop=max_drop, min_speedup=min_speedup)
     recipes = [
-        adapted(_gated(each, wanted), max_length=max_length, backend=backend)
+        adapted(_set_gate(each, criteria), max_length=max_length, backend=backend)
         for each in _first_recipes(
             recipe, name, revision, fast=min_speedup is not None and backend not in CPU_BACKENDS
         )
@@ -141,19 +141,19 @@ def auto(  # noqa: PLR0913
             config = config.model_copy(update={"model": str(made.model_dir), "data": str(made.data_dir)})
         recipes, notes = _calibrating(config, folder, recipes)
         longest = min(each.export.max_length for each in recipes)
-        ladder = Ladder(
+        state = AutoRun(
             config=config.model_copy(update={"recipe": recipes[0]}),
             folder=folder,
-            wanted=wanted,
-            samples=samples,
-            trials=trials,
-            options=SearchOptions(batch=batch, length=length or min(LENGTH, longest)),
+            criteria=criteria,
+            options=SearchOptions(
+                trials=trials, samples=samples, batch=batch, length=length or min(LENGTH, longest)
+            ),
             say=progress,
         )
-        ladder.session.notes += notes
+        state.session.notes += notes
         given: dict[str, Any] = asked if name else {"seed": seed, "batch_size": batch_size, "limit": limit}
         words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_options({"model": name} | given)]
-        return run_ladder(ladder, recipes, budget_s, shlex.join(words))
+        return run_auto(state, Steps(state, recipes).proposers(), recipes, budget_s, shlex.join(words))
 
 
 def duration(text: str | float) -> float:
@@ -199,8 +199,8 @@ def _first_recipes(
     return found
 
 
-def _gated(recipe: Recipe, wanted: Wanted) -> Recipe:
-    return recipe.model_copy(update={"gate": recipe.gate.model_copy(update=wanted.model_dump())})
+def _set_gate(recipe: Recipe, criteria: Criteria) -> Recipe:
+    return recipe.model_copy(update={"gate": recipe.gate.model_copy(update=criteria.model_dump())})
 
 
 def _calibrating(config: RunConfig, folder: Path, recipes: list[Recipe]) -> tuple[list[Recipe], list[str]]:

@@ -1,251 +1,335 @@
-"""What a ladder says in words, in `auto.md` and in `auto.html` (one file, opens offline)."""
+"""The report of `auto`: a page, Markdown and a screen."""
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.auto.results import AUTO_FILE, Auto, Measured, Step
+from qdqbench.eval.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report import svg
-from qdqbench.eval.report.formats import cleaned, delta_points, flat, label, points, seconds, sentence
-from qdqbench.eval.report.page import Page, page_of_choice
-from qdqbench.eval.report.render import write
+from qdqbench.eval.report.document import (
+    EVERYWHERE,
+    SCREEN,
+    Bullets,
+    Cell,
+    Chart,
+    Pairs,
+    Prose,
+    Report,
+    Row,
+    Section,
+    State,
+    Table,
+    Tile,
+    Verdict,
+    page_of_choice,
+    row,
+)
+from qdqbench.eval.report.formats import (
+    cleaned,
+    count_of,
+    delta_points,
+    flat,
+    label,
+    points,
+    seconds,
+    sentence,
+)
+from qdqbench.eval.report.render import write_report
+from qdqbench.eval.trials.cells import noise_text
 from qdqbench.quantize.core.comparison import Comparison
 
-WHAT = {
+TITLES: dict[StepKind, str] = {
     "shipped": "shipped recipe",
     "methods": "calibration methods",
     "islands": "islands by sensitivity",
     "search": "search",
     "qat": "training (QAT)",
 }
-MARKS = {"holds": "✓", "fails": "✗", "skipped": "-", "failed": "!"}
+REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "qat": "weights"}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A step in words."""
-
-    step: Step
-    mark: str
-    title: str
-    cells: list[str]  # value, against FP32, against the step before, ms, speed-up; empty where not measured
-    time: str
-    told: list[str]  # how its recipe was found, what it lacks, why it was skipped
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class AutoView:
-    """A ladder in words, ready for templates."""
-
-    found: Auto  # cleaned
-    page: Page
-    headline: str
-    asked: str
-    story: list[str]
-    columns: list[str]
-    lines: list[Line]
-    deploy: list[tuple[str, str]]
-    explanation: list[str]
-    notes: list[str]
-    chart: str  # SVG; empty where nothing was measured
-    tiles: list[tuple[str, str, str, bool]]
-
-
-def write_auto(found: Auto, folder: Path) -> list[Path]:
+def write_auto(auto: Auto, folder: Path) -> list[Path]:
     """Write `auto.md` and `auto.html`.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    shown = auto_view(found)
-    return write("auto", folder, {"s": shown, "page": shown.page})
+    return write_report(auto_report(auto), folder, "auto")
 
 
-def auto_view(found: Auto) -> AutoView:
-    """Words and figures for people; every one of them is in `auto.json`."""
-    found = cleaned(found)
-    over = found.source.twin if found.source else "its twin"
-    return AutoView(
-        found=found,
-        page=page_of_choice(found, "ladder to a recipe", AUTO_FILE, *flat(found.gate.model_dump(), "gate")),
-        headline=headline(found),
-        asked=asked(found),
-        story=[sentence(line) for line in story(found)],
-        columns=[label(found.metric), "against FP32", "against the step before", "ms", f"over {over}"],
-        lines=[line_of(found, step) for step in found.steps],
-        deploy=[(name, value) for name, value in _deploy(found) if value],
-        explanation=_explanation(found),
-        notes=[sentence(note) for note in found.notes],
-        chart=steps_svg(found),
-        tiles=_tiles(found),
+def auto_report(auto: Auto) -> Report:
+    """Return what a run of `auto` shows: the choice, and what each step bought."""
+    auto = cleaned(auto)
+    passed = auto.choice.passed
+    deploy = [
+        ("recipe", auto.choice.recipe),
+        ("engine", auto.choice.engine),
+        ("run", auto.choice.run),
+        ("repeats it", auto.choice.command),
+    ]
+    known = [(name, value) for name, value in deploy if value]
+    title = "What to deploy" if passed else "The best that was found"
+    story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]
+    remarks = [f"{names}: {text}" for names, text in _group_remarks(auto)]
+    return Report(
+        page_of_choice(auto, "recipe that holds", AUTO_FILE, *flat(auto.gate.model_dump(), "gate")),
+        [
+            Section(
+                "steps",
+                "What each step bought",
+                [
+                    Prose(_criteria_text(auto), on=SCREEN),
+                    _table(auto),
+                    Bullets(remarks, "quiet", SCREEN),
+                    Chart(partial(steps_svg, auto), broad=True),
+                    *(Prose(text, "quiet") for text in _explanation(auto)),
+                ],
+            ),
+            *([Section("deploy", title, [Pairs(known, on=EVERYWHERE)])] if known else []),
+            Section("story", "The story", [Pairs(story, definitions=True)]),
+        ],
+        Verdict(
+            "good" if passed else "bad",
+            "A recipe holds" if passed else "No recipe holds",
+            " ".join([headline(auto), *map(sentence, choice_lines(auto))]),
+            notes=[],
+        ),
+        lead=[_criteria_text(auto)],
+        tiles=_tiles(auto),
+        warnings=auto.warnings,
+        notes=[sentence(note) for note in auto.notes],
     )
 
 
-def _tiles(found: Auto) -> list[tuple[str, str, str, bool]]:
-    step, tiles = _chosen(found), []
-    if step is not None and (measured := step.measured) is not None:
-        versus = next(iter(measured.vs_fp32.values()))
-        value, error = versus.delta[found.metric], versus.delta_stderr[found.metric]
-        noise = "within noise" if versus.within_noise else "beyond noise"
-        title, change = f"{label(found.metric)} against FP32", delta_points(value, error)
-        held = versus.within_noise or value >= -found.gate.max_drop
-        tiles.append((title, change, f"points, {noise}", held))
-        if measured.latency:
-            twin = f"over {found.source.twin}" if found.source else ""
-            tiles.append(("speed", f"{measured.latency.value:.2f}x", twin, measured.latency.value >= 1))
-    done = sum(each.status == "done" for each in found.steps)
-    tiles.append(("steps climbed", f"{done} of {len(found.steps)}", seconds(found.spent_s), True))
-    return tiles
+def headline(auto: Auto) -> str:
+    """Return the answer in one sentence."""
+    step = auto.chosen
+    if step is None or step.recipe is None:
+        return f"No recipe: {choice_lines(auto)[0]}."
+    speed = f", {step.speedup.value:.2f}x" if step.speedup else ""
+    figures = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
+    if auto.choice.passed:
+        return f"Deploy {step.recipe.name}: {figures}."
+    return f"No recipe holds. The best that was found is {step.recipe.name}: {figures}."
 
 
-def headline(found: Auto) -> str:
-    """The answer in one sentence."""
-    step = _chosen(found)
-    if step is None or step.measured is None:
-        return f"No recipe: {found.choice.why}."
-    what, measured = step.measured.recipe, step.measured
-    speed = f", {measured.latency.value:.2f}x" if measured.latency else ""
-    figures = f"{label(found.metric)} {_difference(measured.vs_fp32, found.metric)} against FP32{speed}"
-    if found.choice.passed:
-        return f"Deploy {what}: {figures}."
-    return f"No recipe holds. The best that was found is {what}: {figures}."
-
-
-def asked(found: Auto) -> str:
-    """The gate and the budget in words."""
-    speed = f", at least {found.gate.min_speedup:g}x as fast as the twin" if found.gate.min_speedup else ""
-    return (
-        f"Asked: at most {points(found.gate.max_drop)} of {label(found.metric)} lost, or no more than noise"
-        f"{speed}, within {seconds(found.budget_s)}; {seconds(found.spent_s)} were spent."
-    )
-
-
-def story(found: Auto) -> list[str]:
-    """What was tried, step by step, and what the choice rests on."""
-    lines = [found.choice.why]
-    if not found.choice.passed:
-        lines += [f"What it lacks: {lack}" for lack in found.choice.lacks if found.choice.step]
-    step = _chosen(found)
-    final = step.measured.final if step and step.measured else None
-    if final is not None:
+def choice_lines(auto: Auto) -> list[str]:
+    """Return what the choice rests on, and what is unmet, in sentences."""
+    step, done = auto.chosen, [each for each in auto.steps if each.run]
+    if step is None or step.run is None:
+        reasons: dict[str, list[str]] = {}
+        for each in auto.steps:
+            if text := explain_step(auto, each):
+                reasons.setdefault(text, []).append(each.name)
+        told = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
+        return [f"no step finished: {told}"]
+    if step.holds:
+        first = f"{step.name} is the first that holds, of {len(done)} that were tried"
+        lines = [first if len(done) > 1 else f"{step.name} holds"]
+    else:
+        lines = [f"none of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
+        lines += [f"Unmet: {issue_sentence(issue)}" for issue in step.unmet]
+    if (nested := step.run.nested) is not None:
         lines.append(
-            "Evaluation data decided how far the ladder was climbed, so its figure on them is a little too "
-            f"good. With each sample judged by the choice of the others ({final.folds} folds) the "
-            f"ladder comes to {_difference(final.vs_fp32, found.metric)}; {final.others:.0%} of the samples "
-            "got the answers of another step there"
+            "Evaluation data decided how many steps were taken, so its figure on them is a little too good. "
+            f"With each sample judged by the choice of the others ({nested.folds} folds) the result is "
+            f"{_difference(nested.scores)}; {nested.others:.0%} of the samples got the answers of another "
+            "step there"
         )
-    elif found.choice.passed:
+    elif step.holds:
         lines.append("It was the first to be tried, so no evaluation data chose it")
     return lines
 
 
-def line_of(found: Auto, step: Step) -> Line:
-    """A step in words."""
-    measured, told = step.measured, [*step.proposal]
-    if step.reason:
-        told.append(f"{'Skipped' if step.status == 'skipped' else 'Failed'}: {step.reason}")
-    if measured is not None:
-        told += [f"Lacks: {lack}" for lack in measured.missing.all]
-        if measured.latency is None:
-            told.append(f"No latency: {measured.latency_note}")
-    title = step.name if step.kind == "shipped" else f"{WHAT[step.kind]}"
-    estimate = "" if step.estimate_s is None else f"{seconds(step.estimate_s)} estimated"
-    took = f"{seconds(step.seconds)} taken" if step.status != "skipped" else ""
-    return Line(
-        step=step,
-        mark=_mark(step),
-        title=title,
-        cells=_cells(found, measured) if measured else [],
-        time=", ".join(text for text in (estimate, took) if text),
-        told=[sentence(text) for text in told],
-        chosen=step.name == found.choice.step,
+def explain_step(auto: Auto, step: AutoStep) -> str:
+    """Return why a step was skipped or failed, in words; empty where it was done."""
+    if step.failure is not None:
+        return step.failure.text
+    if step.skipped is None:
+        return ""
+    before = auto.steps[: auto.steps.index(step)]
+    left = max(auto.budget_s - sum(each.seconds for each in before), 0)
+    holding = next((each.name for each in before if each.holds), "")
+    unmet = next((issue_sentence(each.unmet[0]) for each in reversed(before) if each.unmet), "")
+    texts: dict[SkipReason, str] = {
+        "holds": f"{holding} holds the gate",
+        "no base": "no shipped recipe finished that it could start from",
+        "no remedy": f"it changes nothing about what is unmet: {unmet}",
+        "only speed": f"only speed is lacking, and {REMEDIES.get(step.kind, '')} cannot give it",
+        "budget": (
+            f"it needs about {seconds(step.estimate_s or 0)}, as the last step did, and {seconds(left)} of "
+            f"{seconds(auto.budget_s)} are left; give a larger --budget, and the same command resumes"
+        ),
+        "misfit": "its recipe does not fit",
+    }
+    return texts[step.skipped]
+
+
+def _proposal_text(step: AutoStep) -> str:
+    """Return how the recipe of a step was found."""
+    proposal = step.proposal
+    if proposal is None or step.recipe is None:
+        return ""
+    share = "" if proposal.share is None else f"{proposal.share:.0%} of the divergence of {proposal.base}"
+    on = f" on {proposal.samples} train rows"
+    if step.kind == "methods":
+        return f"Calibration: {proposal.method}, {share or 'the least divergence'}{on}"
+    if step.kind == "islands":
+        count = count_of(len(proposal.linears), "linear")
+        return f"{count} out of INT8 leave {share}{on}: {', '.join(proposal.linears)}"
+    if step.kind == "search":
+        counts = ""
+        if step.run:
+            linears = count_of(step.run.int8_linears, "linear")
+            counts = f"{linears} and {count_of(step.run.int8_attention, 'attention')} in INT8, "
+        speed = "" if proposal.speedup is None else f", {proposal.speedup:.2f}x"
+        return f"Trial {proposal.trial} of {proposal.trials}: {counts}{share}{on}{speed}"
+    if step.kind == "qat":
+        return f"{proposal.base}, trained on its train split with FP32 as teacher"
+    return step.recipe.description
+
+
+def _describe_step(auto: Auto, step: AutoStep) -> list[str]:
+    """Return how a recipe was found, what is unmet, and why a step was skipped."""
+    lines = [_proposal_text(step)]
+    if reason := explain_step(auto, step):
+        lines.append(f"{'Skipped' if step.status == 'skipped' else 'Failed'}: {reason}")
+    lines += [f"Unmet: {issue_sentence(issue)}" for issue in step.unmet]
+    if step.run is not None:
+        if step.run.not_timed:
+            lines.append(f"No speed-up: {step.run.not_timed.text}")
+        lines.append(f"Run: `{step.run.folder}`")
+    return [line for line in lines if line]
+
+
+def _group_remarks(auto: Auto) -> list[tuple[str, str]]:
+    """Return what is unmet or why a step was skipped, once for all steps that it is true of."""
+    groups: dict[str, list[str]] = {}
+    for step in auto.steps:
+        reason = explain_step(auto, step)
+        text = f"Skipped: {reason}" if step.status == "skipped" else f"Failed: {reason}"
+        if step.run:
+            text = f"Unmet: {issue_sentence(step.unmet[-1])}" if step.unmet else ""
+        if text and step is not auto.chosen:
+            groups.setdefault(text, []).append(step.name)
+    return [(", ".join(names), text) for text, names in groups.items()]
+
+
+def _criteria_text(auto: Auto) -> str:
+    gate = auto.gate
+    speed = (
+        f", a speed-up of at least {gate.min_speedup:g}x over the same backend" if gate.min_speedup else ""
+    )
+    return (
+        f"Asked: at most {points(gate.max_drop)} of {label(auto.metric)} lost, or no more than noise"
+        f"{speed}, within {seconds(auto.budget_s)}; {seconds(auto.elapsed_s)} were spent."
     )
 
 
-def _mark(step: Step) -> str:
-    if step.status != "done":
-        return MARKS[step.status]
-    return MARKS["holds" if step.holds else "fails"]
+def _tiles(auto: Auto) -> list[Tile]:
+    step, tiles = auto.chosen, []
+    if step is not None:
+        versus = next(iter(step.scores.values()))
+        holds = versus.within_noise or versus.drop <= auto.gate.max_drop
+        change = delta_points(-versus.drop, versus.drop_stderr)
+        title = f"{label(auto.metric)} against FP32"
+        tiles.append(Tile(title, change, f"points, {noise_text(versus)}", "" if holds else "bad"))
+        if step.speedup:
+            over = f"over {auto.source.twin}" if auto.source else ""
+            state: State = "" if step.speedup.value >= 1 else "bad"
+            tiles.append(Tile("speed", f"{step.speedup.value:.2f}x", over, state))
+    done = sum(each.status == "done" for each in auto.steps)
+    return [*tiles, Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s))]
 
 
-def _cells(found: Auto, measured: Measured) -> list[str]:
-    latency = measured.latency
-    return [
-        f"{100 * measured.metrics[found.metric]:.2f}",
-        _delta(measured.vs_fp32, found.metric),
-        _delta(measured.vs_before, found.metric) if measured.vs_before else "",
-        f"{latency.system_ms:.3g}" if latency else "",
-        f"{latency.value:.2f}x" if latency else "",
+def _table(auto: Auto) -> Table:
+    over = f"over {auto.source.twin}" if auto.source else "speed-up"
+    columns = ["step", label(auto.metric), "against FP32", "against the step before", "ms", over, "time"]
+    return Table(
+        columns,
+        [_row(auto, step) for step in auto.steps],
+        look="full cards",
+        screen=(0, 1, 2, 5, 6),
+        on=EVERYWHERE,
+    )
+
+
+def _row(auto: Auto, step: AutoStep) -> Row:
+    spent = f"{seconds(step.seconds)} taken" if step.status != "skipped" else ""
+    estimate = "" if step.estimate_s is None else f"{seconds(step.estimate_s)} estimated"
+    time = Cell(
+        ", ".join(text for text in (estimate, spent) if text), short=seconds(step.seconds) if spent else ""
+    )
+    if step.run is None:
+        state: State = "quiet" if step.status == "skipped" else "bad"
+        return row(Cell(_title(step), short=step.name), Cell(step.status, state), "", "", "", "", time)
+    speedup = step.speedup
+    return row(
+        Cell(_title(step), "good" if step.holds else "bad", short=step.name),
+        f"{100 * auto.value(step):.2f}",
+        _change_cell(step.scores),
+        _change_cell(step.run.vs_previous),
+        f"{speedup.system_ms:.3g}" if speedup else "",
+        f"{speedup.value:.2f}x" if speedup else "",
+        time,
+        chosen=auto.choice.passed and step is auto.chosen,
+    )
+
+
+def _title(step: AutoStep) -> str:
+    return step.name if step.kind == "shipped" else TITLES[step.kind]
+
+
+def _change_cell(scores: dict[str, Comparison]) -> Cell:
+    """Return differences of the primary metric in points, by evaluation split; a terminal has the first."""
+    texts = [
+        f"{delta_points(-each.drop, each.drop_stderr)}{' ~' if each.within_noise else ''}"
+        for each in scores.values()
     ]
+    return Cell(" / ".join(texts), short=texts[0] if texts else "")
 
 
-def _delta(versus: dict[str, Comparison], metric: str) -> str:
-    """Differences of the primary metric in points, by evaluation split."""
-    cells = []
-    for row in versus.values():
-        noise = " ~" if row.within_noise else ""
-        cells.append(f"{delta_points(row.delta[metric], row.delta_stderr[metric])}{noise}")
-    return " / ".join(cells)
+def _difference(scores: dict[str, Comparison]) -> str:
+    """Return the same in a sentence."""
+    return " and ".join(
+        f"{delta_points(-each.drop, each.drop_stderr)} points{' (within noise)' if each.within_noise else ''}"
+        for each in scores.values()
+    )
 
 
-def _difference(versus: dict[str, Comparison], metric: str) -> str:
-    """The same in a sentence."""
-    cells = []
-    for row in versus.values():
-        noise = " (within noise)" if row.within_noise else ""
-        cells.append(f"{delta_points(row.delta[metric], row.delta_stderr[metric])} points{noise}")
-    return " and ".join(cells)
-
-
-def _chosen(found: Auto) -> Step | None:
-    return next((step for step in found.steps if step.name == found.choice.step), None)
-
-
-def _deploy(found: Auto) -> list[tuple[str, str | None]]:
-    choice = found.choice
-    return [
-        ("recipe", choice.recipe),
-        ("engine", choice.engine),
-        ("run", choice.run),
-        ("repeats it", choice.command),
-    ]
-
-
-def _explanation(found: Auto) -> list[str]:
+def _explanation(auto: Auto) -> list[str]:
+    stages = ", ".join(dict.fromkeys(label(step.run.stage) for step in auto.steps if step.run)) or "none"
     lines = [
-        "✓ holds, ✗ does not, - was skipped, ! failed. Differences are in points with one paired standard "
-        "error; ~ marks those of at most two. They are of the last stage that ran: "
-        f"{', '.join(dict.fromkeys(label(s.measured.stage) for s in found.steps if s.measured)) or 'none'}. "
-        "In the chart bars are two standard errors, and the dashed line is what was allowed.",
-        f"What a step proposes is chosen on at most {found.data['proposals']} rows of the train split that "
-        "do not calibrate; evaluation data only say whether to climb on.",
+        "Differences are in points with one paired standard error; ~ marks those of at most two. They are of "
+        f"the last stage that ran: {stages}. In the chart bars are two standard errors, and the dashed line "
+        "is what was allowed. An estimate is what the last step took.",
+        f"What a step proposes is chosen on at most {auto.data['proposals']} rows of the train split that do "
+        "not calibrate; evaluation data only say whether to take the next step.",
     ]
-    if found.source is not None:
-        shape = f"batch {found.source.batch}, {found.source.length} tokens"
-        lines.append(
-            f"Latency: {found.source.label}; {shape}, beside the {found.source.twin} twin without INT8."
-        )
+    if (source := auto.source) is not None:
+        shape = f"batch {source.batch}, {source.length} tokens"
+        lines.append(f"Speed: {source.label}; {shape}, over the {source.twin} engine of the same backend.")
     return lines
 
 
-def steps_svg(found: Auto) -> str:
-    """Difference from FP32 of every step that was measured, and the drop that is allowed."""
-    done = [(line_of(found, step), step.measured) for step in found.steps if step.measured]
+def steps_svg(auto: Auto) -> str:
+    """Return the chart of every measured step's difference from FP32, and the drop that is allowed."""
+    done = [step for step in auto.steps if step.run]
     if not done:
         return ""
     figure = svg.figure_of(0.9 + 0.3 * len(done))
     axes: Any = figure.add_subplot()
     axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
-    axes.axvline(-100 * found.gate.max_drop, **svg.LIMIT_LINE)
-    for place, (line, measured) in enumerate(done):
-        row = next(iter(measured.vs_fp32.values()))
-        colour, marker = (svg.GREEN, "o") if line.step.holds else (svg.VERMILLION, "X")
-        value, error = 100 * row.delta[found.metric], 200 * row.delta_stderr[found.metric]
-        axes.errorbar(value, place, xerr=error, color=colour, marker=marker, markersize=6, capsize=3)
-    axes.set_yticks(range(len(done)), [f"{line.mark} {line.title}" for line, _ in done])
+    axes.axvline(-100 * auto.gate.max_drop, **svg.LIMIT_LINE)
+    for place, step in enumerate(done):
+        versus = next(iter(step.scores.values()))
+        color, marker = (svg.GREEN, "o") if step.holds else (svg.VERMILLION, "X")
+        value, error = -100 * versus.drop, 200 * versus.drop_stderr
+        axes.errorbar(value, place, xerr=error, color=color, marker=marker, markersize=6, capsize=3)
+    axes.set_yticks(range(len(done)), [f"{'✓' if step.holds else '✗'} {_title(step)}" for step in done])
     axes.set_ylim(len(done) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    title = f"{label(found.metric)} against FP32, points"
+    title = f"{label(auto.metric)} against FP32, points"
     svg.dress(axes, title, grid="x")
     return svg.svg_of(figure, "auto-steps", f"{title}, of every step that was measured")

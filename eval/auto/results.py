@@ -1,111 +1,122 @@
 """Schema of `auto.json`: what was tried, what each step bought, and what to deploy (docs/auto.md)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from qdqbench.eval.search.results import Source
-from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.eval.trials.results import Failure, Trial
+from qdqbench.quantize.core.comparison import Comparison, GateCode, GateIssue
 from qdqbench.quantize.core.frames import Tabular
-from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict
 
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"
-Kind = Literal["shipped", "methods", "islands", "search", "qat"]
+StepKind = Literal["shipped", "methods", "islands", "search", "qat"]
+SkipReason = Literal[
+    "holds",  # an earlier step holds the gate
+    "no base",  # no shipped recipe finished that it could start from
+    "no remedy",  # it changes nothing about what is unmet
+    "only speed",  # speed alone is unmet, and it cannot give that
+    "budget",  # its estimate exceeds what is left
+    "misfit",  # its recipe does not fit the model; `failure` says why
+]
 
 
-class Lacks(Strict):
-    """What keeps a recipe from holding, in sentences; all empty where it holds."""
-
-    accuracy: list[str] = []
-    speed: list[str] = []
-    other: list[str] = []  # INT8 that is not proven, findings, parity, verification
-
-    @property
-    def all(self) -> list[str]:
-        """Every sentence."""
-        return [*self.accuracy, *self.speed, *self.other]
-
-
-class Final(Strict):
-    """A recipe that holds, each sample judged by the choice that is made without it."""
-
-    folds: int
-    vs_fp32: dict[str, Comparison]  # by evaluation split
-    others: float  # share of the samples whose answers are of another step than the chosen one
-    lacks: list[str]  # of accuracy; empty where it holds
-
-
-class Measured(Strict):
-    """A recipe through a whole run."""
-
-    recipe: str  # its name
-    recipe_file: str  # in the folder
-    run: str  # run directory, in the folder
-    engine: str | None  # in the folder; None where none was built
-    int8_linears: int
-    int8_attention: int
-    stage: str  # the last one that was measured, which the figures are of
-    metrics: dict[str, float]  # primary first; `_mm` is MNLI's mismatched split
-    vs_fp32: dict[str, Comparison]  # by evaluation split
-    before: str | None  # the step that it is compared with: the last one before it that was measured
-    vs_before: dict[str, Comparison]  # by evaluation split; empty for the first
-    latency: Speedup | None
-    latency_note: str  # where it comes from, or why there is none
-    lacks: Lacks
-    # where it lacks nothing and others were tried before it: None: nothing was chosen by evaluation data
-    final: Final | None = None
-
-    @property
-    def missing(self) -> Lacks:
-        """All that keeps it from holding."""
-        unseen = self.final.lacks if self.final else []
-        return self.lacks.model_copy(update={"accuracy": [*self.lacks.accuracy, *unseen]})
-
-
-class Step(Strict):
-    """One rung of the ladder."""
-
-    name: str
-    kind: Kind
-    status: Literal["done", "skipped", "failed"]
-    reason: str = ""  # why it was skipped, or what failed
-    again: bool = False  # it failed of something that can be mended: the same command tries it again
-    proposal: list[str] = []  # how its recipe was found, in sentences
-    estimate_s: float | None = None  # before
-    seconds: float = 0.0  # after
-    measured: Measured | None = None  # None unless done
-
-    @property
-    def holds(self) -> bool:
-        """Whether its recipe holds the gate."""
-        return self.measured is not None and not self.measured.missing.all
-
-
-class Choice(Strict):
-    """What to deploy, and whether it holds."""
-
-    passed: bool
-    step: str | None  # None: no step came to an end
-    why: str
-    lacks: list[str]
-    recipe: str | None  # files to deploy, with the folder
-    engine: str | None
-    run: str | None
-    command: str | None  # that repeats it
-
-
-class Wanted(Strict):
+class Criteria(Strict):
     """The gate: what was asked for."""
 
     max_drop: float  # of the primary metric, a fraction
     min_speedup: float | None = None
 
 
-class Auto(Tabular):
-    """Everything that `qdqbench auto` found."""
+class NestedFolds(Strict):
+    """A recipe that holds, each sample scored with the step that is chosen without it."""
 
-    schema_version: Literal[1] = 1
+    folds: int
+    scores: dict[str, Comparison]  # against FP32, by evaluation split
+    others: float  # share of the samples whose answers are of another step than the chosen one
+    unmet: list[GateIssue]  # of accuracy; empty where it holds
+
+
+class Proposal(Strict):
+    """How a step found its recipe."""
+
+    base: str  # recipe that it changes
+    samples: int | None = None  # train rows that it was chosen on
+    share: float | None = None  # of the divergence of the base that is left
+    method: str = ""  # calibration section, in words
+    linears: list[str] = []  # kept out of INT8 by islands
+    trial: int | None = None  # number in the search, of
+    trials: int | None = None  # this many
+    speedup: float | None = None  # of that trial
+
+
+class StepRun(Strict):
+    """A recipe through a whole run."""
+
+    folder: str  # run directory, in the folder
+    recipe_file: str  # in the folder
+    engine: str | None  # in the folder; None where none was built
+    int8_linears: int
+    int8_attention: int
+    stage: str  # the last one that was measured, which the scores are of
+    previous: str | None  # the last step before it that was measured
+    vs_previous: dict[str, Comparison]  # by evaluation split; empty for the first
+    source: Source | None  # of the speed-up; None: there is none
+    not_timed: Failure | None  # why there is no speed-up
+    issues: list[GateIssue]  # what keeps it from holding
+    # where nothing does and others were tried before it; None: nothing was chosen by evaluation data
+    nested: NestedFolds | None = None
+
+
+class AutoStep(Trial):
+    """One step: a recipe that was proposed, run and checked against the gate, or why it was not."""
+
+    name: str
+    kind: StepKind
+    status: Literal["done", "skipped", "failed"]
+    skipped: SkipReason | None = None
+    proposal: Proposal | None = None
+    estimate_s: float | None = None  # before: the seconds of the last step
+    run: StepRun | None = None  # None unless done
+
+    @property
+    def unmet(self) -> list[GateIssue]:
+        """Return everything that keeps it from holding."""
+        if self.run is None:
+            return []
+        return [*self.run.issues, *(self.run.nested.unmet if self.run.nested else [])]
+
+    @property
+    def holds(self) -> bool:
+        """Return whether its recipe holds the gate."""
+        return self.run is not None and not self.unmet
+
+    @property
+    def drop(self) -> float:
+        """Return the largest drop of the primary metric over evaluation splits."""
+        return max(comparison.drop for comparison in self.scores.values())
+
+    def lacks(self, code: GateCode) -> bool:
+        """Return whether an issue of this code keeps it from holding."""
+        return any(issue.code == code for issue in self.unmet)
+
+
+class AutoChoice(Strict):
+    """What to deploy, and whether it holds."""
+
+    passed: bool
+    step: str | None  # None: no step finished
+    recipe: str | None = None  # files to deploy, with the folder
+    engine: str | None = None
+    run: str | None = None
+    command: str | None = None  # that repeats it
+
+
+class Auto(Tabular):
+    """Everything that `qdqbench auto` tried."""
+
+    schema_version: Literal[2] = 2
     created: str  # ISO 8601, UTC
     command: str
     folder: str
@@ -113,32 +124,51 @@ class Auto(Tabular):
     task: dict[str, Any]
     data: dict[str, Any]  # source, evaluated samples by split, rows that proposals are chosen on
     seed: int
-    gate: Wanted
+    gate: Criteria
     metric: str  # primary metric of the task
     fp32: dict[str, float]  # metrics of FP32
     budget_s: float
-    spent_s: float  # of finished steps, those of interrupted calls included
-    steps: list[Step]
-    choice: Choice
-    source: Source | None  # of latencies; None: there are none
-    warnings: list[str] = []  # what needs a look; not in files of earlier versions
+    elapsed_s: float  # of finished steps, those of interrupted calls included
+    steps: list[AutoStep]
+    choice: AutoChoice
+    warnings: list[str]  # what needs a look
     notes: list[str]
     environment: dict[str, Any]
 
+    @property
+    def chosen(self) -> AutoStep | None:
+        """Return the step that is deployed."""
+        return next((step for step in self.steps if step.name == self.choice.step), None)
+
+    @property
+    def source(self) -> Source | None:
+        """Return what speed-ups were measured with."""
+        return next((step.run.source for step in self.steps if step.run and step.run.source), None)
+
+    def value(self, step: AutoStep) -> float:
+        """Return the primary metric of a step on the first evaluation split."""
+        return self.fp32[self.metric] - next(iter(step.scores.values())).drop
+
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One a step; `delta` is the paired difference from FP32 on the first evaluation split."""
+        """Yield one row a step; `delta` is the paired difference from FP32 on the first evaluation split."""
         for step in self.steps:
-            yield {"step": step.name, "status": step.status, "holds": step.holds, "reason": step.reason} | (
-                _cells(step.measured, self.metric) if step.measured else {}
-            )
+            reason = step.skipped or (step.failure.code if step.failure else None)
+            row = {"step": step.name, "status": step.status, "holds": step.holds, "reason": reason}
+            if step.run and step.recipe:
+                first = next(iter(step.scores.values()))
+                row |= {
+                    "recipe": step.recipe.name,
+                    "value": self.value(step),
+                    "delta": -first.drop,
+                    "delta_stderr": first.drop_stderr,
+                    "speedup": step.speedup.value if step.speedup else None,
+                }
+            yield row
 
 
-def _cells(found: Measured, metric: str) -> dict[str, Any]:
-    versus = next(iter(found.vs_fp32.values()))
-    return {
-        "recipe": found.recipe,
-        "value": found.metrics[metric],
-        "delta": versus.delta[metric],
-        "delta_stderr": versus.delta_stderr[metric],
-        "speedup": found.latency.value if found.latency else None,
-    }
+def choose_step(steps: Sequence[AutoStep]) -> AutoStep | None:
+    """Return the first step that holds, else the one nearest to FP32; None where none was measured."""
+    done = [step for step in steps if step.run]
+    return next((step for step in done if step.holds), None) or min(
+        done, key=lambda step: step.drop, default=None
+    )

@@ -1,227 +1,169 @@
-"""The rungs, from the cheapest to the dearest: what each tries, and what that will take.
+"""The steps of `auto`, from the cheapest to the dearest: what recipe each proposes.
 
-What a rung proposes is chosen on train rows that do not calibrate, as in `methods`, `sensitivity` and
-`search`, and never on evaluation data; these only say whether to climb on.
+A proposal is chosen on train rows that do not calibrate, as in `methods`, `sensitivity` and `search`, and
+never on evaluation data; these only say whether to take the next step.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from qdqbench.eval.auto.climb import Rung
-from qdqbench.eval.auto.measure import RECIPE, Ladder
-from qdqbench.eval.auto.results import Measured, Step
-from qdqbench.eval.methods.measure import MethodComparison, list_sections
-from qdqbench.eval.methods.report import methods_headline, write_methods
+from qdqbench.eval.auto.results import AutoStep, Proposal
+from qdqbench.eval.auto.run import AutoRun, Proposer
+from qdqbench.eval.methods.measure import MethodComparison
+from qdqbench.eval.methods.report import write_methods
 from qdqbench.eval.methods.results import METHODS_RECIPE
-from qdqbench.eval.report.formats import count_of
-from qdqbench.eval.search.results import SearchTrial
 from qdqbench.eval.search.study import list_trials, open_worker, run_trials
 from qdqbench.eval.sensitivity.choice import write_up
 from qdqbench.eval.sensitivity.measure import Measurement
 from qdqbench.eval.sensitivity.report import write_sensitivity
 from qdqbench.eval.sensitivity.results import SENSITIVITY_FILE, CurvePoint
-from qdqbench.eval.trials.results import DRAW
 from qdqbench.eval.trials.store import hash_of
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.training import Distill, Qat
 
-ISLANDS, SEARCHED = (
-    1 / 4,
-    1 / 16,
-)  # of the divergence of the recipe before: half and a quarter of the distance
-LEAST_TRIALS = 8
-LEAST_STEPS = 100  # of a training
-PASSES = 5  # of the data by `methods`: rows share them
+if TYPE_CHECKING:
+    from qdqbench.eval.search.results import SearchTrial
+
+# of the divergence of the recipe before: half and a quarter of the distance
+ISLANDS, SEARCHED = 1 / 4, 1 / 16
 WORK = "work"
 DEFAULT_QAT = Qat(epochs=3, max_steps=1000, learning_rate=1e-5, distill=Distill(logits=1.0, hidden=1.0))
-Taken = tuple[list[str], Measured]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Rungs of a ladder."""
+    """Proposers for one model and task."""
 
-    ladder: Ladder
-    recipes: Sequence[Recipe]  # to begin with, with the ladder's gate
+    auto: AutoRun
+    recipes: Sequence[Recipe]  # to start with, with the gate of the criteria
 
-    def rungs(self) -> list[Rung]:
-        """In their order."""
+    def proposers(self) -> list[Proposer]:
+        """Return them in their order."""
         return [
-            *(self._shipped(recipe) for recipe in self.recipes),
-            Rung("methods", "methods", self._methods, self._methods_s),
-            Rung("islands", "islands", self._islands, self._islands_s),
-            Rung("search", "search", self._search, self._search_s),
-            Rung("qat", "qat", self._qat, self._qat_s),
+            *(self._propose_shipped(recipe) for recipe in self.recipes),
+            Proposer("methods", "methods", self._propose_methods),
+            Proposer("islands", "islands", self._propose_islands),
+            Proposer("search", "search", self._propose_search),
+            Proposer("qat", "qat", self._propose_qat),
         ]
 
-    def _shipped(self, recipe: Recipe) -> Rung:
-        def estimate(before: Sequence[Step], left: float) -> float:
-            self.ladder.session_of(recipe, self.ladder.folder / recipe.name).plan  # noqa: B018  (does it fit?)
-            return self.ladder.pace.run_s
-
-        def take(before: Sequence[Step], left: float) -> Taken:
-            return [recipe.description], self.ladder.run(recipe.name, recipe, before)
-
-        return Rung(recipe.name, "shipped", take, estimate)
-
-    def _base(self, before: Sequence[Step], *, moved: bool = False) -> Recipe:
-        """What to go on from: the nearest calibration, else the most careful of the shipped recipes.
-
-        Args:
-            moved: single linears leave INT8, which recipes with INT8 residuals do not allow.
-        """
-        found = [
-            (not step.measured.lacks.speed, load_recipe(str(self.ladder.folder / step.measured.recipe_file)))
-            for step in before
-            if step.measured and step.kind in ("shipped", "methods")
-        ]
-        found = [each for each in found if not (moved and each[1].int8_residual)] or found
-        return ([recipe for fast, recipe in found if fast] or [recipe for _, recipe in found])[-1]
-
-    def _methods_s(self, before: Sequence[Step], left: float) -> float:
-        pace, section = self.ladder.pace, self._base(before).calibration
-        judged = len(list_sections(section, (), ())) * self.ladder.samples * pace.fake_s
-        return judged + pace.calibrated(PASSES, section.samples) + pace.run_s
-
-    def _methods(self, before: Sequence[Step], left: float) -> Taken:
-        """The calibration section that is nearest to FP32."""
-        ladder, folder = self.ladder, self.ladder.folder / "methods"
-        session = ladder.session_of(self._base(before), folder)
-        found = MethodComparison(
-            session,
-            ladder.samples,
-            evaluates=False,
-            progress=lambda done, total, text: ladder.say(f"methods: {text}, {done / total:.0%}"),
-        ).run()
-        write_methods(found, folder)
-        if found.best is found.given:
-            raise CheckFailed(f"no other calibration is nearer to FP32 than that of {found.recipe['name']}")
-        recipe = load_recipe(str(folder / METHODS_RECIPE))
-        return [methods_headline(found)], ladder.run("methods", recipe, before)
-
-    def _measurement(self, before: Sequence[Step]) -> Measurement:
-        ladder = self.ladder
-        session = ladder.session_of(self._base(before, moved=True), ladder.folder / "islands")
-        return Measurement(
-            session,
-            ladder.samples,
-            lambda done, total, text: ladder.say(f"islands: {text}, {done / total:.0%}"),
+    def _propose_shipped(self, recipe: Recipe) -> Proposer:
+        folder = self.auto.folder / recipe.name
+        return Proposer(
+            recipe.name,
+            "shipped",
+            lambda before, left: (recipe, Proposal(base=recipe.name)),
+            lambda: self.auto.open_session(recipe, folder).plan,
         )
 
-    def _islands_s(self, before: Sequence[Step], left: float) -> float:
-        pace, measurement = self.ladder.pace, self._measurement(before)
-        judged = measurement.evaluations * self.ladder.samples * pace.fp32_s
-        return judged + pace.calibrated(1, measurement.session.recipe.calibration.samples) + pace.run_s
+    def _base(self, before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
+        """Return the recipe to start from: the nearest calibration, else the most careful shipped recipe.
 
-    def _islands(self, before: Sequence[Step], left: float) -> Taken:
-        """The linears that cost the most stay out of INT8."""
-        measurement = self._measurement(before)
-        found = measurement.run()
-        session = measurement.session
-        write_sensitivity(found, session.folder)
-        point = islands_of(found.curve)
+        Args:
+            before: steps, of which one was measured.
+            moved: single linears leave INT8, which recipes with INT8 residuals do not allow.
+        """
+        done = [step for step in before if step.run and step.kind in {"shipped", "methods"}]
+        known = [(not step.lacks("min_speedup"), step.recipe) for step in done if step.recipe]
+        known = [each for each in known if not (moved and each[1].int8_residual)] or known
+        return ([recipe for fast, recipe in known if fast] or [recipe for _, recipe in known])[-1]
+
+    def _propose_methods(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+        """Propose the calibration section that is nearest to FP32."""
+        auto, folder, base = self.auto, self.auto.folder / "methods", self._base(before)
+        methods = MethodComparison(
+            auto.open_session(base, folder),
+            auto.options.samples,
+            evaluates=False,
+            progress=lambda done, total, text: auto.say(f"methods: {text}, {done / total:.0%}"),
+        ).run()
+        write_methods(methods, folder)
+        best, given = methods.best, methods.given
+        if best is given:
+            raise CheckFailed(f"no other calibration is nearer to FP32 than that of {base.name}")
+        known = not given.trial.failure and given.trial.divergence
+        share = best.trial.divergence / given.trial.divergence if known else None
+        proposal = Proposal(base=base.name, samples=methods.data["samples"], share=share, method=best.name)
+        return load_recipe(str(folder / METHODS_RECIPE)), proposal
+
+    def _propose_islands(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+        """Propose to keep the linears that cost the most out of INT8."""
+        auto = self.auto
+        session = auto.open_session(self._base(before, moved=True), auto.folder / "islands")
+        measurement = Measurement(
+            session,
+            auto.options.samples,
+            lambda done, total, text: auto.say(f"islands: {text}, {done / total:.0%}"),
+        )
+        sensitivity = measurement.run()
+        write_sensitivity(sensitivity, session.folder)
+        point = find_islands(sensitivity.curve)
         model = session.fp32_model
         modules, prefix = module_table(model), model.base_model_prefix
         recipe, _ = write_up(session.recipe, point, measurement.found, modules, prefix)
-        share = point.judged.divergence / found.full.divergence
-        said = (
-            f"{count_of(point.kept, 'linear')} stay out of INT8: the fewest measured that leave at most "
-            f"{ISLANDS:.0%} of the divergence of {found.recipe['name']} ({share:.0%} on "
-            f"{found.data['samples']} train rows): {', '.join(point.linears)}."
+        return recipe, Proposal(
+            base=session.recipe.name,
+            samples=sensitivity.data["samples"],
+            share=point.comparison.distance / sensitivity.full.distance,
+            linears=point.linears,
         )
-        return [said], self.ladder.run("islands", recipe, before)
 
-    def _trials(self, before: Sequence[Step], left: float) -> tuple[int, float]:
-        """How many trials fit, and what they take."""
-        ladder, pace = self.ladder, self.ladder.pace
-        drawn = self._base(before, moved=True).calibration.samples
-        around = pace.calibrated(2, drawn) + pace.run_s
-        each = ladder.samples * pace.fake_s + ladder.latency_s
-        each += pace.calibrated(0.5, drawn)  # some share one
-        count = min(ladder.trials, max(LEAST_TRIALS, int((left - around) / each)))
-        return count, around + count * each
-
-    def _search_s(self, before: Sequence[Step], left: float) -> float:
-        return self._trials(before, left)[1]
-
-    def _search(self, before: Sequence[Step], left: float) -> Taken:
-        """The fastest recipe that is a good deal nearer to FP32, or the nearest that is as fast as asked."""
-        ladder, base = self.ladder, self._base(before, moved=True)
-        folder = ladder.folder / "search"
-        count, _ = self._trials(before, left)
-        ranking = ladder.folder / "islands" / SENSITIVITY_FILE
+    def _propose_search(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+        """Propose the fastest recipe that is a good deal nearer to FP32, or the nearest that is fast enough."""
+        auto, base = self.auto, self._base(before, moved=True)
+        ranking = auto.folder / "islands" / SENSITIVITY_FILE
         known = files.sha256(ranking) if ranking.is_file() else None
+        run_s = before[-1].seconds if before else 0.0
         options = replace(
-            ladder.options,
-            trials=count,
-            samples=ladder.samples,
-            budget_s=max(left - ladder.pace.run_s, 1.0),
+            auto.options,
+            budget_s=max(left - run_s, 1.0),  # the recipe that it finds is run too
             sensitivity=ranking if known else None,
-            study=hash_of([ladder.identity, base.model_dump(mode="json"), known])[:16],
+            study=hash_of([auto.session.model_sha256, base.model_dump(mode="json"), known])[:16],
         )
         with ExitStack() as stack:
-            worker = open_worker(
-                ladder.session_of(base, folder / WORK), options, stack, lambda t: ladder.say(f"search: {t}")
-            )
+            session = auto.open_session(base, auto.folder / "search" / WORK)
+            try:
+                worker = open_worker(session, options, stack, lambda text: auto.say(f"search: {text}"))
+            except MissingDevice as error:  # a speed-up is asked for, and no engine runs here
+                raise UserError(str(error)) from error
             run_trials(
-                worker, lambda done, total, best: ladder.say(f"search: {done} of {total} trials; {best}")
+                worker, lambda done, total, best: auto.say(f"search: {done} of {total} trials; {best}")
             )
-            trials, how = list_trials(worker), worker.source.label
-        found = further(trials, ladder.wanted.min_speedup)
-        assert found.recipe is not None
-        given = next(t.divergence for t in trials if t.is_scored and t.origin == "given")
-        speed = f"{found.gain:.2f}x" if found.speedup else f"{found.gain:.0%} of multiply-adds in INT8"
-        said = (
-            f"Trial {found.number} of {len(trials)}: {count_of(found.int8_linears, 'linear')} and "
-            f"{count_of(found.int8_attention, 'attention')} in INT8, "
-            f"{found.divergence / given:.0%} of the divergence of {base.name} on "
-            f"{found.scores[DRAW].n} train rows, {speed} ({how})."
+            trials = list_trials(worker)
+        trial = choose_trial(trials, auto.criteria.min_speedup)
+        assert trial.recipe is not None
+        given = next(each.divergence for each in trials if each.is_scored and each.origin == "given")
+        return trial.recipe, Proposal(
+            base=base.name,
+            samples=worker.work.trials.draw.rows,
+            share=trial.divergence / given if given else None,
+            trial=trial.number,
+            trials=len(trials),
+            speedup=trial.speedup.value if trial.speedup else None,
         )
-        return [said], ladder.run("search", found.recipe, before)
 
-    def _trained(self, before: Sequence[Step], left: float) -> tuple[Recipe, float, str]:
-        """The recipe to train, what that takes, and what was cut."""
-        ladder, base = self.ladder, self._base(before)
-        settings = qat_settings(base)
-        recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": settings})
-        rows = ladder.session.split(ladder.config.task.train_split, limit=None).rows
-        around, each, steps = ladder.pace.training(settings, rows)
-        around += ladder.pace.run_s
-        kept = ladder.folder / "qat" / RECIPE
-        if kept.is_file() and same_but_steps(begun := load_recipe(str(kept)), recipe):
-            # an interrupted call began with it, and its checkpoints are gone on from
-            fitting = min((begun.qat and begun.qat.max_steps) or steps, steps)
-            return recipe.model_copy(update={"qat": begun.qat}), around + fitting * each, ""
-        if around + steps * each > left:
-            fitting = max(int((left - around) / each), min(LEAST_STEPS, steps))
-            cut = recipe.model_copy(update={"qat": settings.model_copy(update={"max_steps": fitting})})
-            return cut, around + fitting * each, f"Of {steps} steps {fitting} fit into the budget."
-        return recipe, around + steps * each, ""
-
-    def _qat_s(self, before: Sequence[Step], left: float) -> float:
-        return self._trained(before, left)[1]
-
-    def _qat(self, before: Sequence[Step], left: float) -> Taken:
-        """The nearest calibration with everything in INT8, trained with FP32 as its teacher."""
-        recipe, _, cut = self._trained(before, left)
-        said = f"{recipe.name.removesuffix('-qat')}, trained on its train split with FP32 as teacher."
-        return [said, *([cut] if cut else [])], self.ladder.run("qat", recipe, before)
+    def _propose_qat(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+        """Propose to train the nearest calibration with everything in INT8, FP32 as its teacher."""
+        base = self._base(before)
+        recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": find_qat_settings(base)})
+        return recipe, Proposal(base=base.name)
 
 
-def islands_of(curve: Sequence[CurvePoint]) -> CurvePoint:
-    """The fewest linears out of INT8 that leave at most `ISLANDS` of the divergence.
+def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
+    """Return the fewest linears out of INT8 that leave at most `ISLANDS` of the divergence.
 
     Raises:
         CheckFailed: no number of them does.
     """
-    full = next(point.judged.divergence for point in curve if not point.kept)
+    full = next(point.comparison.distance for point in curve if not point.kept)
     for point in sorted(curve, key=lambda point: point.kept):
-        if point.kept and point.judged.divergence <= ISLANDS * full:
+        if point.kept and point.comparison.distance <= ISLANDS * full:
             return point
     most = max(point.kept for point in curve)
     raise CheckFailed(
@@ -229,47 +171,38 @@ def islands_of(curve: Sequence[CurvePoint]) -> CurvePoint:
     )
 
 
-def further(trials: Sequence[SearchTrial], min_speedup: float | None) -> SearchTrial:
-    """The fastest trial with at most `SEARCHED` of the given recipe's divergence; else the nearest to FP32.
+def choose_trial(trials: "Sequence[SearchTrial]", min_speedup: float | None) -> "SearchTrial":
+    """Return the fastest trial with at most `SEARCHED` of the given recipe's divergence; else the nearest.
 
-    Train rows say too little of a drop, since the model has learnt them, and the given recipe has failed on
+    Train rows say too little of a drop, since the model has learned them, and the given recipe has failed on
     others: so what is asked for is a distance.
 
     Args:
+        trials: of the search.
         min_speedup: where it is asked for, the nearest to FP32 of those that are so fast.
 
     Raises:
-        CheckFailed: none with INT8 came to an end, or none is so fast.
+        CheckFailed: none with INT8 finished, or none is so fast.
     """
-    done = [t for t in trials if t.is_scored and t.int8_linears]
-    new = [t for t in done if t.origin != "given"]
-    fast = [t for t in new if not t.speedup or t.gain >= (min_speedup or 1.0)]
+    done = [trial for trial in trials if trial.is_scored and trial.int8_linears]
+    new = [trial for trial in done if trial.origin != "given"]
+    fast = [trial for trial in new if trial.speedup is None or trial.speedup.value >= (min_speedup or 1.0)]
     if min_speedup is None:  # where INT8 is slower anyway, accuracy is all that can be won
         fast = fast or new
     if not new:
-        raise CheckFailed("no other recipe with INT8 came to an end")
+        raise CheckFailed("no other recipe with INT8 finished")
     if not fast:
         raise CheckFailed(
-            f"none of the {len(new)} recipes that were tried is {min_speedup:g}x as fast as its twin"
+            f"none of the {len(new)} recipes that were tried is {min_speedup:g}x as fast as its baseline"
         )
-    given = next((t.divergence for t in done if t.origin == "given"), None)
-    near = [t for t in fast if given and t.divergence <= SEARCHED * given]
+    given = next((trial.divergence for trial in done if trial.origin == "given"), None)
+    near = [trial for trial in fast if given and trial.divergence <= SEARCHED * given]
     if near and min_speedup is None:
-        return max(near, key=lambda t: t.gain)
-    return min(fast, key=lambda t: t.divergence)
+        return max(near, key=lambda trial: trial.gain)
+    return min(fast, key=lambda trial: trial.divergence)
 
 
-def same_but_steps(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes train the same for a different number of steps."""
-    plain = [each.model_dump(mode="json") for each in (one, other)]
-    for each in plain:
-        (each["qat"] or {}).pop("max_steps", None)
-    return plain[0] == plain[1]
-
-
-def qat_settings(base: Recipe) -> Qat:
-    """Those of a shipped recipe of the family, else of all."""
-    family = family_named(base.model.family).name
-    name = f"{family}-int8-attention-qat"
-    found = load_recipe(name).qat if name in shipped_recipes() else None
-    return found or DEFAULT_QAT
+def find_qat_settings(base: Recipe) -> Qat:
+    """Return the training of a shipped recipe of the family, else the default."""
+    name = f"{family_named(base.model.family).name}-int8-attention-qat"
+    return (load_recipe(name).qat if name in shipped_recipes() else None) or DEFAULT_QAT

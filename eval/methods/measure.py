@@ -198,7 +198,7 @@ class MethodComparison:
     @cached_property
     def trials(self) -> Trials:
         """Return the store, with what is scored."""
-        path = self.session.folder / TRIALS
+        path = self.session.folder / f"methods.{TRIALS}"
         return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
 
     def run(self) -> Methods:

@@ -7,7 +7,8 @@ import yaml
 from qdqbench.eval.accuracy import gate
 from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity.candidates import Choices
-from qdqbench.eval.sensitivity.results import CurvePoint, Effect
+from qdqbench.eval.sensitivity.results import CurvePoint
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import matched, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, parse_recipe
@@ -23,10 +24,10 @@ def kept_counts(linears: int) -> list[int]:
 
 
 def measure_curve(linears: int, measure: Callable[[int], CurvePoint], max_drop: float) -> list[CurvePoint]:
-    """Points of the curve, and then those between the last that does not hold and the first that does."""
+    """Return points of the curve: powers of two, then a bisection to the first one that holds."""
     points = {kept: measure(kept) for kept in kept_counts(linears)}
     while True:
-        full = points[0].judged
+        full = points[0].comparison
         good = min((k for k, point in points.items() if point_holds(point, full, max_drop)), default=0)
         below = max((k for k in points if k < good), default=good)
         if good - below < 2:
@@ -35,40 +36,24 @@ def measure_curve(linears: int, measure: Callable[[int], CurvePoint], max_drop: 
         points[middle] = measure(middle)
 
 
-def point_holds(point: CurvePoint, full: Effect, max_drop: float) -> bool:
-    """Whether a point is good enough; without a kept linear, a drop that may be noise is."""
-    judged = point.judged
+def point_holds(point: CurvePoint, full: Comparison, max_drop: float) -> bool:
+    """Return whether a point is good enough; without a kept linear, a drop that may be noise is."""
+    own = point.comparison
     if point.kept == 0:
-        return gate.judge(judged.drop, judged.drop_stderr, 0.0) != "fails"
-    holds = gate.judge(judged.drop, judged.drop_stderr, max_drop) != "fails"
-    return holds and judged.divergence <= SHARE * full.divergence
+        return gate.judge(own.drop, own.drop_stderr, 0.0) != "fails"
+    holds = gate.judge(own.drop, own.drop_stderr, max_drop) != "fails"
+    return holds and own.distance <= SHARE * full.distance
 
 
-def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool, str]:
-    """The first point that holds, whether there is one, and why."""
-    full = curve[0].judged
+def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool]:
+    """Return the first point that holds, else the one with the least divergence; and whether it holds."""
+    full = curve[0].comparison
     good = next((point for point in curve if point_holds(point, full, max_drop)), None)
-    if good is None:
-        best = min(curve, key=lambda point: point.judged.divergence)
-        reason = (
-            f"no measured number of linears kept out of INT8 holds the drop to {max_drop:g} and halves the "
-            f"divergence; {best.kept} leave the least"
-        )
-        return best, False, reason
-    drop = f"{good.judged.drop:+.4f} ± {good.judged.drop_stderr:.4f}"
-    if good.kept == 0:
-        return good, True, f"the drop of everything in INT8 ({drop}) is within noise: nothing to keep out"
-    share = good.judged.divergence / full.divergence
-    noise = "" if good.judged.drop <= max_drop else " within noise"
-    reason = (
-        f"with them the divergence is {share:.0%} of that of everything in INT8, "
-        f"the drop ({drop}) is at most {max_drop:g}{noise}"
-    )
-    return good, True, reason
+    return good or min(curve, key=lambda point: point.comparison.distance), good is not None
 
 
 def attention_of(linears: list[str], found: Choices) -> list[str]:
-    """Attention modules in INT8 that leave it with these linears, because they would lose their fusion."""
+    """Return attention modules that leave INT8 with these linears: they would lose their fusion."""
     family = found.base.family
     return [name for name in found.base.attention if family.require_beside(name, "output") in linears]
 
@@ -76,7 +61,7 @@ def attention_of(linears: list[str], found: Choices) -> list[str]:
 def write_up(
     recipe: Recipe, point: CurvePoint, found: Choices, modules: Mapping[str, ModuleInfo], prefix: str
 ) -> tuple[Recipe, str]:
-    """The recipe of a point of the curve, and its YAML; both were resolved against the model.
+    """Return the recipe of a point of the curve, and its YAML; both were resolved against the model.
 
     Raises:
         UserError: it does not resolve, which would be a fault of this function.
@@ -122,7 +107,7 @@ def write_up(
 def _not_idle(
     rule: Rule, int8: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
 ) -> Rule | None:
-    """The rule without what it says on the calibration of linears that are no longer in INT8."""
+    """Return the rule without what it says on the calibration of linears that are no longer in INT8."""
     if not rule.refines or any(name in int8 for name in matched(rule, modules, prefix)):
         return rule
     if rule.weights is None and rule.precision is None:

@@ -1,44 +1,39 @@
 """Which tensor costs the accuracy: every candidate alone in INT8, and everything but it, on training data."""
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from qdqbench.eval.accuracy.draw import described, draw_samples
+from qdqbench.eval.accuracy.draw import described
 from qdqbench.eval.accuracy.runners import placed
 from qdqbench.eval.accuracy.switches import Switches
+from qdqbench.eval.report.formats import count_of
 from qdqbench.eval.sensitivity import choice as sensitivity_choice
 from qdqbench.eval.sensitivity.candidates import Candidate, Choices, choices
-from qdqbench.eval.sensitivity.judge import effect_of, limits_noted
 from qdqbench.eval.sensitivity.results import (
     CandidateRow,
-    Choice,
     CurvePoint,
-    Effect,
-    Reference,
     Sensitivity,
+    SensitivityChoice,
     ranking,
 )
 from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
+from qdqbench.eval.trials.results import DRAW, Scores, Trial
+from qdqbench.eval.trials.store import TRIALS, Trials
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.kinds.encoded import Encoded
-from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.usage import Progress
-from qdqbench.quantize.rundir.ledger import Ledger
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
-from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.batches import sorted_batches
-from qdqbench.quantize.tasks.sources import Split
 
+FEW = 64  # samples; below it the standard error of a metric means little
 INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
 EVERYTHING = "everything"
-PARTIAL = "sensitivity.partial.jsonl"
 
 
 @dataclass
@@ -68,9 +63,8 @@ class Measurement:
             CheckFailed: weights, scales or logits that are not finite.
         """
         start = time.perf_counter()
-        self.ledger  # noqa: B018  (says early whether this goes on)
-        fp32 = Reference.model_validate(self._known("fp32", self._reference))
-        full = self._judged(EVERYTHING, lambda: self._whole(self.found.everything), INT8_COST)
+        fp32 = self.trials.fp32_scores(DRAW)
+        full = self._compare(EVERYTHING, lambda: self._whole(self.found.everything), INT8_COST)
         self._spanning()
         self._layers()
         rows = [self._row(candidate) for candidate in self.found.candidates]
@@ -86,25 +80,10 @@ class Measurement:
         return choices(self.session.recipe, module_table(model), model.base_model_prefix)
 
     @functools.cached_property
-    def draw(self) -> tuple[Split, Encoded]:
-        """What is measured on."""
-        return draw_samples(self.session, self.samples)
-
-    @functools.cached_property
-    def ledger(self) -> Ledger:
-        """Finished candidates."""
-        config = self.session.config
-        settings = {
-            "model": self.session.model_sha256,
-            "recipe": config.recipe.model_dump(mode="json"),
-            "task": config.task.model_dump(mode="json"),
-            "data": self.draw[0].fingerprint,
-            "samples": self.samples,
-            "batch_size": config.batch_size,
-            "seed": config.seed,
-            **made_with(),
-        }
-        return Ledger(self.session.folder / PARTIAL, json.loads(json.dumps(settings)))
+    def trials(self) -> Trials:
+        """Return the store of finished candidates, with the draw that they are measured on."""
+        path = self.session.folder / f"sensitivity.{TRIALS}"
+        return Trials(self.session, self.samples, path, evaluates=False, reference=self._reference)
 
     @functools.cached_property
     def bench(self) -> _Bench:
@@ -123,21 +102,15 @@ class Measurement:
             settings = recipe.calibration.model_copy(update={"bias_correction": False})
             ptq.calibrate(model, self.found.plan, session.calibration_batches(), settings, show)
             switches = Switches(model, self.found.plan, norms())
-        encoded = self.draw[1]
+        encoded = self.trials.draw
         batches = list(sorted_batches(encoded, session.config.batch_size, pad_id=session.pad_id))
         suffixes = Suffixes(model, batches, encoded)
         self._say("FP32")
         states, reference = suffixes.start()
         return _Bench(switches, suffixes, reference, states)
 
-    def _reference(self) -> dict[str, Any]:
-        task, logits = self.session.config.task, self.bench.reference
-        gold = metrics.against(task, self.draw[1].gold, logits)
-        primary = task.metrics[0]
-        return {
-            "metric": metrics.compute(task, logits, gold)[primary],
-            "stderr": metrics.stderr(task, logits, gold, seed=self.session.config.seed)[primary],
-        }
+    def _reference(self) -> dict[str, Float32]:
+        return {DRAW: self.bench.reference}
 
     def _spanning(self) -> None:
         """Candidates of the whole depth."""
@@ -149,7 +122,7 @@ class Measurement:
         """Candidates layer by layer, from two states that advance: all in FP32, and everything in INT8."""
         ordered = [c for c in self.found.candidates if c.start is not None]
         ordered.sort(key=lambda c: c.start or 0)
-        if all(key in self.ledger.found for c in ordered for key in self._keys(c)):
+        if all(key in self.trials.store.trials for c in ordered for key in self._keys(c)):
             return
         bench, layers = self.bench, len(self.bench.suffixes.layers)
         plain, int8, bench.states = bench.states, bench.states, []
@@ -173,12 +146,12 @@ class Measurement:
         plain: Callable[[frozenset[str]], Float32],
         int8: Callable[[frozenset[str]], Float32],
     ) -> None:
-        """Only this in INT8, and everything but this; each from its own reference's states."""
+        """Compare only this in INT8, and everything but this, each from the states of its own reference."""
         cost = _cost(candidate, len(self._layer_numbers))
         keys = self._keys(candidate)
-        self._judged(keys[0], lambda: plain(candidate.units), cost)
+        self._compare(keys[0], lambda: plain(candidate.units), cost)
         if len(keys) > 1:
-            self._judged(keys[1], lambda: int8(self.found.everything - candidate.units), INT8_COST * cost)
+            self._compare(keys[1], lambda: int8(self.found.everything - candidate.units), INT8_COST * cost)
 
     def _whole(self, on: frozenset[str]) -> Float32:
         self.bench.switches.set(on)
@@ -192,27 +165,21 @@ class Measurement:
         attention = sensitivity_choice.attention_of(linears, self.found)
         on = self.found.everything - {*linears, *attention}
         key = f"curve {len(linears)}" if linears else EVERYTHING
-        judged = self._judged(key, lambda: self._whole(on), INT8_COST)
-        return CurvePoint(kept=len(linears), linears=linears, attention=attention, judged=judged)
+        comparison = self._compare(key, lambda: self._whole(on), INT8_COST)
+        return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=comparison)
 
-    def _judged(self, key: str, logits: Callable[[], Float32], cost: float) -> Effect:
-        def value() -> dict[str, Any]:
-            config, reference = self.session.config, self.bench.reference
-            found = effect_of(config.task, reference, logits(), self.draw[1].gold, config.seed)
-            return found.model_dump(mode="json")
-
+    def _compare(self, key: str, answer: Callable[[], Float32], cost: float) -> Comparison:
+        """Return a finished candidate, or else measure it now and keep it at once."""
         self._say(key)
-        found = Effect.model_validate(self._known(key, value))
-        self._done += cost
-        return found
-
-    def _known(self, key: str, value: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A finished candidate, or else measured now and added at once."""
-        if key not in self.ledger.found:
-            self.bench  # noqa: B018  (calibration is not the time of a candidate)
+        trials = self.trials
+        if key not in trials.store.trials:
+            trials.fp32, self.bench  # noqa: B018  (calibration is not the time of a candidate)
             start = time.perf_counter()
-            self.ledger.append(key, value(), time.perf_counter() - start)
-        return dict(self.ledger.found[key]["value"])
+            scores, _ = trials.compare({DRAW: answer()})
+            spent = time.perf_counter() - start
+            trials.store.add(key, Trial(recipe=None, origin="candidate", scores=scores, seconds=spent))
+        self._done += cost
+        return trials.store.trials[key].scores[DRAW]
 
     def _say(self, text: str) -> None:
         self.progress(self._done, self.evaluations, text)
@@ -236,7 +203,7 @@ class Measurement:
         return {c.layer for c in self.found.candidates if c.layer is not None}
 
     def _row(self, candidate: Candidate) -> CandidateRow:
-        values = [Effect.model_validate(self.ledger.found[key]["value"]) for key in self._keys(candidate)]
+        values = [self.trials.store.trials[key].scores[DRAW] for key in self._keys(candidate)]
         return CandidateRow(
             name=candidate.name,
             group=candidate.group,
@@ -249,16 +216,16 @@ class Measurement:
         )
 
     def _report(
-        self, fp32: Reference, full: Effect, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
+        self, fp32: Scores, full: Comparison, rows: list[CandidateRow], curve: list[CurvePoint], wall_s: float
     ) -> Sensitivity:
         session, config = self.session, self.session.config
-        point, reached, reason = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
+        point, reached = sensitivity_choice.choose_point(curve, config.recipe.gate.max_drop)
         model = session.fp32_model
         chosen, text = sensitivity_choice.write_up(
             config.recipe, point, self.found, module_table(model), model.base_model_prefix
         )
         files.write_text(session.folder / sensitivity_choice.CHOICE_FILE, text)
-        (split, encoded), plan = self.draw, self.found.plan
+        (split, encoded), plan = self.trials.drawn, self.found.plan
         return Sensitivity(
             **described(session, split, len(encoded.gold)),
             fp32=fp32,
@@ -266,19 +233,44 @@ class Measurement:
             int8=[name for name in (*plan.int8, *plan.attention) if name in self.found.everything],
             rows=rows,
             curve=curve,
-            choice=Choice(
+            choice=SensitivityChoice(
                 kept=point.kept,
                 reached=reached,
-                reason=reason,
                 file=sensitivity_choice.CHOICE_FILE,
                 recipe_name=chosen.name,
             ),
             warnings=session.warnings,
-            notes=[*session.notes, *self.found.notes, *limits_noted(config.recipe, len(encoded.gold))],
-            timings={"candidates_s": self.ledger.seconds, "this_run_s": wall_s},
+            notes=[*session.notes, *self.found.notes, *list_limits(config.recipe, len(encoded.gold))],
+            timings={"candidates_s": self.trials.store.seconds, "this_run_s": wall_s},
         )
 
 
 def _cost(candidate: Candidate, layers: int) -> float:
     """Part of a whole evaluation that a candidate needs."""
     return 1.0 if candidate.start is None else (layers - candidate.start) / max(layers, 1)
+
+
+def list_limits(recipe: Recipe, samples: int) -> list[str]:
+    """Return notes on what the figures of a recipe on so many samples cannot tell."""
+    notes = []
+    if samples < FEW:
+        notes.append(
+            f"{count_of(samples, 'sample')}: too few to judge a drop: a standard error of 0 says that no "
+            f"answer changed, not that none would; take {FEW} or more"
+        )
+    if recipe.export.gelu == "tanh":
+        notes.append(
+            "FP32 is the recipe's model without quantizers; its GELU has the tanh form of the INT8 graph"
+        )
+    if recipe.calibration.bias_correction:
+        notes.append(
+            "measured without bias correction, which depends on everything that is in INT8; the written "
+            "recipe has it"
+        )
+    smooths = {recipe.calibration.smooth, *(rule.smooth for rule in recipe.rules)} - {None, "none"}
+    if smooths:
+        notes.append(
+            "the factors of smoothing are those of everything in INT8; a recipe that keeps a linear in FP16 "
+            "finds its own"
+        )
+    return notes

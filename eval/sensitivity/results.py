@@ -3,24 +3,13 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from qdqbench.eval.trials.results import Scores
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.kinds.kind import Divergence
 
 SENSITIVITY_FILE = "sensitivity.json"
 Group = Literal["linear", "attention", "block", "kind"]
-
-
-class Effect(Strict):
-    """One choice of INT8 tensors against FP32 on the draw."""
-
-    metric: float  # primary metric of the task
-    drop: float  # FP32 minus this; positive is a loss
-    drop_stderr: float  # paired bootstrap
-    within_noise: bool  # |drop| is at most 2 standard errors
-    disagreements: int | None  # samples whose predicted class differs; None for regression
-    divergence: float  # see Sensitivity.divergence
-    divergence_stderr: float  # over samples
-    sqnr_db: float | None  # of the logits; None when they are equal
 
 
 class CandidateRow(Strict):
@@ -32,8 +21,8 @@ class CandidateRow(Strict):
     layer: int | None  # None outside of the encoder and for kinds
     modules: list[str]  # full names of what is switched
     diagnostic: bool  # no recipe can put it into INT8
-    only: Effect | None  # this in INT8, everything else in FP32
-    all_but: Effect | None  # everything in INT8 but this; None where "everything" does not hold it
+    only: Comparison  # this in INT8, everything else in FP32
+    all_but: Comparison | None  # everything in INT8 but this; None where "everything" does not hold it
 
 
 class CurvePoint(Strict):
@@ -42,30 +31,22 @@ class CurvePoint(Strict):
     kept: int  # number of linears
     linears: list[str]  # full names, in the order of the ranking
     attention: list[str]  # attention modules that go to FP16 with their output linear
-    judged: Effect
+    comparison: Comparison
 
 
-class Choice(Strict):
+class SensitivityChoice(Strict):
     """The recipe that was written."""
 
-    kept: int
+    kept: int  # linears; 0 and reached: the drop of everything in INT8 is within noise
     reached: bool  # the drop and the divergence hold; else the best point that was measured
-    reason: str
     file: str
     recipe_name: str
 
 
-class Reference(Strict):
-    """The model without quantizers on the draw."""
-
-    metric: float
-    stderr: float
-
-
 class Sensitivity(Strict):
-    """Everything that `qdqbench sensitivity` found."""
+    """Everything that `qdqbench sensitivity` measured."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     created: str  # ISO 8601, UTC
     command: str
     recipe: dict[str, Any]  # with every default filled in
@@ -77,20 +58,30 @@ class Sensitivity(Strict):
     metric: str  # primary metric of the task
     # KL(FP32 || INT8) per sample, nat; MSE / variance of FP32 logits; or 1 - cosine to FP32 embeddings
     divergence: Divergence
-    fp32: Reference
-    full: Effect  # everything in INT8
+    fp32: Scores  # the model without quantizers on the draw
+    full: Comparison  # everything in INT8
     int8: list[str]  # what "everything" is: full names of linears and attention modules
     rows: list[CandidateRow]
     curve: list[CurvePoint]  # by rising `kept`
-    choice: Choice
-    warnings: list[str] = []  # what needs a look; not in files of earlier versions
+    choice: SensitivityChoice
+    warnings: list[str]  # what needs a look
     notes: list[str]
     timings: dict[str, float]  # seconds; candidates of an interrupted run are counted once
     environment: dict[str, Any]
 
+    @property
+    def chosen(self) -> CurvePoint:
+        """Return the point of the curve that the written recipe has."""
+        return next(point for point in self.curve if point.kept == self.choice.kept)
+
+    @property
+    def max_drop(self) -> float:
+        """Return the gate of the recipe."""
+        return float(self.recipe["gate"]["max_drop"])
+
 
 def sensitivity_file(path: Path) -> Path:
-    """The file itself, or the one in a folder."""
+    """Return the file itself, or the one in a folder."""
     return path / SENSITIVITY_FILE if path.is_dir() else path
 
 
@@ -104,8 +95,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
     return read(file, Sensitivity, "sensitivity report", "run `qdqbench sensitivity` again")
 
 
-def ranking(found: Sensitivity | list[CandidateRow]) -> list[CandidateRow]:
-    """Linears that "everything in INT8" holds, the one that costs the most first: by divergence alone."""
-    rows = found.rows if isinstance(found, Sensitivity) else found
-    linears = [row for row in rows if row.group == "linear" and row.only and row.all_but]
-    return sorted(linears, key=lambda row: -row.only.divergence if row.only else 0.0)
+def ranking(rows: list[CandidateRow]) -> list[CandidateRow]:
+    """Return the linears that "everything in INT8" holds, largest divergence first."""
+    linears = [row for row in rows if row.group == "linear" and row.all_but]
+    return sorted(linears, key=lambda row: -row.only.distance)

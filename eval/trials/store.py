@@ -14,8 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.divergence import divergence
+from qdqbench.eval.accuracy.compare import compare, compare_with_divergence
 from qdqbench.eval.accuracy.draw import draw_samples
 from qdqbench.eval.accuracy.runners import placed, predict, torch_runner
 from qdqbench.eval.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
@@ -129,6 +128,7 @@ class Trials:
     evaluates: bool = True  # False: evaluation data are not read
     least: int = 2  # samples of the draw
     advance: Callable[[int, str], None] = lambda rows, text: None  # rows that were answered
+    reference: Callable[[], dict[str, Float32]] | None = None  # FP32's answers; None: of the session's model
 
     @cached_property
     def drawn(self) -> tuple[Split, Encoded]:
@@ -189,9 +189,8 @@ class Trials:
         with damaged, np.load(path, allow_pickle=False) as arrays:
             if str(arrays["identity"]) == identity:
                 return {split: arrays[f"answers {split}"] for split in self.encoded}
-        model = placed(self.session.fp32_model)
         try:
-            answers = self.answer(model, "FP32")
+            answers = self.reference() if self.reference else self.answer_fp32()
         except CheckFailed as error:
             raise UserError(
                 f"model {self.session.model_name} gives NaN or infinite logits in FP32, so there is nothing "
@@ -201,6 +200,10 @@ class Trials:
         with files.atomic_path(path) as temporary, temporary.open("wb") as stream:
             np.savez(stream, identity=np.array(identity), **arrays)
         return answers
+
+    def answer_fp32(self) -> dict[str, Float32]:
+        """Return the answers of the session's FP32 model by split."""
+        return self.answer(placed(self.session.fp32_model), "FP32")
 
     def fp32_scores(self, split: str) -> Scores:
         """Return FP32's metrics on a split."""
@@ -245,9 +248,11 @@ class Trials:
         divergences: list[float] = []
         for split, each in answers.items():
             gold, reference = self.encoded[split].gold, self.fp32[split]
-            scores[split] = compare(task, reference, each, gold, seed=seed)
             if split == DRAW:
-                scores[split], divergences = measure_divergence(scores[split], task, reference, each, gold)
+                scores[split], every = compare_with_divergence(task, reference, each, gold, seed=seed)
+                divergences = every.tolist()
+            else:
+                scores[split] = compare(task, reference, each, gold, seed=seed)
         return scores, divergences
 
     def measure(
@@ -279,20 +284,3 @@ class Trials:
         if trial.failure and trial.failure.is_retryable:
             return trial
         return self.store.add(key, trial)
-
-
-def measure_divergence(
-    comparison: Comparison, task: Any, reference: Float32, answers: Float32, gold: Any
-) -> tuple[Comparison, list[float]]:
-    """Return a comparison with its divergence, and the divergence of each sample.
-
-    Args:
-        comparison: of these answers.
-        reference: float32 [answers, width] of FP32.
-        answers: the same of the model.
-        gold: as `metrics.predictions` takes it.
-    """
-    each = divergence(task, reference, answers, gold)
-    error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
-    update = {"divergence": float(each.mean()), "divergence_stderr": error}
-    return comparison.model_copy(update=update), each.tolist()

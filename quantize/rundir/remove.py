@@ -48,8 +48,8 @@ _RUN = (
     "embedded/*",
     *_BENCH,
 )
-_SENSITIVITY = ("sensitivity.*", "trials.*", "recipe.yaml", "embedded/*")
-_METHODS = ("methods.*", "trials.*", "recipe.yaml", "embedded/*")
+_SENSITIVITY = ("sensitivity.*", "recipe.yaml", "embedded/*")
+_METHODS = ("methods.*", "recipe.yaml", "embedded/*")
 _TRAINED = ("finetune.*", "seed-*", "embedded/*")
 KINDS = {
     "run": Kind("run", "results.json", _RUN),
@@ -60,7 +60,7 @@ KINDS = {
         "ladder",
         "auto.json",
         (
-            *("auto.*", "best.yaml", "steps.json", "embedded/*", "timing-*", "*/run.yaml"),
+            *("auto.*", "best.yaml", "trials.*", "embedded/*", "timing-*", "*/run.yaml"),
             *(f"*/run/{name}" for name in _RUN),
             *(f"methods/{name}" for name in _METHODS),
             *(f"islands/{name}" for name in _SENSITIVITY),

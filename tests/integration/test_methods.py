@@ -13,7 +13,8 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from .tiny import EVAL_ROWS, TRAIN_ROWS, listing, rows, write_split
 
 FILES = [
-    *("methods.html", "methods.json", "methods.md", "recipe.yaml", "trials.fp32.npz", "trials.jsonl"),
+    *("methods.html", "methods.json", "methods.md"),
+    *("methods.trials.fp32.npz", "methods.trials.jsonl", "recipe.yaml"),
 ]
 ATTENTION = "bert-int8-attention"
 NARROW = ("--method", "max", "--method", "percentile/99.9", "--smooth", "none")
@@ -89,12 +90,12 @@ def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypat
     done = qdqbench(*options, "--out", out)
     assert (done.code, made) == (130, ["FP32", "max"])
     assert done.err == "qdqbench: interrupted; what is finished is kept, and the same command goes on\n"
-    with (out / "trials.jsonl").open("a") as stream:
+    with (out / "methods.trials.jsonl").open("a") as stream:
         stream.write('{"key": "{')
     made.clear()
     done = qdqbench(*options, "--out", out)
     assert (done.code, made) == (0, ["mse", "percentile/99.9"])
-    assert done.err == f"{out / 'trials.jsonl'}: resuming after 1 finished trials\n"
+    assert done.err == f"{out / 'methods.trials.jsonl'}: resuming after 1 finished trials\n"
     assert lasting(read_methods(out)) == lasting(read_methods(tmp_path / "whole"))
     assert qdqbench(*options, "--out", out).code == 0
     assert made == ["mse", "percentile/99.9"]
@@ -195,7 +196,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     assert found.best.section.method == "percentile/99.9"
     nothing = tmp_path / "nothing"
     refused(qdqbench("methods", *options, nothing, "--method", "max", "--smooth", "none"), "amax is a joke")
-    assert listing(nothing) == ["trials.fp32.npz", "trials.jsonl"]
+    assert listing(nothing) == ["methods.trials.fp32.npz", "methods.trials.jsonl"]
 
 
 @pytest.mark.parametrize(

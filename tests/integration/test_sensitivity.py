@@ -4,14 +4,17 @@ import json
 
 import pytest
 
-from qdqbench.eval.sensitivity import measure as sensitivity
 from qdqbench.eval.sensitivity.results import ranking, read_sensitivity
+from qdqbench.eval.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..support.pages import offline
 from .tiny import LAYERS, listing
 
-FILES = ["recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md", "sensitivity.partial.jsonl"]
+FILES = [
+    *("recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md"),
+    *("sensitivity.trials.fp32.npz", "sensitivity.trials.jsonl"),
+]
 VOLATILE = {"created", "command", "timings"}
 
 
@@ -36,13 +39,12 @@ def test_everything_is_measured_and_written(qdqbench, sst2, recipe, tmp_path):
         6 * LAYERS + 2, LAYERS, LAYERS, 9
     ]  # fmt: skip
     assert len(found.int8) == 7 * LAYERS
-    assert all(row.only is not None for row in found.rows)
-    assert len(ranking(found)) == 6 * LAYERS
+    assert len(ranking(found.rows)) == 6 * LAYERS
     assert found.data["samples"] == 96
     assert found.divergence == "kl"
     # the same choice, reached on two ways: a layer's linears, and every kind, are part of everything
-    assert found.curve[0].judged == found.full
-    worst = ranking(found)[0]
+    assert found.curve[0].comparison == found.full
+    worst = ranking(found.rows)[0]
     assert worst.name in done.out.replace("layer.", "encoder.layer.")
     assert offline((out / "sensitivity.html").read_text()).tags.count("svg") == 3
     assert f"`{worst.name}`" in (out / "sensitivity.md").read_text()
@@ -75,35 +77,35 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     task, path = given("stsb"), recipe()
     options = ["sensitivity", path, *task.options, "--samples", 40, "--batch-size", 7]
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
-    real, limit, measured = sensitivity.effect_of, [9], []
+    real, limit, measured = Trials.compare, [9], []
 
-    def judge(*arguments):
+    def compare(*arguments):
         if len(measured) == limit[0]:
             raise KeyboardInterrupt
         measured.append(1)
         return real(*arguments)
 
-    monkeypatch.setattr(sensitivity, "effect_of", judge)
+    monkeypatch.setattr(Trials, "compare", compare)
     out = tmp_path / "killed"
     done = qdqbench(*options, "--out", out)
-    assert (done.code, listing(out)) == (130, ["sensitivity.partial.jsonl"])
+    assert (done.code, listing(out)) == (130, ["sensitivity.trials.fp32.npz", "sensitivity.trials.jsonl"])
     assert "goes on" in done.err
-    with (out / "sensitivity.partial.jsonl").open("a") as stream:
+    with (out / "sensitivity.trials.jsonl").open("a") as stream:
         stream.write('{"key": "only')
     limit[0] = 25
     assert qdqbench(*options, "--out", out).code == 130
     limit[0] = -1
     done = qdqbench(*options, "--out", out)
     assert done.code == 0
-    assert "going on after" in done.err
+    assert "resuming after" in done.err
     assert lasting(out) == lasting(tmp_path / "whole")
     assert lasting(out)["divergence"] == "squared"
     assert (out / "recipe.yaml").read_text() == (tmp_path / "whole" / "recipe.yaml").read_text()
     count = len(measured)
     assert qdqbench(*options, "--out", out).code == 0  # all is there
     assert len(measured) == count
-    lines = (out / "sensitivity.partial.jsonl").read_text().splitlines()
-    assert len(lines) == count + 2  # settings, and FP32
+    lines = (out / "sensitivity.trials.jsonl").read_text().splitlines()
+    assert len(lines) == count + 1  # settings
 
 
 @pytest.mark.long
@@ -113,7 +115,7 @@ def test_other_settings_begin_anew_and_say_so(qdqbench, sst2, recipe, tmp_path):
     assert qdqbench(*options, "--samples", 16).code == 0
     done = qdqbench(*options, "--samples", 24)
     assert done.code == 0
-    assert "measuring anew" in done.err
+    assert "starting from scratch" in done.err
     assert read_sensitivity(out).data["samples"] == 24
 
 

@@ -66,14 +66,15 @@ def auto(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
-    from qdqbench.eval.api.auto import auto as climb
-    from qdqbench.eval.auto.screen import auto_summary
+    from qdqbench.eval.api.auto import auto as find_recipe
+    from qdqbench.eval.auto.report import auto_report, choice_lines
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.rundir.claim import default_folder
 
     folder = out or default_folder("auto", subject.model, subject.found_task().name)
     with progress.status() as say:
-        found = climb(
+        result = find_recipe(
             **asdict(subject),
             **asdict(gate),
             out=folder,
@@ -88,6 +89,6 @@ def auto(  # noqa: PLR0913  (a command's options)
             progress=say,
             command=command_line(),
         )
-    show(found, json, auto_summary, f"report: {folder / 'auto.html'}")
-    if not found.choice.passed:
-        raise CheckFailed(f"no recipe holds: {'; '.join(found.choice.lacks)}")
+    show(result, json, lambda each: render_screen(auto_report(each)), f"report: {folder / 'auto.html'}")
+    if not result.choice.passed:
+        raise CheckFailed(f"no recipe holds: {'; '.join(choice_lines(result))}")

@@ -38,7 +38,8 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
-    from qdqbench.eval.sensitivity.report import sensitivity_summary
+    from qdqbench.eval.report.render import render_screen
+    from qdqbench.eval.sensitivity.report import choice_text, sensitivity_report
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.rundir.claim import run_folder
 
@@ -46,9 +47,9 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     folder = run_folder("sensitivity", config, out)
     found = _measure(config, folder, samples, replace=replace)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
-    show(found, json, sensitivity_summary, *written)
+    show(found, json, lambda result: render_screen(sensitivity_report(result)), *written)
     if not found.choice.reached:
-        raise CheckFailed(found.choice.reason)
+        raise CheckFailed(choice_text(found))
 
 
 @contextmanager
@@ -79,8 +80,8 @@ def _measure(config: "RunConfig", folder: Path, samples: int, *, replace: bool) 
 
     with _opened("sensitivity", config, folder, replace) as (session, told):
         measurement = Measurement(session, samples, told)
-        if said := measurement.ledger.told():
-            options.note(said)
+        if note := measurement.trials.store.resume_note:
+            options.note(note)
         found = measurement.run()
         write_sensitivity(found, folder)
     return found
@@ -115,8 +116,9 @@ def methods(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Compare calibration methods in one table; writes the recipe with the best one."""
-    from qdqbench.eval.methods.report import methods_summary
+    from qdqbench.eval.methods.report import methods_report
     from qdqbench.eval.methods.results import METHODS_RECIPE
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.rundir.claim import run_folder
 
     config = subject.config(
@@ -125,7 +127,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     folder = run_folder("methods", config, out)
     found = _compare(config, folder, samples, method or [], smooth or [], replace=replace)
     written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
-    show(found, json, methods_summary, *written)
+    show(found, json, lambda methods: render_screen(methods_report(methods)), *written)
 
 
 def _compare(  # noqa: PLR0913

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqbench.eval.accuracy.compare import compare_with_divergence
 from qdqbench.eval.accuracy.divergence import divergence
-from qdqbench.eval.sensitivity.judge import effect_of
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks.task import GLUE
 
@@ -32,11 +32,12 @@ def test_divergence_of_scores_is_relative_to_their_spread(rows, offset):
     assert divergence(STSB, 10 * scores, 10 * (scores + offset), None) == pytest.approx(expected)
 
 
-def test_commands_take_the_mean_and_refuse_constant_scores():
+def test_a_choice_takes_the_mean_and_refuses_constant_scores():
     random = np.random.default_rng(0)
     labels, scores = random.normal(size=30).astype(np.float32), random.normal(size=(30, 1)).astype(np.float32)
     other = scores + random.normal(size=(30, 1)).astype(np.float32)
-    expected = divergence(STSB, scores, other, labels).mean()
-    assert effect_of(STSB, scores, other, labels, 0).divergence == expected
+    found, each = compare_with_divergence(STSB, scores, other, labels, seed=0)
+    assert (each == divergence(STSB, scores, other, labels)).all()
+    assert found.divergence == each.mean()
     with pytest.raises(CheckFailed, match="the same output for every sample"):
-        effect_of(STSB, np.ones_like(scores), other, labels, 0)
+        compare_with_divergence(STSB, np.ones_like(scores), other, labels, seed=0)

@@ -7,7 +7,8 @@ import pytest
 from qdqbench.eval.api.auto import duration
 from qdqbench.eval.auto.steps import Steps, further, islands_of, qat_settings, same_but_steps
 from qdqbench.eval.runs.pace import Pace
-from qdqbench.eval.sensitivity.results import CurvePoint, Effect
+from qdqbench.eval.search.results import Accuracy, Trial
+from qdqbench.eval.sensitivity.results import CurvePoint
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
@@ -15,21 +16,24 @@ from ...support import records
 
 
 def point(kept, divergence):
-    judged = Effect(
-        metric=0.9,
+    compared = records.comparison({"accuracy": 0.0}, 0.0, divergence=divergence, divergence_stderr=0.0)
+    return CurvePoint(kept=kept, linears=[str(n) for n in range(kept)], attention=[], comparison=compared)
+
+
+def trial(number, divergence, speedup, origin="TPE", int8=4):
+    accuracy = Accuracy(
+        divergence=divergence,
+        metric="accuracy",
+        value=0.9,
         drop=0.0,
         drop_stderr=0.0,
         within_noise=True,
         disagreements=0,
-        divergence=divergence,
-        divergence_stderr=0.0,
-        sqnr_db=None,
+        n=100,
     )
-    return CurvePoint(kept=kept, linears=[str(n) for n in range(kept)], attention=[], judged=judged)
-
-
-def trial(number, divergence, speed, origin="tpe", int8=4):
-    return records.search_trial(number, divergence, speed, origin=origin, int8_linears=int8)
+    latency = records.speedup(speedup)
+    how = {"params": {}, "int8_linears": int8, "accuracy": accuracy, "latency": latency}
+    return Trial(number=number, state="complete", origin=origin, recipe="", **how)
 
 
 def test_islands_are_the_fewest_that_leave_a_quarter():
@@ -42,7 +46,7 @@ def test_a_divergence_that_is_spread_over_all_has_no_islands():
         islands_of([point(0, 0.4), point(1, 0.3), point(2, 0.2)])
 
 
-GIVEN = trial(0, 0.16, 1.9, "given")
+GIVEN = trial(0, 0.16, 1.9, "given recipe")
 
 
 def test_search_gives_the_fastest_that_is_near_enough():
@@ -58,7 +62,7 @@ def test_search_gives_the_nearest_where_none_is_near_enough():
 
 def test_search_never_gives_what_was_tried_or_has_no_int8():
     with pytest.raises(CheckFailed, match="no other recipe"):
-        further([GIVEN, trial(1, 0.0, 1.0, "unquantized", int8=0)], None)
+        further([GIVEN, trial(1, 0.0, 1.0, "nothing in INT8", int8=0)], None)
     with pytest.raises(CheckFailed, match="none of the 1 recipes that were tried is 3x"):
         further([GIVEN, trial(1, 0.01, 1.2)], 3.0)
 

@@ -12,7 +12,7 @@ from qdqbench.eval.gate.gate import cannot_hold, issue_sentence, judge_gate, jud
 from qdqbench.eval.search.confirm import judge_confirmed
 from qdqbench.eval.search.results import ConfirmedRecipe
 from qdqbench.eval.sensitivity.choice import choose_point
-from qdqbench.eval.sensitivity.results import CurvePoint, Effect
+from qdqbench.eval.sensitivity.results import CurvePoint
 from qdqbench.quantize.core.comparison import Comparison, Gate
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import AnswersCheck, StageResult
@@ -97,17 +97,9 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
 
 
 def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoint:
-    judged = Effect(
-        metric=0.9,
-        drop=drop,
-        drop_stderr=error,
-        within_noise=False,
-        disagreements=1,
-        divergence=divergence,
-        divergence_stderr=0.0,
-        sqnr_db=None,
-    )
-    return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], judged=judged)
+    spread = {"divergence": divergence, "divergence_stderr": 0.0}
+    compared = records.comparison({"accuracy": -drop}, error, **spread)
+    return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], comparison=compared)
 
 
 def _answers(drop: float, drop_limit: float) -> AnswersCheck:
@@ -177,8 +169,8 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
     before = judge_speed(asked, [])
     assert before.state == "not judged"
     assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
-    fast = Speed(cell="b32 s128", over="FP16 engine", value=1.4, low=1.3, high=1.5)
-    slow = fast.model_copy(update={"cell": "b1 s128", "value": 0.74})
+    fast = records.speedup(1.4, 1.3, 1.5)
+    slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})
     after = judge_speed(before, [fast, slow])
     assert (after.state, after.issues) == ("failed", after.failures)
     assert [*map(issue_sentence, after.failures)] == [

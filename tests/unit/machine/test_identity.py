@@ -67,12 +67,11 @@ def search_settings(session: Session) -> Any:
 
 
 def sensitivity_settings(session: Session) -> Any:
-    made = measure.Measurement(session, 8)
-    split = type("Split", (), {"fingerprint": "f"})()
-    made.__dict__["draw"] = (split, None)
-    (session.folder / measure.PARTIAL).unlink(missing_ok=True)
-    assert made.ledger.found == {}
-    return json.loads((session.folder / measure.PARTIAL).read_text())
+    trials = measure.Measurement(session, 8).trials
+    trials.__dict__["drawn"] = type("Split", (), {"fingerprint": "f"})(), None
+    trials.path.unlink(missing_ok=True)
+    assert trials.store.trials == {}
+    return json.loads(trials.path.read_text())
 
 
 @pytest.mark.parametrize(

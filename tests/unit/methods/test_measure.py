@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.methods.measure import METHODS, list_cases, list_sections, write_calibrated_recipe
-from qdqbench.eval.methods.report import methods_view, write_methods
+from qdqbench.eval.methods.report import methods_report, write_methods
 from qdqbench.eval.methods.results import MethodRow, Methods
+from qdqbench.eval.report.document import Table
 from qdqbench.eval.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
@@ -157,32 +158,33 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
 
 
 def test_words_and_figures_of_the_table() -> None:
-    shown = methods_view(table())
-    marks = {line.settings[0]: line.marks for line in shown.lines}
-    assert marks == {"max": "the recipe", "mse": "=", "entropy": "best", "percentile/99.9": ""}
-    own, _, best, failed = shown.lines
-    assert all(len(line.cells) == len(shown.columns) for line in (own, best))
-    assert own.cells[1] == "100%"
-    assert best.cells[1:3] == ["20%", "equal"]
-    assert "(noise)" in own.cells[-2]
-    assert "(noise)" not in best.cells[-2]
-    assert failed.failure
-    assert failed.cells == []
-    assert "entropy, smooth 0.65" in shown.headline
-    assert "-0.0200 ± 0.0040" in shown.headline
-    assert "train data only" in shown.caption
-    assert "Validation is the judge" in shown.caption
+    report = methods_report(table())
+    assert report.verdict is not None
+    (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
+    cells = [dict(zip(grid.columns, each.cells, strict=False)) for each in grid.rows]
+    assert [each["method"].note for each in cells] == ["the recipe", "=", "best", ""]
+    given, _, best, failed = cells
+    assert given["of the recipe's"].text == "100%"
+    assert (best["of the recipe's"].text, best["SQNR"].text) == ("20%", "equal")
+    assert given["F1 against FP32"].short == "-0.0010 ± 0.0040 ~"
+    assert best["F1 against FP32"].short is None
+    assert (failed["divergence"].state, failed["divergence"].short) == ("bad", "failed")
+    assert "entropy, smooth 0.65" in report.verdict.sentence
+    assert "-0.0200 ± 0.0040" in report.verdict.sentence
 
 
 def test_each_validation_split_has_its_columns() -> None:
-    shown = methods_view(table(splits=("validation_matched", "validation_mismatched")))
-    assert [name for name in shown.columns if "F1" in name] == [
+    report = methods_report(table(splits=("validation_matched", "validation_mismatched")))
+    (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
+    shown = [name for name in grid.columns if "F1" in name]
+    assert shown == [
         "F1 (matched)",
         "F1 (matched) against FP32",
         "F1 (mismatched)",
         "F1 (mismatched) against FP32",
     ]
-    assert all(len(line.cells) == len(shown.columns) for line in shown.lines if not line.failure)
+    assert grid.screen is not None
+    assert [grid.columns[at] for at in grid.screen] == ["method", "divergence", *shown[1::2]]
 
 
 def test_files_hold_hostile_names(tmp_path: Path) -> None:
@@ -192,20 +194,6 @@ def test_files_hold_hostile_names(tmp_path: Path) -> None:
     assert Methods.model_validate_json(paths[0].read_text()) == found
     assert offline(paths[2].read_text()).tags.count("svg") == 2
     assert plain(paths[1].read_text())
-
-
-def test_terminal_table_reads_nothing_as_markup() -> None:
-    from rich.console import Console
-
-    from qdqbench.eval.methods.report import methods_summary
-
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(methods_summary(table(name=HOSTILE)))
-    text = captured.get()
-    assert "[red]" in text
-    assert "\u202e" not in text
-    assert "Validation is the judge" in text
 
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])

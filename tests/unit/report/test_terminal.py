@@ -15,14 +15,14 @@ from qdqbench.eval.auto.screen import auto_summary
 from qdqbench.eval.bench.results import Bench, read_bench
 from qdqbench.eval.benchreport.report import bench_summary
 from qdqbench.eval.compare.report import comparison_report
-from qdqbench.eval.methods.report import methods_summary, write_methods
+from qdqbench.eval.methods.report import methods_report, write_methods
 from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.runs.study_results import read_study
 from qdqbench.eval.search.report import search_report
 from qdqbench.eval.search.results import read_search
-from qdqbench.eval.sensitivity.report import sensitivity_summary, write_sensitivity
+from qdqbench.eval.sensitivity.report import sensitivity_report, write_sensitivity
 from qdqbench.eval.tables.study import study_summary
 
 from ...support.compared import sample_comparison
@@ -53,15 +53,15 @@ def many_shapes() -> Bench:
 SHOWN: dict[str, Callable[[], Any]] = {
     "run": lambda: summary_lines(sample_run()),
     "run of two splits": lambda: summary_lines(mnli()),
-    "sensitivity": lambda: sensitivity_summary(sample_sensitivity()),
+    "sensitivity": lambda: render_screen(sensitivity_report(sample_sensitivity())),
     "auto": lambda: auto_summary(sample_auto()),
     "search": lambda: render_screen(search_report(sample_search())),
     "search, measured": lambda: render_screen(
         search_report(read_search(MEASURED / "mrpc-search" / "search.json"))
     ),
-    "methods": lambda: methods_summary(table()),
-    "methods, two splits": lambda: methods_summary(
-        table(splits=("validation_matched", "validation_mismatched"))
+    "methods": lambda: render_screen(methods_report(table())),
+    "methods, two splits": lambda: render_screen(
+        methods_report(table(splits=("validation_matched", "validation_mismatched")))
     ),
     "bench": lambda: bench_summary(sample_bench()),
     "bench of many shapes": lambda: bench_summary(many_shapes()),
@@ -91,8 +91,8 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
     ("found", "summary", "write"),
     [
         (sample_auto(), auto_summary, write_auto),
-        (table(), methods_summary, write_methods),
-        (sample_sensitivity(), sensitivity_summary, write_sensitivity),
+        (table(), lambda each: render_screen(methods_report(each)), write_methods),
+        (sample_sensitivity(), lambda each: render_screen(sensitivity_report(each)), write_sensitivity),
     ],
     ids=["auto", "methods", "sensitivity"],
 )

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import special
 
+from qdqbench.eval.accuracy.compare import compare_with_divergence
 from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.sensitivity.candidates import Choices, choices
 from qdqbench.eval.sensitivity.choice import attention_of, choose_point, kept_counts, measure_curve, write_up
-from qdqbench.eval.sensitivity.judge import effect_of
-from qdqbench.eval.sensitivity.results import CurvePoint, Effect
+from qdqbench.eval.sensitivity.results import CurvePoint
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.encoders.modules import ModuleInfo
 from qdqbench.quantize.families.family import KINDS
@@ -23,7 +24,7 @@ from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.tasks.task import GLUE
 
-from ...support import tiny_bert
+from ...support import records, tiny_bert
 
 LAYERS = 3
 OUTPUTS = [f"bert.encoder.layer.{layer}.attention.output.dense" for layer in range(LAYERS)]
@@ -46,22 +47,13 @@ def found_for(recipe: Recipe, head_size: int = 16) -> Choices:
     return choices(recipe, modules(head_size), "bert")
 
 
-def judged(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Effect:
-    return Effect(
-        metric=0.9 - drop,
-        drop=drop,
-        drop_stderr=error,
-        within_noise=abs(drop) <= 2 * error,
-        disagreements=0,
-        divergence=amount,
-        divergence_stderr=0.0,
-        sqnr_db=None,
-    )
+def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Comparison:
+    return records.comparison({"accuracy": -drop}, error, divergence=amount, divergence_stderr=0.0)
 
 
 def point(kept: int, amount: float, drop: float) -> CurvePoint:
     linears = [f"linear {n}" for n in range(kept)]
-    return CurvePoint(kept=kept, linears=linears, attention=[], judged=judged(amount, drop))
+    return CurvePoint(kept=kept, linears=linears, attention=[], comparison=compared(amount, drop))
 
 
 logits = arrays(np.float32, (5, 3), elements=st.floats(-50, 50, width=32))
@@ -94,12 +86,12 @@ def test_judge_says_what_was_lost() -> None:
     before = np.where(labels[:, None] == [0, 1], 1.0, -1.0).astype(np.float32)
     after = before.copy()
     after[0] = after[0][::-1]
-    found = effect_of(GLUE["sst2"], before, after, labels, seed=0)
-    assert (found.metric, found.drop, found.disagreements) == (0.875, 0.125, 1)
+    found, _ = compare_with_divergence(GLUE["sst2"], before, after, labels, seed=0)
+    assert (found.drop, found.disagreements) == (0.125, 1)
     kl = 2 / (1 + math.exp(-2)) - 2 / (1 + math.exp(2))  # (p - q) times the difference of the logits
     assert found.divergence == pytest.approx(kl / 8)
     assert found.divergence_stderr == pytest.approx(kl / 8)  # one of eight
-    same = effect_of(GLUE["sst2"], before, before, labels, seed=0)
+    same, _ = compare_with_divergence(GLUE["sst2"], before, before, labels, seed=0)
     assert (same.divergence, same.drop, same.sqnr_db, same.within_noise) == (0, 0, None, True)
 
 
@@ -172,12 +164,11 @@ def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
         return point(kept, 0.1 if good and kept else 1.0, 0.0 if good else 0.5)
 
     curve = measure_curve(linears, measure, 0.01)
-    chosen, reached, reason = choose_point(curve, 0.01)
+    chosen, reached = choose_point(curve, 0.01)
     assert len(measured) == len(set(measured)) <= 2 * linears.bit_length() + 1
     assert [p.kept for p in curve] == sorted(measured)
     assert set(kept_counts(linears)) <= set(measured)
     assert max(measured) < max(linears, 1)
-    assert reason
     assert reached == (first <= max(kept_counts(linears)))
     if reached:
         assert chosen.kept == first
@@ -198,14 +189,13 @@ def test_nothing_is_kept_where_the_drop_is_noise(at_zero: float, expected: int) 
 
 def test_a_drop_over_the_gate_is_not_accepted() -> None:
     curve = [point(0, 1.0, 0.1), point(1, 0.1, 0.1), point(2, 0.3, 0.1)]
-    chosen, reached, reason = choose_point(curve, 0.01)
+    chosen, reached = choose_point(curve, 0.01)
     assert (chosen.kept, reached) == (1, False)
-    assert "0.01" in reason
 
 
 def kept_point(linears: list[str], found: Choices) -> CurvePoint:
     attention = attention_of(linears, found)
-    return CurvePoint(kept=len(linears), linears=linears, attention=attention, judged=judged())
+    return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=compared())
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention", "bert-int8-ffn", "bert-fp16"])

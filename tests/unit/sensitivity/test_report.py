@@ -5,34 +5,32 @@ from typing import Any
 
 import pytest
 
+from qdqbench.eval.report.document import Chart, Columns
+from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.sensitivity import results as schema
 from qdqbench.eval.sensitivity.report import (
-    _brief,
+    _shorten,
+    choice_text,
     sensitivity_headline,
-    sensitivity_summary,
-    sensitivity_view,
+    sensitivity_report,
     write_sensitivity,
 )
-from qdqbench.eval.sensitivity.results import CandidateRow, Effect, Sensitivity, ranking, read_sensitivity
+from qdqbench.eval.sensitivity.results import CandidateRow, Sensitivity, ranking, read_sensitivity
+from qdqbench.eval.trials.results import Scores
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 
+from ...support import records
 from ...support.pages import HOSTILE, offline, plain
 
 KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
 
 
-def judged(amount: float, drop: float = 0.001) -> Effect:
-    return Effect(
-        metric=0.9 - drop,
-        drop=drop,
-        drop_stderr=0.002,
-        within_noise=abs(drop) <= 0.004,
-        disagreements=3,
-        divergence=amount,
-        divergence_stderr=amount / 10,
-        sqnr_db=None if amount == 0 else 20.0,
-    )
+def compared(amount: float, drop: float = 0.001) -> Comparison:
+    sqnr = None if amount == 0 else 20.0
+    spread = {"divergence": amount, "divergence_stderr": amount / 10, "sqnr_db": sqnr}
+    return records.comparison({"accuracy": -drop}, 0.002, **spread)
 
 
 def row(
@@ -46,8 +44,8 @@ def row(
         layer=layer,
         modules=[f"bert.{name}"],
         diagnostic=kind == "embeddings",
-        only=judged(only),
-        all_but=None if rest is None else judged(rest, 0.05),
+        only=compared(only),
+        all_but=None if rest is None else compared(rest, 0.05),
     )
 
 
@@ -79,15 +77,15 @@ def sample(name: str = "a-model") -> Sensitivity:
         batch_size=32,
         metric="accuracy",
         divergence="kl",
-        fp32=schema.Reference(metric=0.9, stderr=0.01),
-        full=judged(0.05, 0.03),
+        fp32=Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=512),
+        full=compared(0.05, 0.03),
         int8=order,
         rows=rows,
         curve=[
-            schema.CurvePoint(kept=kept, linears=order[:kept], attention=[], judged=judged(amount))
+            schema.CurvePoint(kept=kept, linears=order[:kept], attention=[], comparison=compared(amount))
             for kept, amount in points
         ],
-        choice=schema.Choice(kept=2, reached=True, reason="it holds", file="recipe.yaml", recipe_name="r"),
+        choice=schema.SensitivityChoice(kept=2, reached=True, file="recipe.yaml", recipe_name="r"),
         warnings=["a warning"],
         notes=["a note"],
         timings={"candidates_s": 200.0, "this_run_s": 220.0},
@@ -96,8 +94,8 @@ def sample(name: str = "a-model") -> Sensitivity:
 
 
 def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
-    found = ranking(sample())
-    amounts = [row.only.divergence for row in found if row.only]
+    found = ranking(sample().rows)
+    amounts = [row.only.distance for row in found]
     assert amounts == sorted(amounts, reverse=True)
     assert len(found) == 9
     assert "classifier" not in [row.name for row in found]
@@ -108,7 +106,7 @@ def test_file_is_read_back(tmp_path: Path) -> None:
     assert read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample()
 
 
-@pytest.mark.parametrize("text", ["{}", '{"schema_version": 2}', "nothing"])
+@pytest.mark.parametrize("text", ["{}", '{"schema_version": 1}', "nothing"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "sensitivity.json").write_text(text)
     with pytest.raises(UserError, match=r"sensitivity\.json"):
@@ -144,7 +142,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
     write_sensitivity(found, tmp_path)
     offline((tmp_path / "sensitivity.html").read_text())
     assert len(plain((tmp_path / "sensitivity.md").read_text())) >= 4
-    Console(width=80).print(sensitivity_summary(found))
+    Console(width=80).print(render_screen(sensitivity_report(found)))
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert "[red]" in shown
@@ -153,7 +151,7 @@ def test_names_of_others_are_only_text(tmp_path: Path, capsys: pytest.CaptureFix
 def test_terminal_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    Console(width=80).print(sensitivity_summary(sample()))
+    Console(width=80).print(render_screen(sensitivity_report(sample())))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("layer.2.output.dense") and "noise" in line for line in lines)
     assert max(map(len, lines)) <= 80
@@ -162,15 +160,36 @@ def test_terminal_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nothing_to_divide_by() -> None:
     """A model that INT8 does not change at all."""
     found = sample()
-    found.full = judged(0, 0)
+    found.full, found.choice.kept = compared(0, 0), 0
     for each in found.rows:
-        each.only = judged(0, 0)
-        each.all_but = each.all_but and judged(0, 0)
+        each.only = compared(0, 0)
+        each.all_but = each.all_but and compared(0, 0)
     for point in found.curve:
-        point.judged = judged(0, 0)
-    shown = sensitivity_view(found)
-    assert "alone makes nothing" in shown.headline
-    assert all("nan" not in svg for svg in shown.charts)
+        point.comparison = compared(0, 0)
+    assert "alone makes nothing" in sensitivity_headline(found)
+    charts = sensitivity_report(found).sections[0].blocks[0]
+    assert isinstance(charts, Columns)
+    drawn = [block.draw() for part in charts.parts for block in part if isinstance(block, Chart)]
+    assert len(drawn) == 3
+    assert all("nan" not in svg for svg in drawn)
+
+
+@pytest.mark.parametrize(
+    ("kept", "reached", "words"),
+    [
+        (0, True, "keeps 0 linears out of INT8: the drop of everything in INT8 (+0.0010 ± 0.0020) is within"),
+        (
+            2,
+            True,
+            "40% of that of everything in INT8, the drop (+0.0010 ± 0.0020) is at most 0.01",
+        ),
+        (2, False, "no measured number of linears kept out of INT8 holds the drop to 0.01 and halves"),
+    ],
+)
+def test_choice_in_words(kept: int, reached: bool, words: str) -> None:
+    found = sample()
+    found.choice.kept, found.choice.reached = kept, reached
+    assert words in choice_text(found)
 
 
 @pytest.mark.parametrize(
@@ -186,4 +205,4 @@ def test_nothing_to_divide_by() -> None:
     ],
 )
 def test_a_wide_name_is_told_by_its_layer_and_its_end(name, shown):
-    assert _brief(name) == shown
+    assert _shorten(name) == shown
