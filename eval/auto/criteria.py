@@ -71,8 +71,10 @@ def list_unmet(
     issues = drops + [each for each in results.gate.failures if each.code != "accuracy" or not drops]
     least = criteria.min_speedup
     if least is not None and (speedup is None or speedup.value < least):
-        known = {"value": speedup.value, "over": speedup.baseline, "cell": speedup.config} if speedup else {}
-        issues.append(GateIssue(code="min_speedup", state="failed", limit=least, **known))
+        issue = GateIssue(code="min_speedup", state="failed", limit=least)
+        if speedup is not None:
+            issue.value, issue.over, issue.cell = speedup.value, speedup.baseline, speedup.config
+        issues.append(issue)
     return issues
 
 

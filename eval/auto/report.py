@@ -75,6 +75,7 @@ def auto_report(auto: Auto) -> Report:
     return Report(
         page_of_choice(auto, "recipe that holds", AUTO_FILE, *flat(auto.gate.model_dump(), "gate")),
         [
+            *([Section("deploy", title, [Pairs(known)])] if known else []),
             Section(
                 "steps",
                 "What each step bought",
@@ -82,18 +83,18 @@ def auto_report(auto: Auto) -> Report:
                     Prose(_criteria_text(auto), on=SCREEN),
                     _table(auto),
                     Bullets(remarks, "quiet", SCREEN),
+                    Pairs(known, on=SCREEN),
                     Chart(partial(steps_svg, auto), broad=True),
                     *(Prose(text, "quiet") for text in _explanation(auto)),
                 ],
             ),
-            *([Section("deploy", title, [Pairs(known, on=EVERYWHERE)])] if known else []),
             Section("story", "The story", [Pairs(story, definitions=True)]),
         ],
         Verdict(
             "good" if passed else "bad",
             "A recipe holds" if passed else "No recipe holds",
-            " ".join([headline(auto), *map(sentence, choice_lines(auto))]),
-            notes=[],
+            " ".join([headline(auto), *map(sentence, reason_lines(auto))]),
+            unmet_lines(auto),
         ),
         lead=[_criteria_text(auto)],
         tiles=_tiles(auto),
@@ -106,7 +107,7 @@ def headline(auto: Auto) -> str:
     """Return the answer in one sentence."""
     step = auto.chosen
     if step is None or step.recipe is None:
-        return f"No recipe: {choice_lines(auto)[0]}."
+        return "No recipe."
     speed = f", {step.speedup.value:.2f}x" if step.speedup else ""
     figures = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
     if auto.choice.passed:
@@ -114,22 +115,28 @@ def headline(auto: Auto) -> str:
     return f"No recipe holds. The best that was found is {step.recipe.name}: {figures}."
 
 
-def choice_lines(auto: Auto) -> list[str]:
-    """Return what the choice rests on, and what is unmet, in sentences."""
+def unmet_lines(auto: Auto) -> list[str]:
+    """Return what keeps the chosen recipe from holding, or why no step finished, in sentences."""
+    if auto.chosen is not None:
+        return [issue_sentence(issue) for issue in auto.chosen.unmet]
+    reasons: dict[str, list[str]] = {}
+    for step in auto.steps:
+        if text := explain_step(auto, step):
+            reasons.setdefault(text, []).append(step.name)
+    told = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
+    return [f"no step finished: {told}"]
+
+
+def reason_lines(auto: Auto) -> list[str]:
+    """Return what the choice rests on, in sentences."""
     step, done = auto.chosen, [each for each in auto.steps if each.run]
     if step is None or step.run is None:
-        reasons: dict[str, list[str]] = {}
-        for each in auto.steps:
-            if text := explain_step(auto, each):
-                reasons.setdefault(text, []).append(each.name)
-        told = "; ".join(f"{', '.join(names)}: {text}" for text, names in reasons.items())
-        return [f"no step finished: {told}"]
+        return []
     if step.holds:
         first = f"{step.name} is the first that holds, of {len(done)} that were tried"
         lines = [first if len(done) > 1 else f"{step.name} holds"]
     else:
         lines = [f"none of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
-        lines += [f"Unmet: {issue_sentence(issue)}" for issue in step.unmet]
     if (nested := step.run.nested) is not None:
         lines.append(
             "Evaluation data decided how many steps were taken, so its figure on them is a little too good. "

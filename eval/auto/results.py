@@ -26,13 +26,13 @@ class Criteria(Strict):
     """The gate: what was asked for."""
 
     max_drop: float  # of the primary metric, a fraction
-    min_speedup: float | None = None
+    min_speedup: float | None = None  # over the engine without INT8; None: not asked
 
 
 class NestedFolds(Strict):
     """A recipe that holds, each sample scored with the step that is chosen without it."""
 
-    folds: int
+    folds: int  # parts of the samples
     scores: dict[str, Comparison]  # against FP32, by evaluation split
     others: float  # share of the samples whose answers are of another step than the chosen one
     unmet: list[GateIssue]  # of accuracy; empty where it holds
@@ -57,8 +57,8 @@ class StepRun(Strict):
     folder: str  # run directory, in the folder
     recipe_file: str  # in the folder
     engine: str | None  # in the folder; None where none was built
-    int8_linears: int
-    int8_attention: int
+    int8_linears: int  # linears in INT8
+    int8_attention: int  # attentions in INT8
     stage: str  # the last one that was measured, which the scores are of
     previous: str | None  # the last step before it that was measured
     vs_previous: dict[str, Comparison]  # by evaluation split; empty for the first
@@ -72,11 +72,11 @@ class StepRun(Strict):
 class AutoStep(Trial):
     """One step: a recipe that was proposed, run and checked against the gate, or why it was not."""
 
-    name: str
+    name: str  # of a shipped recipe its own; else the kind
     kind: StepKind
     status: Literal["done", "skipped", "failed"]
-    skipped: SkipReason | None = None
-    proposal: Proposal | None = None
+    skipped: SkipReason | None = None  # why
+    proposal: Proposal | None = None  # None: no recipe was proposed
     estimate_s: float | None = None  # before: the seconds of the last step
     run: StepRun | None = None  # None unless done
 
@@ -105,7 +105,7 @@ class AutoStep(Trial):
 class AutoChoice(Strict):
     """What to deploy, and whether it holds."""
 
-    passed: bool
+    passed: bool  # a recipe holds
     step: str | None  # None: no step finished
     recipe: str | None = None  # files to deploy, with the folder
     engine: str | None = None
@@ -119,7 +119,7 @@ class Auto(Tabular):
     schema_version: Literal[2] = 2
     created: str  # ISO 8601, UTC
     command: str
-    folder: str
+    folder: str  # that the paths of the steps are in
     model: dict[str, Any]  # name, sha256
     task: dict[str, Any]
     data: dict[str, Any]  # source, evaluated samples by split, rows that proposals are chosen on
@@ -127,13 +127,13 @@ class Auto(Tabular):
     gate: Criteria
     metric: str  # primary metric of the task
     fp32: dict[str, float]  # metrics of FP32
-    budget_s: float
+    budget_s: float  # seconds that were allowed
     elapsed_s: float  # of finished steps, those of interrupted calls included
     steps: list[AutoStep]
     choice: AutoChoice
     warnings: list[str]  # what needs a look
-    notes: list[str]
-    environment: dict[str, Any]
+    notes: list[str]  # how data were read, what was calibrated
+    environment: dict[str, Any]  # versions, hardware, git hash
 
     @property
     def chosen(self) -> AutoStep | None:

@@ -271,10 +271,9 @@ def take_steps(
             recipe=None, origin=ORIGINS[each.kind], name=each.name, kind=each.kind, status="skipped"
         )
         left = budget_s - sum(done.seconds for done in steps)
-        taken = [done for done in steps if done.status != "skipped"]
-        step.estimate_s = taken[-1].seconds if taken else None
+        step.estimate_s = next((done.seconds for done in reversed(steps) if done.run), None)
         step.skipped = find_skip_reason(each.kind, steps)
-        if step.skipped is None and taken and taken[-1].seconds > left and any(done.run for done in taken):
+        if step.skipped is None and step.estimate_s is not None and step.estimate_s > left:
             step.skipped = "budget"
         if step.skipped is None:
             try:

@@ -115,7 +115,7 @@ class Steps:
         )
 
     def _propose_search(self, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
-        """Propose the fastest recipe that is a good deal nearer to FP32, or the nearest that is fast enough."""
+        """Propose the fastest recipe that is a good deal nearer to FP32, else the nearest."""
         auto, base = self.auto, self._base(before, moved=True)
         ranking = auto.folder / "islands" / SENSITIVITY_FILE
         known = files.sha256(ranking) if ranking.is_file() else None

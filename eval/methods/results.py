@@ -14,11 +14,11 @@ METHODS_RECIPE = "recipe.yaml"
 class MethodRow(Strict):
     """One calibration section."""
 
-    trial: Trial
+    trial: Trial  # the recipe with another calibration section
     best: bool = False  # least divergence on the draw
     # divergence minus that of the best row, paired by sample; None: it failed
     above_best: float | None = None
-    above_best_stderr: float | None = None
+    above_best_stderr: float | None = None  # paired by sample
     ties: bool = False  # above_best is at most 2 of its standard errors; true for the best row
 
     @property
@@ -63,9 +63,9 @@ class Methods(Strict):
     rows: list[MethodRow]  # the recipe as it is comes first
     recipe_name: str  # of recipe.yaml
     warnings: list[str]  # what needs a look
-    notes: list[str]
+    notes: list[str]  # how data were read, what was calibrated
     timings: dict[str, float]  # seconds
-    environment: dict[str, Any]
+    environment: dict[str, Any]  # versions, hardware, git hash
 
     @property
     def best(self) -> MethodRow:

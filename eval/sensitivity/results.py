@@ -31,7 +31,7 @@ class CurvePoint(Strict):
     kept: int  # number of linears
     linears: list[str]  # full names, in the order of the ranking
     attention: list[str]  # attention modules that go to FP16 with their output linear
-    comparison: Comparison
+    comparison: Comparison  # the rest in INT8
 
 
 class SensitivityChoice(Strict):
@@ -39,8 +39,8 @@ class SensitivityChoice(Strict):
 
     kept: int  # linears; 0 and reached: the drop of everything in INT8 is within noise
     reached: bool  # the drop and the divergence hold; else the best point that was measured
-    file: str
-    recipe_name: str
+    file: str  # of the recipe
+    recipe_name: str  # its name
 
 
 class Sensitivity(Strict):
@@ -61,13 +61,13 @@ class Sensitivity(Strict):
     fp32: Scores  # the model without quantizers on the draw
     full: Comparison  # everything in INT8
     int8: list[str]  # what "everything" is: full names of linears and attention modules
-    rows: list[CandidateRow]
+    rows: list[CandidateRow]  # in the order of the model
     curve: list[CurvePoint]  # by rising `kept`
     choice: SensitivityChoice
     warnings: list[str]  # what needs a look
-    notes: list[str]
+    notes: list[str]  # how data were read, what was calibrated
     timings: dict[str, float]  # seconds; candidates of an interrupted run are counted once
-    environment: dict[str, Any]
+    environment: dict[str, Any]  # versions, hardware, git hash
 
     @property
     def chosen(self) -> CurvePoint:

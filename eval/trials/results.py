@@ -26,7 +26,7 @@ class Failure(Strict):
     """Why a recipe could not be tried."""
 
     code: FailureCode  # "input" and "device" can be fixed, so that the same command tries again
-    text: str
+    text: str  # one line
 
     @property
     def is_retryable(self) -> bool:
@@ -50,8 +50,8 @@ class Scores(Strict):
     """Metrics of FP32 on one split."""
 
     metrics: dict[str, float]  # primary first
-    stderr: dict[str, float]
-    n: int
+    stderr: dict[str, float]  # of each metric
+    n: int  # samples
 
 
 class CalibrationCost(Strict):
@@ -60,19 +60,19 @@ class CalibrationCost(Strict):
     seconds: float  # passes over the data, shared or not, and what the recipe adds
     amax_over_rms: float | None  # largest of an activation; None when no activation is quantized
     amax_over_rms_at: str | None  # its quantizer
-    notes: list[str] = []
+    notes: list[str] = []  # what calibration did to the model
 
 
 class Trial(Strict):
     """One recipe that was tried."""
 
     recipe: Recipe | None  # None: a candidate of a sensitivity
-    origin: Origin
+    origin: Origin  # what proposed it
     scores: dict[str, Comparison] = {}  # against FP32, by split; `DRAW` has a divergence
-    calibration: CalibrationCost | None = None
+    calibration: CalibrationCost | None = None  # None: not calibrated here
     speedup: Speedup | None = None  # over an engine without INT8
-    failure: Failure | None = None
-    seconds: float = 0.0
+    failure: Failure | None = None  # why it has no scores
+    seconds: float = 0.0  # what it took
     divergences: list[float] = []  # of each sample of the draw; in the store, not in reports
 
     @property

@@ -7,14 +7,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from qdqbench.eval.auto.results import Auto
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.compare.results import Compared
-from qdqbench.eval.methods.results import Methods
 from qdqbench.eval.runs.made import Made
 from qdqbench.eval.runs.study_results import Study
 from qdqbench.eval.search.results import Search
-from qdqbench.eval.sensitivity.results import Sensitivity
 from qdqbench.quantize.cli import schemas
 from qdqbench.quantize.core.results import SCHEMA_VERSION, Results
 from qdqbench.quantize.core.training_results import Finetuning
@@ -24,9 +21,6 @@ OURS = schemas.__name__
 PAGES: dict[str, tuple[Any, ...]] = {
     "results": (Results, Made, Finetuning, Bench),
     "search": (Search,),
-    "sensitivity": (Sensitivity,),
-    "methods": (Methods,),
-    "auto": (Auto,),
     "compare": (Compared,),
     "qat": (Study,),
     "json": tuple(each for each in vars(schemas).values() if getattr(each, "__module__", "") == OURS),

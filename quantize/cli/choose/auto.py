@@ -67,7 +67,7 @@ def auto(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Find a recipe that holds: shipped ones, calibration, islands, search, QAT, as far as it takes."""
     from qdqbench.eval.api.auto import auto as find_recipe
-    from qdqbench.eval.auto.report import auto_report, choice_lines
+    from qdqbench.eval.auto.report import auto_report, unmet_lines
     from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.rundir.claim import default_folder
@@ -91,4 +91,4 @@ def auto(  # noqa: PLR0913  (a command's options)
         )
     show(result, json, lambda each: render_screen(auto_report(each)), f"report: {folder / 'auto.html'}")
     if not result.choice.passed:
-        raise CheckFailed(f"no recipe holds: {'; '.join(choice_lines(result))}")
+        raise CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")

@@ -1,66 +1,99 @@
-"""What a ladder says, of made-up steps; and the fields that the document lists."""
+"""What a report of `auto` shows, of made-up steps."""
 
-from qdqbench.eval.auto.report import write_auto
-from qdqbench.eval.auto.results import Auto, Choice, Final, Lacks, Measured, Step, Wanted
-from qdqbench.eval.auto.screen import auto_summary
+import pytest
+
+from qdqbench.eval.auto.report import auto_report, explain_step, unmet_lines, write_auto
+from qdqbench.eval.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal, StepRun
+from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.search.results import Source
+from qdqbench.eval.trials.results import Failure
+from qdqbench.quantize.core.comparison import GateIssue
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.pages import HOSTILE, offline, plain
 from ...support.records import comparison, speedup
 
-LATE = "it needs about 8 min"
+LATE = "it needs about 71.5 s, as the last step did, and"
 
 
 def versus(delta, error):
     return {"validation": comparison({"matthews": delta}, error)}
 
 
-def done(name, kind, delta, before=None, final=None, **lacks):
-    measured = Measured(
-        recipe=name,
-        recipe_file=f"{name}/recipe.yaml",
-        run=f"{name}/run",
+def drop(value):
+    return GateIssue(
+        code="accuracy",
+        state="failed",
+        stage="engine",
+        metric="matthews",
+        value=value,
+        stderr=0.006,
+        limit=0.005,
+    )
+
+
+def done(name, kind, delta, previous=None, *, nested=None, issues=()):
+    recipe = load_recipe("bert-int8-linears").model_copy(update={"name": name})
+    source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
+    run = StepRun(
+        folder=f"{name}/run",
+        recipe_file=f"{name}/run.yaml",
         engine=f"{name}/run/engine/model.engine",
         int8_linears=36,
         int8_attention=0,
         stage="engine",
-        metrics={"matthews": 0.42 + delta},
-        vs_fp32=versus(delta, 0.006),
-        before=before,
-        vs_before=versus(0.02, 0.004) if before else {},
-        latency=speedup(1.4, 1.3, 1.5, ms=1.5),
-        latency_note="measured",
-        lacks=Lacks(**lacks),
-        final=final,
+        previous=previous,
+        vs_previous=versus(0.02, 0.004) if previous else {},
+        source=source,
+        not_timed=None,
+        issues=issues,
+        nested=nested,
     )
-    return Step(
+    return AutoStep(
+        recipe=recipe,
+        origin="shipped" if kind == "shipped" else "calibration",
+        scores=versus(delta, 0.006),
+        speedup=speedup(1.4, 1.3, 1.5, ms=1.5),
         name=name,
         kind=kind,
         status="done",
-        proposal=["percentile/99.99, smooth 0.65"],
+        proposal=Proposal(base="bert-int8-linears", samples=512, share=0.4, method="percentile/99.99"),
         estimate_s=60.0,
         seconds=71.5,
-        measured=measured,
+        run=run,
+    )
+
+
+def skipped(name):
+    return AutoStep(
+        recipe=None, origin="qat", name=name, kind=name, status="skipped", skipped="budget", estimate_s=71.5
     )
 
 
 def sample(name="a-model", *, passed=True):
-    final = Final(folds=5, vs_fp32=versus(-0.004, 0.007), others=0.2, lacks=[])
+    nested = NestedFolds(folds=5, scores=versus(-0.004, 0.007), others=0.2, unmet=[])
     second = (
-        done("methods", "methods", -0.002, "bert-int8-linears", final)
+        done("methods", "methods", -0.002, "bert-int8-linears", nested=nested)
         if passed
-        else done("methods", "methods", -0.02, "bert-int8-linears", accuracy=["2 points are lost"])
+        else done("methods", "methods", -0.02, "bert-int8-linears", issues=[drop(0.02)])
+    )
+    failed = AutoStep(
+        recipe=None,
+        origin="tpe",
+        name="search",
+        kind="search",
+        status="failed",
+        failure=Failure(code="check", text=name),
+        estimate_s=20.0,
+        seconds=3.0,
     )
     steps = [
-        done("bert-int8-linears", "shipped", -0.029, accuracy=["2.90 points are lost"]),
+        done("bert-int8-linears", "shipped", -0.029, issues=[drop(0.029)]),
         second,
-        Step(
-            name="islands", kind="islands", status="skipped", reason="it needs about 8 min", estimate_s=480.0
-        ),
-        Step(name="search", kind="search", status="failed", reason=name, estimate_s=20.0, seconds=3.0),
-        Step(name="qat", kind="qat", status="skipped", reason=LATE, estimate_s=480.0),
+        skipped("islands"),
+        failed,
+        skipped("qat"),
     ]
-    source = Source(mode="latency", cpu=name, backend="openvino", version="1", batch=32, length=128)
     return Auto(
         created="2026-01-01T00:00:00+00:00",
         command=f"qdqbench auto {name}",
@@ -69,23 +102,20 @@ def sample(name="a-model", *, passed=True):
         task={"name": "cola", "metrics": ["matthews"]},
         data={"source": name, "evaluation": {"validation": 1043}, "proposals": 512, "limit": None},
         seed=0,
-        gate=Wanted(max_drop=0.005),
+        gate=Criteria(max_drop=0.005),
         metric="matthews",
         fp32={"matthews": 0.42},
-        budget_s=1800.0,
-        spent_s=146.0,
+        budget_s=160.0,
+        elapsed_s=146.0,
         steps=steps,
-        choice=Choice(
+        choice=AutoChoice(
             passed=passed,
             step="methods",
-            why="methods is the first of 2 that holds" if passed else "none of the 2 that were tried holds",
-            lacks=[] if passed else ["2 points are lost"],
             recipe="runs/a/best.yaml",
             engine="runs/a/methods/run/engine/model.engine",
             run="runs/a/methods/run",
             command="qdqbench run runs/a/best.yaml --model a-model --task cola",
         ),
-        source=source,
         warnings=[f"a warning {name}"],
         notes=[f"a note {name}"],
         environment={"git": None},
@@ -102,11 +132,12 @@ def test_the_report_tells_the_story(tmp_path):
         said = text.replace("\\", "")
         for each in (
             "Deploy methods: Matthews -0.20 ± 0.60 points (within noise) against FP32, 1.40x.",
-            "by the choice of the others (5 folds) the ladder comes to -0.40 ± 0.70 points (within",
-            "2.90 points are lost",
+            "by the choice of the others (5 folds) the result is -0.40 ± 0.70 points (within",
+            "engine: matthews is 0.0290 below FP32",
+            "percentile/99.99, 40% of the divergence of bert-int8-linears on 512 train rows",
             "+2.00 ± 0.40",
             "60.0 s estimated, 71.5 s taken",
-            "Skipped: it needs about 8 min",
+            f"Skipped: {LATE} 17.0 s of 2 min 40 s are left",
             "runs/a/methods/run/engine/model.engine",
             "qdqbench run runs/a/best.yaml",
         ):
@@ -117,7 +148,7 @@ def test_none_that_holds_is_said_with_what_the_best_lacks(tmp_path):
     for text in pages(tmp_path, passed=False):
         said = text.replace("\\", "")
         assert "No recipe holds. The best that was found is methods" in said
-        assert "What it lacks: 2 points are lost" in said
+        assert "matthews is 0.0200 below FP32 (paired standard error 0.0060)" in said
 
 
 def test_the_page_is_whole_and_names_of_others_are_only_text(tmp_path, capsys):
@@ -126,7 +157,7 @@ def test_the_page_is_whole_and_names_of_others_are_only_text(tmp_path, capsys):
     page, markdown = pages(tmp_path, name=HOSTILE)
     assert offline(page).tags.count("svg") == 1
     assert plain(markdown)
-    Console(width=80).print(auto_summary(sample(HOSTILE)))
+    Console(width=80).print(render_screen(auto_report(sample(HOSTILE))))
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert "[red]" in shown
@@ -135,10 +166,10 @@ def test_the_page_is_whole_and_names_of_others_are_only_text(tmp_path, capsys):
 def test_the_terminal_fits_80_columns_and_tells_a_reason_once(capsys):
     from rich.console import Console
 
-    Console(width=80).print(auto_summary(sample()))
+    Console(width=80).print(render_screen(auto_report(sample())))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    assert "islands, qat: Skipped: it needs about 8 min." in shown
+    assert f"islands: Skipped: {LATE}" in " ".join(shown.split())
     assert "…" not in shown
 
 
@@ -148,3 +179,36 @@ def test_the_file_is_read_back(tmp_path):
     table = sample().to_frame().set_index("step")
     assert table.loc["methods", "delta"] == -0.002
     assert list(table.status) == ["done", "done", "skipped", "failed", "skipped"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("holds", "methods holds the gate"),
+        ("no base", "no shipped recipe finished"),
+        ("no remedy", "it changes nothing about what is unmet: engine: matthews is 0.0290 below"),
+        ("only speed", "only speed is lacking, and weights cannot give it"),
+    ],
+)
+def test_reasons_in_words(reason, words):
+    auto = sample()
+    auto.steps[-1].skipped = reason
+    assert words in explain_step(auto, auto.steps[-1])
+
+
+def test_no_finished_step_names_each_reason_once():
+    auto = sample()
+    auto.choice = AutoChoice(passed=False, step=None)
+    auto.steps = [
+        AutoStep(
+            recipe=None,
+            origin="shipped",
+            name=name,
+            kind="shipped",
+            status="failed",
+            failure=Failure(code="check", text="FP32 is wrong"),
+        )
+        for name in ("one", "two")
+    ]
+    assert unmet_lines(auto) == ["no step finished: one, two: FP32 is wrong"]
+    assert auto_report(auto).verdict.failures == unmet_lines(auto)

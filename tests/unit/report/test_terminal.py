@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.auto.report import write_auto
-from qdqbench.eval.auto.screen import auto_summary
+from qdqbench.eval.auto.report import auto_report, write_auto
 from qdqbench.eval.bench.results import Bench, read_bench
 from qdqbench.eval.benchreport.report import bench_summary
 from qdqbench.eval.compare.report import comparison_report
@@ -54,7 +53,7 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "run": lambda: summary_lines(sample_run()),
     "run of two splits": lambda: summary_lines(mnli()),
     "sensitivity": lambda: render_screen(sensitivity_report(sample_sensitivity())),
-    "auto": lambda: auto_summary(sample_auto()),
+    "auto": lambda: render_screen(auto_report(sample_auto())),
     "search": lambda: render_screen(search_report(sample_search())),
     "search, measured": lambda: render_screen(
         search_report(read_search(MEASURED / "mrpc-search" / "search.json"))
@@ -90,7 +89,7 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("found", "summary", "write"),
     [
-        (sample_auto(), auto_summary, write_auto),
+        (sample_auto(), lambda each: render_screen(auto_report(each)), write_auto),
         (table(), lambda each: render_screen(methods_report(each)), write_methods),
         (sample_sensitivity(), lambda each: render_screen(sensitivity_report(each)), write_sensitivity),
     ],
