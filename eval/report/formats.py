@@ -198,11 +198,13 @@ def datatype(name: str) -> str:
     return DATATYPES.get(name.lower(), name)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return three digits of a number; None is one that is not finite."""
     return "not a number" if value is None else f"{value:.3g}"
 
 
-def _share_text(value: float | None) -> str:
+def share_text(value: float | None) -> str:
+    """Return a share in percent; None is not a number."""
     return "not a number" if value is None else f"{value:.2%}"
 
 

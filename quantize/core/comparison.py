@@ -51,6 +51,11 @@ class ParityRow(Strict):
     step_limit: int = 1  # largest step that this tensor may have
 
     @property
+    def share(self) -> float:
+        """Fraction of differing codes."""
+        return self.differing / max(self.codes, 1)
+
+    @property
     def nearest(self) -> tuple[float, str]:
         """The part that it uses of its nearest limit (over 1: it does not hold): "codes", "step" or "output".
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report import formats
 from qdqbench.eval.report import svg as plots
-from qdqbench.eval.runreport import charts, parity, report
-from qdqbench.eval.runreport import report as report_module
+from qdqbench.eval.runreport import charts, report
+
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow, Speed

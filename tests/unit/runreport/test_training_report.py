@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.report import formats
-from qdqbench.eval.runreport import training_charts, training_report
+from qdqbench.eval.runreport import training
 from qdqbench.eval.runreport import verdict as wording
-from qdqbench.eval.runreport.training_screen import finetune_lines
+
 from qdqbench.eval.tables.write import tables_markdown
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
