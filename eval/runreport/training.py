@@ -88,7 +88,7 @@ def finetuning_report(result: Finetuning) -> Report:
         page,
         [
             Section("seeds", "Seeds", [table, *(Prose(line, "quiet") for line in quiet)]),
-            Section("curves", "Curves", [*_curve_blocks(runs)]),
+            Section("curves", "Curves", [*curve_blocks(runs)]),
         ],
         verdict=Verdict(state, title, training_headline(result)),
         tiles=_tiles(result),
@@ -127,7 +127,7 @@ def training_blocks(run: TrainingRun | None) -> list[Block]:
     ]
     settings = flat(run.settings)
     return [
-        *_curve_blocks([run]),
+        *curve_blocks([run]),
         Columns([[Pairs(facts, "training")], [*run.notes, *(Prose(line, "quiet") for line in explanation)]]),
         Fold(f"All {len(settings)} settings", [Pairs(settings, "setting")]),
     ]
@@ -262,7 +262,7 @@ def _reason(run: TrainingRun) -> str:
     return (run.reason or "no reason was recorded").rstrip(".")
 
 
-def _curve_blocks(runs: list[TrainingRun]) -> list[Block]:
+def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
     """Return training loss, the measure that chose the weights, then the other held-out ones, by step."""
     if not any(run.log for run in runs):
         return [Prose(NO_STEP, "quiet")]

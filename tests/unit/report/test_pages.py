@@ -14,7 +14,7 @@ from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.compare.report import write_comparison
 from qdqbench.eval.methods.report import write_methods
 from qdqbench.eval.runreport.report import write_reports
-from qdqbench.eval.runreport.training_report import write_finetuning
+from qdqbench.eval.runreport.training import write_finetuning
 from qdqbench.eval.search.report import write_search_reports
 from qdqbench.eval.sensitivity.report import write_sensitivity
 
