@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import (
     BENCH_FILE,
     Bench,
@@ -9,8 +10,6 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
 )
-from qdqbench.eval.benchreport.left_out import without_unmasked
-from qdqbench.eval.benchreport.report import stale_files
 from qdqbench.quantize.core.comparison import EngineSize
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.speedup import Speedup
@@ -20,8 +19,8 @@ def speed_of(folder: Path) -> list[Speedup]:
     """The fastest INT8 engine over the fastest in FP16, cell by cell; none where nothing was measured."""
     if (bench := _bench(folder)) is None:
         return []
-    labels = {about.name: about.label for about in bench.contestants}
-    best = (headline_of(bench.contestants, cell) for cell in bench.cells)
+    labels = {about.name: about.label for about in bench.systems}
+    best = (headline_of(bench.systems, cell) for cell in bench.configs)
     return [
         ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
         for ratio in best
@@ -38,9 +37,9 @@ def twins_of(folder: Path, backend: str | None) -> list[EngineSize]:
     if backend is None or (bench := _bench(folder)) is None:
         return []
     found = []
-    for about in bench.contestants:
+    for about in bench.systems:
         same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
-        rows = (row_of(cell, about.name) for cell in bench.cells)
+        rows = (row_of(cell, about.name) for cell in bench.configs)
         sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
         if same and sizes and about.precision != "int8":
             found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
@@ -52,7 +51,7 @@ def _bench(folder: Path) -> Bench | None:
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
-        bench = without_unmasked(read_bench(folder / BENCH_FILE))
+        bench = read_bench(folder / BENCH_FILE)
     except UserError:  # the report says so
         return None
     return None if stale_files(bench, folder) else bench

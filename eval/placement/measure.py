@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqbench.eval.bench import random_model
+from qdqbench.eval.bench import target as random_model
 from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
 from qdqbench.eval.bench.measure import (
     OpenEngine,

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from qdqbench.eval.bench.results import Bench, BenchCell, BenchRow, cell_label
+from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
 from qdqbench.eval.report.formats import count_of, label
 from qdqbench.eval.report.svg import BLUE, GREEN, ORANGE, dress, figure_of, log_scale, svg_of
 from qdqbench.eval.runreport.charts import layer_chart, place
@@ -161,8 +161,8 @@ def tradeoff(results: Results, bench: Bench | None) -> Tradeoff:
     if bench is None or not results.speed or base is None or last is None or not base.metrics:
         return Tradeoff()
     least = min(results.speed, key=lambda row: row.value).config
-    task = bench.settings.real_lengths
-    cell = next((cell for cell in bench.cells if cell_label(cell, task) == least), None)
+    task = bench.settings.dataset
+    cell = next((cell for cell in bench.configs if config_label(cell, task) == least), None)
     metric = next(iter(base.metrics))
     known = {"int8": last[1], "fp16": results.fp16, "fp32": base}
     points: list[tuple[str, float, StageResult]] = []
@@ -186,12 +186,12 @@ def tradeoff(results: Results, bench: Bench | None) -> Tradeoff:
     )
 
 
-def _fastest(bench: Bench, cell: BenchCell, precision: str) -> BenchRow | None:
+def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None:
     """The fastest contestant of a precision; of INT8 of this run's own engines."""
-    names = {about.name for about in bench.contestants if about.precision == precision}
+    names = {about.name for about in bench.systems if about.precision == precision}
     if precision == "int8":
         names &= {"int8", "int8-exact"}
-    rows = [row for row in cell.rows if row.contestant in names and row.status == "done" and row.median_ms]
+    rows = [row for row in cell.rows if row.system in names and row.status == "done" and row.median_ms]
     return min(rows, key=lambda row: row.median_ms or 0.0, default=None)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import judge
-from qdqbench.eval.benchreport.report import BenchView, bench_of
+from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
 from qdqbench.eval.gate.gate import SPEED, with_speed
 from qdqbench.eval.gate.speed import speed_of, twins_of
 from qdqbench.eval.report.formats import (
@@ -20,7 +20,7 @@ from qdqbench.eval.report.formats import (
     yaml_text,
 )
 from qdqbench.eval.report.page import page_of
-from qdqbench.eval.report.render import write
+from qdqbench.eval.report.render import blocks_markdown, write
 from qdqbench.eval.runreport import charts, sizes
 from qdqbench.eval.runreport.agreement_chart import agreement_svg, agreements
 from qdqbench.eval.runreport.effects import effects_context
@@ -73,7 +73,8 @@ def write_reports(results: Results, folder: Path) -> list[Path]:
     shown, bench = printable(results), bench_of(folder)
     effects = effects_context(shown, bench.measured if bench else None)
     own = {
-        "bench": bench,
+        "bench": bench_blocks(bench) if bench else None,
+        "bench_text": blocks_markdown(bench_blocks(bench)) if bench else "",
         "speed_mark": _speed_mark(results, bench),
         "deploy": where_to_begin(folder),
     }

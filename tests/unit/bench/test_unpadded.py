@@ -50,9 +50,7 @@ def unpadded(model, batch, launches):
     """Answers of all rows in their order, and the packing."""
     encoder = UnpaddedEncoder(model, compiled=False)
     packing = pack_rows(unpadded_rows(batch), launches, encoder.positions_of)
-    run = partial(
-        encoder.forward, tokens=packing.tokens, sequences=packing.sequences, longest=packing.longest
-    )
+    run = partial(encoder.forward, tokens=packing.tokens, longest=packing.longest)
     with torch.inference_mode():
         return [run(torch.from_numpy(flat)) for flat in packing.launches], packing
 
@@ -118,9 +116,7 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
     reference = expected(model, batch)
     encoder = UnpaddedEncoder(model)
     packing = pack_rows(unpadded_rows(batch), 1, encoder.positions_of)
-    found = encoder.forward(
-        torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, sequences=5, longest=17
-    )
+    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, longest=17)
     assert torch.allclose(found, reference, atol=2e-5)
     assert [how["dynamic"] for how in asked] == [False, False]
 
