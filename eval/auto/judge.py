@@ -9,11 +9,11 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.auto.results import Final, Lacks, Wanted
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.metrics import against
 from qdqbench.quantize.tasks.task import Task
@@ -43,7 +43,7 @@ def drop_lacks(versus: Mapping[str, Comparison], metric: str, max_drop: float) -
 
 
 def lacks_of(
-    results: Results, versus: Mapping[str, Comparison], latency: Latency | None, wanted: Wanted
+    results: Results, versus: Mapping[str, Comparison], latency: Speedup | None, wanted: Wanted
 ) -> Lacks:
     """What keeps the recipe of a run from holding: the one place where the ladder asks.
 
@@ -63,8 +63,8 @@ def lacks_of(
     if wanted.min_speedup is not None:
         if latency is None:
             found.speed.append(f"a speed-up of {wanted.min_speedup:g}x is asked for, and none is known")
-        elif latency.speedup < wanted.min_speedup:
-            found.speed.append(f"it is {latency.speedup:.2f}x as fast, asked for is {wanted.min_speedup:g}x")
+        elif latency.value < wanted.min_speedup:
+            found.speed.append(f"it is {latency.value:.2f}x as fast, asked for is {wanted.min_speedup:g}x")
     return found
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from qdqbench.eval.accuracy.logits import Logits, read_logits
 from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
 from qdqbench.eval.auto.results import Measured, Step, Wanted
-from qdqbench.eval.bench.engines import EngineTimer, Latency, ReadyGraph, alone_on_cpu, alone_on_gpu
+from qdqbench.eval.bench.measure import ReadyGraph, alone_on_cpu, alone_on_gpu, measure_speedup, open_engine
 from qdqbench.eval.runreport.verdict import last_measured
 from qdqbench.eval.runs.pace import Pace, of_run, probed
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
@@ -24,7 +24,8 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
-from qdqbench.quantize.engine.build import attention_count
+from qdqbench.quantize.core.speedup import Speedup
+from qdqbench.quantize.engine.build import attention_count, require_int8
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
 from qdqbench.quantize.rundir.pipeline import STAGES_FILE, finished, open_run
@@ -114,7 +115,7 @@ class Ladder:
         session: Session,
         results: Results,
         before: Sequence[Step],
-        latency: Latency | None,
+        latency: Speedup | None,
         note: str,
     ) -> Measured:
         last = last_measured(results)
@@ -189,7 +190,7 @@ class Ladder:
         count = int(results.data["calibration"]["samples"])
         self._pace = of_run(results, self.rows, count, self.latency_s) or self._pace
 
-    def _latency(self, session: Session) -> tuple[Latency | None, str]:
+    def _latency(self, session: Session) -> tuple[Speedup | None, str]:
         """Of the run's engine beside its twin without INT8, or of the cost model; and where it comes from."""
         shape = self.options.batch, self.options.length
         try:
@@ -205,9 +206,11 @@ class Ladder:
             with (
                 TemporaryDirectory(dir=self.folder, prefix="timing-") as work,
                 self._alone(on_cpu),
-                EngineTimer(session, twin, Path(work), [shape]) as timer,
+                open_engine(session, ReadyGraph(twin, [], 0), Path(work) / "baseline", [shape]) as baseline,
+                open_engine(session, graph, Path(work) / "trial", [shape]) as engine,
             ):
-                return timer.measure(graph)[shape], self.source.label
+                require_int8(engine.result)
+                return measure_speedup(engine, baseline, shape), self.source.label
         except (MissingDevice, UserError, CheckFailed) as error:
             return None, str(error)
 

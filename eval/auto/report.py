@@ -93,7 +93,7 @@ def _tiles(found: Auto) -> list[tuple[str, str, str, bool]]:
         tiles.append((title, change, f"points, {noise}", held))
         if measured.latency:
             twin = f"over {found.source.twin}{_modelled(found)}" if found.source else ""
-            tiles.append(("speed", f"{measured.latency.speedup:.2f}x", twin, measured.latency.speedup >= 1))
+            tiles.append(("speed", f"{measured.latency.value:.2f}x", twin, measured.latency.value >= 1))
     done = sum(each.status == "done" for each in found.steps)
     tiles.append(("steps climbed", f"{done} of {len(found.steps)}", seconds(found.spent_s), True))
     return tiles
@@ -105,7 +105,7 @@ def headline(found: Auto) -> str:
     if step is None or step.measured is None:
         return f"No recipe: {found.choice.why}."
     what, measured = step.measured.recipe, step.measured
-    speed = f", {measured.latency.speedup:.2f}x{_modelled(found)}" if measured.latency else ""
+    speed = f", {measured.latency.value:.2f}x{_modelled(found)}" if measured.latency else ""
     figures = f"{label(found.metric)} {_difference(measured.vs_fp32, found.metric)} against FP32{speed}"
     if found.choice.passed:
         return f"Deploy {what}: {figures}."
@@ -175,8 +175,8 @@ def _cells(found: Auto, measured: Measured) -> list[str]:
         f"{100 * measured.metrics[found.metric]:.2f}",
         _delta(measured.vs_fp32, found.metric),
         _delta(measured.vs_before, found.metric) if measured.vs_before else "",
-        f"{latency.ms:.3g}{_modelled(found)}" if latency else "",
-        f"{latency.speedup:.2f}x{_modelled(found)}" if latency else "",
+        f"{latency.system_ms:.3g}{_modelled(found)}" if latency else "",
+        f"{latency.value:.2f}x{_modelled(found)}" if latency else "",
     ]
 
 

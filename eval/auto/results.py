@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Source
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.frames import Tabular
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict
 
 AUTO_FILE = "auto.json"
@@ -50,7 +50,7 @@ class Measured(Strict):
     vs_fp32: dict[str, Comparison]  # by evaluation split
     before: str | None  # the step that it is compared with: the last one before it that was measured
     vs_before: dict[str, Comparison]  # by evaluation split; empty for the first
-    latency: Latency | None
+    latency: Speedup | None
     latency_note: str  # where it comes from, or why there is none
     lacks: Lacks
     # where it lacks nothing and others were tried before it: None: nothing was chosen by evaluation data
@@ -140,5 +140,5 @@ def _cells(found: Measured, metric: str) -> dict[str, Any]:
         "value": found.metrics[metric],
         "delta": versus.delta[metric],
         "delta_stderr": versus.delta_stderr[metric],
-        "speedup": found.latency.speedup if found.latency else None,
+        "speedup": found.latency.value if found.latency else None,
     }

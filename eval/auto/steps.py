@@ -181,7 +181,7 @@ class Steps:
             f"Trial {found.number} of {len(trials)}: {count_of(found.int8_linears, 'linear')} and "
             f"{count_of(found.int8_attention, 'attention')} in INT8, "
             f"{found.accuracy.divergence / given:.0%} of the divergence of {base.name} on "
-            f"{found.accuracy.n} train rows, {found.latency.speedup:.2f}x ({how})."
+            f"{found.accuracy.n} train rows, {found.latency.value:.2f}x ({how})."
         )
         return [said], ladder.run("search", recipe, before)
 
@@ -244,7 +244,7 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
     """
     done = [t for t in trials if t.accuracy and t.latency and t.int8_linears and t.duplicate_of is None]
     new = [t for t in done if t.origin != "given recipe"]
-    fast = [t for t in new if t.latency and t.latency.speedup >= (min_speedup or 1.0)]
+    fast = [t for t in new if t.latency and t.latency.value >= (min_speedup or 1.0)]
     if min_speedup is None:  # where INT8 is slower anyway, accuracy is all that can be won
         fast = fast or new
     if not new:
@@ -256,7 +256,7 @@ def further(trials: Sequence[Trial], min_speedup: float | None) -> Trial:
     given = next((t.accuracy.divergence for t in done if t.accuracy and t.origin == "given recipe"), None)
     near = [t for t in fast if given and t.accuracy and t.accuracy.divergence <= SEARCHED * given]
     if near and min_speedup is None:
-        return max(near, key=lambda t: t.latency.speedup if t.latency else 0.0)
+        return max(near, key=lambda t: t.latency.value if t.latency else 0.0)
     return min(fast, key=lambda t: t.accuracy.divergence if t.accuracy else 0.0)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from qdqbench.eval.accuracy.changes import Answered, answered, sample_texts
 from qdqbench.eval.accuracy.logits import read_logits
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
-from qdqbench.eval.benchreport.report import stale_files
+from qdqbench.eval.bench.report import stale_files
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
 from qdqbench.eval.compare.results import ComparedRun, Latency
 from qdqbench.eval.report.formats import model_label
 from qdqbench.eval.runreport.verdict import last_measured, quantized_file
@@ -198,19 +198,19 @@ def _device(bench: Bench) -> str:
 
 def _latencies(bench: Bench) -> list[Latency]:
     found = []
-    for cell in bench.cells:
-        best = headline_of(bench.contestants, cell)
-        if (row := row_of(cell, best.contestant if best else "int8")) is None or row.median_ms is None:
+    for cell in bench.configs:
+        best = headline_of(bench.systems, cell)
+        if (row := row_of(cell, best.system if best else "int8")) is None or row.median_ms is None:
             continue
         found.append(
             Latency(
-                cell=cell_label(cell, bench.settings.real_lengths),
-                contestant=row.contestant,
+                cell=config_label(cell, bench.settings.dataset),
+                contestant=row.system,
                 median_ms=row.median_ms,
-                over=best.over if best else None,
+                over=best.baseline if best else None,
                 speedup=best.value if best else None,
-                low=best.low if best else None,
-                high=best.high if best else None,
+                low=best.ci95_low if best else None,
+                high=best.ci95_high if best else None,
             )
         )
     return found

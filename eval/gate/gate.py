@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
-from qdqbench.eval.benchreport.left_out import without_unmasked
-from qdqbench.eval.benchreport.report import stale_files
+from qdqbench.eval.bench.report import stale_files
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
 from qdqbench.eval.gate.baseline import judge_baseline
-from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState, Speed
+from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import backend_of
@@ -48,13 +48,18 @@ def judge_gate(session: Session, results: Results) -> Gate:
     return judge_speed(gate, results.speed)
 
 
-def judge_speed(gate: Gate, speed: list[Speed]) -> Gate:
+def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
     """Return the gate with its `min_speedup` judged by the run's bench: each cell must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
         issues += [
             GateIssue(
-                code="min_speedup", state="failed", value=row.value, limit=least, cell=row.cell, over=row.over
+                code="min_speedup",
+                state="failed",
+                value=row.value,
+                limit=least,
+                config=row.config,
+                baseline=row.baseline,
             )
             for row in speed
             if row.value < least
@@ -150,8 +155,8 @@ def _speed_sentence(issue: GateIssue) -> str:
         return text
     if issue.value is None:
         return f"{text} is asked, and no speed-up is known"
-    where = f" at {issue.cell}" if issue.cell else ""
-    return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.over or 'its baseline'}{where}"
+    where = f" at {issue.config}" if issue.config else ""
+    return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.baseline or 'its baseline'}{where}"
 
 
 _SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
@@ -190,22 +195,16 @@ def cannot_hold(recipe: Recipe) -> str:
     )
 
 
-def read_speed(folder: Path) -> list[Speed]:
+def read_speed(folder: Path) -> list[Speedup]:
     """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
     if (bench := _bench(folder)) is None:
         return []
-    labels = {about.name: about.label for about in bench.contestants}
-    found = [(cell, headline_of(bench.contestants, cell)) for cell in bench.cells]
+    labels = {about.name: about.label for about in bench.systems}
+    best = (headline_of(bench.systems, config) for config in bench.configs)
     return [
-        Speed(
-            cell=cell_label(cell, bench.settings.real_lengths),
-            over=labels[best.over],
-            value=best.value,
-            low=best.low,
-            high=best.high,
-        )
-        for cell, best in found
-        if best is not None
+        ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
+        for ratio in best
+        if ratio is not None
     ]
 
 
@@ -218,9 +217,9 @@ def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
     if backend is None or (bench := _bench(folder)) is None:
         return []
     found = []
-    for about in bench.contestants:
+    for about in bench.systems:
         same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
-        rows = (row_of(cell, about.name) for cell in bench.cells)
+        rows = (row_of(cell, about.name) for cell in bench.configs)
         sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
         if same and sizes and about.precision != "int8":
             found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
@@ -232,7 +231,7 @@ def _bench(folder: Path) -> Bench | None:
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
-        bench = without_unmasked(read_bench(folder / BENCH_FILE))
+        bench = read_bench(folder / BENCH_FILE)
     except UserError:  # the report says so
         return None
     return None if stale_files(bench, folder) else bench

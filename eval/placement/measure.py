@@ -12,9 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqbench.eval.bench import random_model
+from qdqbench.eval.bench import target as random_model
 from qdqbench.eval.bench.clocks import GpuMonitor, gpu_uuid
-from qdqbench.eval.bench.engines import Devices, EngineTimer, Latency, Shape, alone_on_gpu, write_engine_graph
+from qdqbench.eval.bench.measure import (
+    OpenEngine,
+    ReadyGraph,
+    Shape,
+    alone_on_gpu,
+    measure_speedup,
+    open_engine,
+    write_engine_graph,
+)
 from qdqbench.eval.placement.cost_fit import read_rows
 from qdqbench.eval.placement.cost_model import CostRow, shape_of
 from qdqbench.eval.placement.random import Chosen, choose_placements, columns
@@ -24,8 +32,10 @@ from qdqbench.quantize.calibrate.narrow import narrowed
 from qdqbench.quantize.calibrate.record import CalibrationRecord
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import limits_of
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.gpu import find_gpu
@@ -57,7 +67,7 @@ def measure_costs(  # noqa: PLR0913
     seed: int,
     budget_s: float | None,
     say: Callable[[str], None],
-    devices: Devices | None = None,
+    on_gpu: bool = True,  # tests have none
     clock: Callable[[], float] = time.monotonic,
 ) -> Done:
     """Measure one model's placements, one process, each beside its FP16 twin.
@@ -75,7 +85,7 @@ def measure_costs(  # noqa: PLR0913
         UserError: the model or a shape cannot be used.
     """
     start = clock()
-    machine = _machine() if devices is None else ("fake GPU", "fake", "0")
+    machine = _machine() if on_gpu else ("fake GPU", "fake", "0")
     known = read_rows(out) if out.is_file() else []
     _drop_torn_line(out)
     folder = Path(tempfile.mkdtemp(prefix="qdqbench-cost-"))
@@ -90,11 +100,13 @@ def measure_costs(  # noqa: PLR0913
             session, session.fp32_model, session.recipe, Plan(), folder / "twin.onnx"
         ).path
         with (
-            alone_on_gpu() if devices is None else contextlib.nullcontext(),
-            GpuMonitor(gpu_uuid() if devices is None else None) as monitor,
-            EngineTimer(session, twin, folder, shapes, devices) as timer,
+            alone_on_gpu() if on_gpu else contextlib.nullcontext(),
+            GpuMonitor(gpu_uuid() if on_gpu else None) as monitor,
+            open_engine(session, ReadyGraph(twin, [], 0), folder / "baseline", shapes) as baseline,
         ):
-            job = _Job(session, space, record, timer, monitor, out, machine, Path(model).name)
+            job = _Job(
+                session, space, record, baseline, list(shapes), monitor, out, machine, Path(model).name
+            )
             return _run(job, known, placements, seed, (start, budget_s, clock), say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,14 +125,15 @@ class _Job:
     session: Session
     space: Space
     record: CalibrationRecord
-    timer: EngineTimer
+    baseline: OpenEngine
+    shapes: list[Shape]
     monitor: GpuMonitor
     out: Path
     machine: tuple[str, str, str]
     name: str
 
-    def measure(self, chosen: Chosen, shapes: Sequence[Shape]) -> dict[Shape, tuple[Latency, float | None]]:
-        """Latency and GPU clock of one placement."""
+    def measure(self, chosen: Chosen, shapes: Sequence[Shape]) -> dict[Shape, tuple[Speedup, float | None]]:
+        """Speedup and GPU clock of one placement."""
         units, attention = chosen
         recipe = self.space.assemble(set(units), set(attention), PLAIN)
         plan = resolve(recipe, self.space.modules, self.space.prefix)
@@ -129,17 +142,16 @@ class _Job:
         exported = write_engine_graph(self.session, model, recipe, plan, self.session.folder / "placed.onnx")
         del model
         clocks: dict[Shape, float | None] = {}
-        begin = time.time()
-
-        def done(shape: Shape) -> None:
-            nonlocal begin
-            clocks[shape] = self.monitor.during([(begin, time.time())]).clock_mhz
-            begin = time.time()
-
-        found = self.timer.measure(exported, done, shapes)
+        found = {}
+        with open_engine(self.session, exported, self.session.folder / "trial", self.shapes) as engine:
+            require_int8(engine.result)
+            for shape in shapes:
+                begin = time.time()
+                found[shape] = measure_speedup(engine, self.baseline, shape)
+                clocks[shape] = self.monitor.during([(begin, time.time())]).clock_mhz
         return {shape: (latency, clocks.get(shape)) for shape, latency in found.items()}
 
-    def append(self, placed: dict[str, str], found: dict[Shape, tuple[Latency, float | None]]) -> None:
+    def append(self, placed: dict[str, str], found: dict[Shape, tuple[Speedup, float | None]]) -> None:
         """Write the rows of one engine, at once."""
         gpu, backend, version = self.machine
         text = ""
@@ -150,8 +162,8 @@ class _Job:
                 batch=batch,
                 length=length,
                 placement=placed,
-                ms_int8=latency.ms,
-                ms_fp16=latency.twin_ms,
+                ms_int8=latency.system_ms,
+                ms_fp16=latency.baseline_ms,
                 gpu=gpu,
                 backend=backend,
                 version=version,
@@ -182,7 +194,7 @@ def _run(  # noqa: PLR0913, PLR0917
             for row in known
             if (row.name, row.placement, row.machine) == (job.name, placed, job.machine)
         }
-        missing = [shape for shape in job.timer.shapes if shape not in have]
+        missing = [shape for shape in job.shapes if shape not in have]
         if not missing:
             continue
         begin = clock()
@@ -204,7 +216,7 @@ def _run(  # noqa: PLR0913, PLR0917
         rows += len(found)
         engines += 1
         said = ", ".join(
-            f"b{b} s{n} {each.ms:.3f} ms {each.speedup:.2f}x" for (b, n), (each, _) in found.items()
+            f"b{b} s{n} {each.system_ms:.3f} ms {each.value:.2f}x" for (b, n), (each, _) in found.items()
         )
         say(f"{number} of {placements}: {sum(map(len, chosen))} parts in INT8: {said}")
     return Done(rows, engines, f"all placements are measured, {failed} engines failed")

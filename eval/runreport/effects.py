@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from qdqbench.eval.bench.results import Bench, BenchCell, BenchRow, cell_label
+from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
 from qdqbench.eval.report.document import (
     PAGE,
     TEXT,
@@ -268,9 +268,9 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
     base, last = results.stages.get("fp32"), last_measured(results)
     if bench is None or not results.speed or base is None or last is None or not base.metrics:
         return []
-    least = min(results.speed, key=lambda speed: speed.value).cell
-    task = bench.settings.real_lengths
-    cell = next((cell for cell in bench.cells if cell_label(cell, task) == least), None)
+    least = min(results.speed, key=lambda speed: speed.value).config
+    task = bench.settings.dataset
+    cell = next((cell for cell in bench.configs if config_label(cell, task) == least), None)
     metric = next(iter(base.metrics))
     known = {"int8": last[1], "fp16": results.fp16, "fp32": base}
     points: list[tuple[str, float, StageResult]] = []
@@ -293,14 +293,12 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[Block]:
     return [Columns([[table, Prose(about, "quiet")], [Chart(draw)]], on=PAGE)]
 
 
-def _fastest(bench: Bench, cell: BenchCell, precision: str) -> BenchRow | None:
-    """Return the fastest contestant of a precision; of INT8 of this run's own engines."""
-    names = {about.name for about in bench.contestants if about.precision == precision}
+def _fastest(bench: Bench, cell: BenchConfig, precision: str) -> BenchRow | None:
+    """Return the fastest system of a precision; of INT8 of this run's own engines."""
+    names = {about.name for about in bench.systems if about.precision == precision}
     if precision == "int8":
         names &= {"int8", "int8-exact"}
-    rows = [
-        each for each in cell.rows if each.contestant in names and each.status == "done" and each.median_ms
-    ]
+    rows = [each for each in cell.rows if each.system in names and each.status == "done" and each.median_ms]
     return min(rows, key=lambda each: each.median_ms or 0.0, default=None)
 
 

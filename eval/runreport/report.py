@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench.eval.accuracy.gate import judge
-from qdqbench.eval.benchreport.report import BenchView, bench_of
+from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
 from qdqbench.eval.gate.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.report import formats
 from qdqbench.eval.report.document import (
@@ -240,12 +240,12 @@ def _speed_tile(results: Results) -> Tile:
         return Tile("speed", "unknown", "`qdqbench bench RUN` measures it")
     least = min(results.speed, key=lambda speed: speed.value)
     asked = results.gate.min_speedup
-    holds = least.standing != "slower" and (asked is None or least.value >= asked)
-    unclear = least.standing == "not told apart"
-    where = f"{least.cell}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.cell
+    holds = least.verdict != "slower" and (asked is None or least.value >= asked)
+    unclear = least.verdict == "inconclusive"
+    where = f"{least.config}, the least of {len(results.speed)}" if len(results.speed) > 1 else least.config
     than = "not told apart from" if unclear else "over"
     state: State = "bad" if not holds else "unclear" if unclear else ""
-    return Tile("speed", f"{least.value:.2f}x", f"{than} {least.over} at {where}", state)
+    return Tile("speed", f"{least.value:.2f}x", f"{than} {least.baseline} at {where}", state)
 
 
 def _size_tiles(results: Results) -> list[Tile]:
@@ -718,41 +718,12 @@ def _speed_section(results: Results, bench: BenchView | None) -> list[Section]:
         return []
     state: State = ""
     failed = any(issue.code == "min_speedup" for issue in results.gate.failures)
-    if bench.errors or failed or any(speed.standing == "slower" for speed in results.speed):
+    if bench.errors or failed or any(speed.verdict == "slower" for speed in results.speed):
         state = "bad"
-    elif results.speed and all(speed.standing == "faster" for speed in results.speed):
+    elif results.speed and all(speed.verdict == "faster" for speed in results.speed):
         state = "good"
     blocks = [*bench_blocks(bench), *tradeoff_blocks(results, bench.measured)]
     return [Section("speed", "Speed", blocks, state)]
-
-
-def bench_blocks(bench: BenchView) -> list[Block]:
-    """Return a bench as the run's report shows it."""
-    blocks: list[Block] = [Bullets([*bench.errors, *bench.slow], "bad")] if bench.errors or bench.slow else []
-    if not bench.rows or (measured := bench.measured) is None:
-        return blocks
-
-    def cells(marks: list) -> list[Cell]:  # type: ignore[type-arg]
-        return [Cell(mark.text, _bad_unless(not mark.bad)) for mark in marks]
-
-    blocks += [f"{bench.title}: {bench.subtitle}"]
-    if not measured.complete:
-        blocks.append(Prose("Interrupted: only the cells that were finished are here.", "unclear"))
-    blocks += [Prose(line, "unclear") for line in (*measured.warnings, *measured.notes)]
-    headlines = [row(name, *cells(marks)) for name, marks in bench.headlines]
-    medians = [row(name, *cells(marks)) for name, marks in bench.rows]
-    details = [row(*cells(marks)) for marks in bench.details]
-    every = Table(bench.detail_columns, details, texts=(0, 1), look="sortable")
-    title = f"Percentiles, throughput, clock and power of all {len(details)} measurements"
-    return [
-        *blocks,
-        Table(["shape", bench.headline, "INT8, ms", "over, ms"], headlines, look="full cards"),
-        Table(["median latency, ms", *bench.columns], medians, look="full names"),
-        bench.clocks,
-        Columns([[Chart(lambda svg=svg: svg)] for svg in bench.charts]),  # type: ignore[misc]
-        Fold(title, [every]),
-        Prose(f"{bench.method} Measured by `{measured.command}`; every number is in `bench.json`.", "quiet"),
-    ]
 
 
 def _cost_section(results: Results) -> Section:

@@ -6,8 +6,9 @@ from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.document import State, Verdict
 from qdqbench.eval.report.formats import count_of, label, sentence
 from qdqbench.eval.runreport.charts import place
-from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, GateState, Parity, ParityRow, Speed
+from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, GateState, Parity, ParityRow
 from qdqbench.quantize.core.results import Results, StageResult
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.families.any_family import RUN
 
@@ -66,13 +67,13 @@ def speed_clause(results: Results) -> str:
     return "INT8 " + " and ".join(said)
 
 
-def _speed_text(row: Speed) -> str:
-    if row.standing == "not told apart":
-        spread = f"{row.value:.2f}x, [{row.low:.2f}, {row.high:.2f}]"
-        return f"not told apart from {row.over} at {row.cell} ({spread})"
-    if row.standing == "slower":
-        return f"SLOWER than {row.over} at {row.cell} ({row.value:.2f}x)"
-    return f"{row.value:.2f}x as fast as {row.over} at {row.cell}"
+def _speed_text(row: Speedup) -> str:
+    if row.verdict == "inconclusive":
+        spread = f"{row.value:.2f}x, [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
+        return f"not told apart from {row.baseline} at {row.config} ({spread})"
+    if row.verdict == "slower":
+        return f"SLOWER than {row.baseline} at {row.config} ({row.value:.2f}x)"
+    return f"{row.value:.2f}x as fast as {row.baseline} at {row.config}"
 
 
 def _int8(results: Results) -> list[str]:

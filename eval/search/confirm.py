@@ -11,12 +11,13 @@ from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.gate import NOISE, judge
 from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.accuracy.runners import predict
-from qdqbench.eval.bench.engines import Latency, build_and_prove, write_engine_graph
+from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
 from qdqbench.eval.search.results import Accuracy, Confirmed, DropAgreement, Trial, dominates
 from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
@@ -54,7 +55,7 @@ def confirm(
     progress("validating FP32")
     fp32 = _kept(work, "fp32", lambda: _predict(work, work.session.fp32_model))
     rows: list[Confirmed] = []
-    known: dict[str, Latency] = {}
+    known: dict[str, Speedup] = {}
     for number, (recipe, is_shipped) in enumerate(listed):
         progress(f"validating {recipe.name}")
         given = {"name": recipe.name, "shipped": is_shipped, "recipe": recipe.model_dump(mode="json")}
@@ -128,8 +129,8 @@ def gate_failures(row: Confirmed, gate: Any, metric: str) -> tuple[list[str], li
                 bad.append(said)
             elif judged == "holds within noise":
                 noted.append(f"{said}; it holds within noise (two standard errors)")
-    if gate.min_speedup is not None and (row.latency is None or row.latency.speedup < gate.min_speedup):
-        speedup = row.latency.speedup if row.latency else math.nan
+    if gate.min_speedup is not None and (row.latency is None or row.latency.value < gate.min_speedup):
+        speedup = row.latency.value if row.latency else math.nan
         bad.append(f"the speed-up is {speedup:.2f}x, the gate asks for {gate.min_speedup:g}x")
     return bad, noted
 
@@ -174,7 +175,7 @@ def _judge(work: Workspace, fp32: Logits, logits: Logits) -> tuple[dict[str, Com
     return versus, by_split(compute(task, logits[name], gold[name]) for name in gold)
 
 
-def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Latency]) -> Latency:
+def _latency(measure: "Measure", recipe: Recipe, plan: Plan, known: dict[str, Speedup]) -> Speedup:
     """Recipes that differ in their scales alone make the same engine: noise must not tell them apart."""
     smooth = sorted((name, plan.scaling_of(name).smooth != "none") for name in plan.int8)
     export = recipe.export.model_dump() if plan.int8 else None

@@ -134,7 +134,7 @@ def _without_int8(trials: list[Trial], rows: list[Confirmed], twin: str) -> str:
     said = "the chosen recipe has nothing in INT8: "
     tried = [trial for trial in trials if trial.int8_linears and trial.latency is not None]
     latencies = [*(trial.latency for trial in tried), *(row.latency for row in rows)]
-    speedups = [latency.speedup for latency in latencies if latency]
+    speedups = [latency.value for latency in latencies if latency]
     if not tried:
         return f"{said}no recipe with INT8 was tried to its end, ask for more trials"
     if max(speedups, default=0.0) <= 1:

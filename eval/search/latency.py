@@ -5,11 +5,13 @@ import shutil
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from qdqbench.eval.bench.engines import (
-    EngineTimer,
-    Latency,
+from qdqbench.eval.bench.measure import (
+    OpenEngine,
+    ReadyGraph,
     alone_on_cpu,
     alone_on_gpu,
+    measure_speedup,
+    open_engine,
     write_engine_graph,
 )
 from qdqbench.eval.placement.cost_model import Placement, load_cost_model, shape_of
@@ -17,7 +19,9 @@ from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import Workspace
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
@@ -77,9 +81,18 @@ def modelled(session: Session, options: "SearchOptions") -> "tuple[Source, Measu
         error=fitted.leave_one_out.model_dump(),
     )
 
-    def measure(recipe: Recipe, plan: Plan) -> Latency:
+    def measure(recipe: Recipe, plan: Plan) -> Speedup:
         ms = fitted.predict(shape, Placement.of_plan(plan, shape.layers), batch, length)
-        return Latency(ms=ms, twin_ms=twin, speedup=twin / ms)
+        return Speedup(
+            system="int8",
+            baseline=session.recipe.precision.compute,
+            config=f"b{batch} s{length}",
+            value=twin / ms,
+            ci95_low=None,
+            ci95_high=None,
+            system_ms=ms,
+            baseline_ms=twin,
+        )
 
     return source, measure
 
@@ -125,23 +138,31 @@ def _engine(
     stack.enter_context(alone_on_cpu() if source.cpu else alone_on_gpu())
     folder = session.folder / f"engines-{os.getpid()}"
     shape = options.batch, options.length
-    timer: list[EngineTimer] = []
-    known: list[Latency] = []
+    baseline: list[OpenEngine] = []
+    known: list[Speedup] = []
 
-    def measure(recipe: Recipe, plan: Plan) -> Latency:
-        if not timer:  # minutes after the command started: a study of other settings is refused before
+    def measure(recipe: Recipe, plan: Plan) -> Speedup:
+        if not baseline:  # minutes after the command started: a study of other settings is refused before
             twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-twin"})
             graph = write_engine_graph(
                 session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx"
             ).path
-            timer.append(stack.enter_context(EngineTimer(session, graph, folder, [shape])))
+            ready = ReadyGraph(graph, [], 0)
+            baseline.append(stack.enter_context(open_engine(session, ready, folder / "baseline", [shape])))
         if not plan.int8 and known:  # it is its own twin
             return known[0].model_copy(
-                update={"ms": known[0].twin_ms, "speedup": 1.0, "low": None, "high": None}
+                update={
+                    "system_ms": known[0].baseline_ms,
+                    "value": 1.0,
+                    "ci95_low": None,
+                    "ci95_high": None,
+                }
             )
         work.progress("building and timing")
         exported = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
-        found = timer[0].measure(exported)[shape]
+        with open_engine(session, exported, folder / "trial", [shape]) as engine:
+            require_int8(engine.result)
+            found = measure_speedup(engine, baseline[0], shape)
         known[:] = [found]
         return found
 

@@ -4,13 +4,13 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.formats import delta_points, flat, label, model_label
 from qdqbench.eval.report.page import Page, page_of
 from qdqbench.eval.report.render import write
 from qdqbench.eval.search.results import Confirmed, Search, Trial
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.speedup import Speedup
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -61,7 +61,7 @@ def front_svg(found: Search) -> str:
         return ""
     drop = found.objective == "drop"
     measure = "drop, points" if drop else "divergence from FP32"
-    twin_ms = statistics.median(t.latency.twin_ms for t in done if t.latency)  # one scale for all hours
+    twin_ms = statistics.median(t.latency.baseline_ms for t in done if t.latency)  # one scale for all hours
     groups: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in MARKS}
     for trial in done:
         groups[_mark(found, trial)].append(_point(trial, twin_ms, drop=drop))
@@ -93,7 +93,7 @@ def front_svg(found: Search) -> str:
 def _point(trial: Trial, twin_ms: float, *, drop: bool) -> tuple[float, float]:
     assert trial.accuracy is not None
     assert trial.latency is not None
-    return twin_ms / trial.latency.speedup, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
+    return twin_ms / trial.latency.value, 100 * trial.accuracy.drop if drop else trial.accuracy.divergence
 
 
 def _mark(found: Search, trial: Trial) -> str:
@@ -110,7 +110,7 @@ def _context(found: Search) -> dict[str, Any]:
     """Everything in words, ready for the templates."""
     chosen = chosen_of(found)
     order = sorted(
-        found.trials, key=lambda t: (not t.on_front, -t.latency.speedup if t.latency else 0, t.number)
+        found.trials, key=lambda t: (not t.on_front, -t.latency.value if t.latency else 0, t.number)
     )
     return {
         "s": found,
@@ -201,11 +201,11 @@ def _other_splits(row: Confirmed, metric: str) -> list[str]:
     return found
 
 
-def _timed(found: Search, latency: Latency | None) -> dict[str, str]:
+def _timed(found: Search, latency: Speedup | None) -> dict[str, str]:
     if latency is None:
         return {"latency": "", "speedup": ""}
     how = " modelled" if found.source.mode == "model" else ""
-    return {"latency": f"{latency.ms:.3g}{how}", "speedup": f"{latency.speedup:.2f}x{how}"}
+    return {"latency": f"{latency.system_ms:.3g}{how}", "speedup": f"{latency.value:.2f}x{how}"}
 
 
 def _agreement(found: Search) -> str:

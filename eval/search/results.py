@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.eval.accuracy.gate import judge
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.report.formats import points
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict, read
 
 SEARCH_FILE = "search.json"
@@ -38,7 +38,7 @@ class Trial(Strict):
     int8_linears: int = 0
     int8_attention: int = 0
     accuracy: Accuracy | None = None
-    latency: Latency | None = None
+    latency: Speedup | None = None
     duplicate_of: int | None = None  # an earlier trial with the same recipe, whose values it has
     holds: bool = False  # satisfies the gate; a drop that exceeds `max_drop` within noise does
     on_front: bool = False  # no other trial is better in one objective and as good in the other
@@ -57,7 +57,7 @@ class Confirmed(Strict):
     metrics: dict[str, float] = {}  # of fake-quant; `_mm` is MNLI's mismatched split
     engine: dict[str, Comparison] = {}  # empty where no engine ran
     engine_metrics: dict[str, float] = {}
-    latency: Latency | None = None
+    latency: Speedup | None = None
     # a shipped recipe that is at least as accurate and as fast as the chosen one, one of both strictly more
     dominates: bool = False
 
@@ -150,10 +150,10 @@ def mark_front(trials: list[Trial], objective: str) -> None:
         )
 
 
-def trial_holds(accuracy: Accuracy, latency: Latency, gate: Any) -> bool:
+def trial_holds(accuracy: Accuracy, latency: Speedup, gate: Any) -> bool:
     """Whether a trial satisfies the gate: `min_speedup` where it is set, else `max_drop`."""
     if gate.min_speedup is not None:
-        return bool(latency.speedup >= gate.min_speedup)
+        return bool(latency.value >= gate.min_speedup)
     return judge(accuracy.drop, accuracy.drop_stderr, gate.max_drop) != "fails"
 
 
@@ -163,7 +163,7 @@ def choose_trial(trials: list[Trial], gate: Any) -> tuple[Trial | None, str]:
     held = [t for t in done if t.holds]
     if gate.min_speedup is not None:
         if not held:
-            best = max(done, key=lambda t: t.latency.speedup if t.latency else 0, default=None)
+            best = max(done, key=lambda t: t.latency.value if t.latency else 0, default=None)
             return None, _none(best, f"none is {gate.min_speedup:g}x as fast as its twin")
         chosen = min(held, key=lambda t: (t.accuracy.divergence if t.accuracy else 0, _relative(t)))
         return (
@@ -191,22 +191,22 @@ def dominates(row: Confirmed, chosen: Confirmed, metric: str) -> bool:
     """
     if row.latency is None or chosen.latency is None or metric not in row.metrics:
         return False
-    faster = row.latency.speedup / chosen.latency.speedup
+    faster = row.latency.value / chosen.latency.value
     better = row.metrics[metric] - chosen.metrics[metric]
     as_good = better >= 0 and faster >= 1 / EQUAL_LATENCY
     return as_good and (better > 0 or faster > EQUAL_LATENCY)
 
 
-def objectives(accuracy: Accuracy, latency: Latency, objective: str) -> tuple[float, float]:
+def objectives(accuracy: Accuracy, latency: Speedup, objective: str) -> tuple[float, float]:
     """What a search minimizes: the loss, and latency over that of the twin timed beside it.
 
     Milliseconds of other hours and cards do not compare.
     """
-    return accuracy.divergence if objective == "divergence" else accuracy.drop, 1 / latency.speedup
+    return accuracy.divergence if objective == "divergence" else accuracy.drop, 1 / latency.value
 
 
 def _relative(trial: Trial) -> float:
-    return 1 / trial.latency.speedup if trial.latency else float("inf")
+    return 1 / trial.latency.value if trial.latency else float("inf")
 
 
 def _none(best: Trial | None, what: str) -> str:
@@ -214,5 +214,5 @@ def _none(best: Trial | None, what: str) -> str:
         return f"{what}: no trial came to an end"
     return (
         f"{what}; the best was trial {best.number} with a drop of {100 * best.accuracy.drop:.2f} points "
-        f"and {best.latency.speedup:.2f}x"
+        f"and {best.latency.value:.2f}x"
     )

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import limit
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.placement.cost_model import load_cost_model
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search.latency import latency_source
@@ -41,6 +40,7 @@ from qdqbench.eval.sensitivity.results import sensitivity_file
 from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.machine.identity import made_with
 from qdqbench.quantize.machine.quiet import quiet
@@ -213,23 +213,23 @@ def _repeat(worker: Worker, trial: "optuna.Trial", same: Any) -> tuple[float, fl
     for name in ("accuracy", "latency"):
         trial.set_user_attr(name, same.user_attrs[name])
     accuracy = Accuracy.model_validate(same.user_attrs["accuracy"])
-    return _judged(worker, trial, accuracy, Latency.model_validate(same.user_attrs["latency"]))
+    return _judged(worker, trial, accuracy, Speedup.model_validate(same.user_attrs["latency"]))
 
 
 def _judged(
-    worker: Worker, trial: "optuna.Trial", accuracy: Accuracy, latency: Latency
+    worker: Worker, trial: "optuna.Trial", accuracy: Accuracy, latency: Speedup
 ) -> tuple[float, float]:
     """Both objectives, and how far the trial is from the gate."""
     trial.set_constraint("gate", _violation(accuracy, latency, worker.gate))
     return objectives(accuracy, latency, worker.options.objective)
 
 
-def _violation(accuracy: Accuracy, latency: Latency, gate: Any) -> float:
+def _violation(accuracy: Accuracy, latency: Speedup, gate: Any) -> float:
     """How far a trial is from satisfying the gate; at most 0 where it does."""
     if trial_holds(accuracy, latency, gate):
         return 0.0
     if gate.min_speedup is not None:
-        return float(gate.min_speedup - latency.speedup)
+        return float(gate.min_speedup - latency.value)
     return float(accuracy.drop - limit(accuracy.drop_stderr, gate.max_drop))
 
 
@@ -268,7 +268,7 @@ def _best(worker: Worker) -> str:
     said = "modelled" if worker.source.mode == "model" else "measured"
     return (
         f"best so far: trial {chosen.number}, drop {100 * chosen.accuracy.drop:.2f} points, "
-        f"{chosen.latency.speedup:.2f}x ({said})"
+        f"{chosen.latency.value:.2f}x ({said})"
     )
 
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.trial import Workspace
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     import optuna
 
-Measure = Callable[[Recipe, Plan], Latency]
+Measure = Callable[[Recipe, Plan], Speedup]
 
 
 @dataclass(frozen=True)

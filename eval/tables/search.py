@@ -46,8 +46,8 @@ def _row(found: Search, confirmed: Confirmed, changed: Changed, place: int) -> l
         "" if value is None else f"{100 * value:.2f}",
         _drop(confirmed.fake_quant, found.metric),
         _drop(confirmed.engine, found.metric),
-        "" if latency is None else f"{latency.ms:.3f}",
-        "" if latency is None else f"{latency.speedup:.2f}x",
+        "" if latency is None else f"{latency.system_ms:.3f}",
+        "" if latency is None else f"{latency.value:.2f}x",
         str(len(found.trials)),
         str(place),
     ]

@@ -164,31 +164,6 @@ class ModelChange(Strict):
     said: str
 
 
-Standing = Literal["faster", "slower", "not told apart"]
-
-
-def standing(value: float, low: float | None, high: float | None) -> Standing:
-    """What a speed-up and its 95% interval say; every page and table says the same of one figure."""
-    if low is not None and high is not None and low <= 1 <= high:
-        return "not told apart"
-    return "slower" if value < 1 else "faster"
-
-
-class Speed(Strict):
-    """INT8 over the fastest contestant without INT8 in one cell of the run's bench."""
-
-    cell: str  # b32 s128
-    over: str  # its label
-    value: float  # below 1: slower
-    low: float | None  # 95 %
-    high: float | None
-
-    @property
-    def standing(self) -> Standing:
-        """Faster, slower, or neither."""
-        return standing(self.value, self.low, self.high)
-
-
 class EngineSize(Strict):
     """An engine without INT8 that the run's bench built, of the backend of the run's own."""
 
@@ -199,7 +174,7 @@ class EngineSize(Strict):
 
 GateState = Literal["passed", "failed", "not judged", "cannot tell"]
 # accuracy: a drop of the primary metric. baseline: FP32 against one answer for everything. check: an error of
-# `check`. engine: it did not run. int8_layers: what runs in INT8. min_speedup: a cell of the bench.
+# `check`. engine: it did not run. int8_layers: what runs in INT8. min_speedup: a config of the bench.
 # parity: ONNX Runtime against fake-quant. recipe: it could not be tried. verification: the engine's outputs.
 GateCode = Literal[
     "accuracy",
@@ -228,8 +203,8 @@ class GateIssue(Strict):
     limit: float | None = None  # that the value is compared with
     n: int | None = None  # samples
     needed: int | None = None  # samples that can tell
-    cell: str | None = None  # of the bench: b32 s128
-    over: str | None = None  # label of what INT8 is compared with there
+    config: str | None = None  # of the bench: b32 s128
+    baseline: str | None = None  # label of what INT8 is compared with there
     names: list[str] = Field(default_factory=list)  # modules, nodes, finding and node, or the constant answer
     detail: str = ""  # cause and advice as the part that measured it words them: shown, never read
 

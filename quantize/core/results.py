@@ -17,10 +17,10 @@ from qdqbench.quantize.core.comparison import (
     LayerErrors,
     ModelChange,
     Parity,
-    Speed,
 )
 from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import TrainingRun
 
@@ -248,7 +248,7 @@ class Results(Tabular):
     gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
     lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
     verification: Verification | None = None  # None: the engine was not run, or not verified
-    speed: list[Speed] = []  # of the run's bench; none: it has none, or one of other files
+    speed: list[Speedup] = []  # of the run's bench; none: it has none, or one of other files
     twins: list[EngineSize] = []  # engines of the same backend without INT8, by the run's bench
     gate: Gate
     timings: dict[str, Timing]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.runreport.handoff import hand_off, refresh
-from qdqbench.quantize.core.comparison import Speed
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.rundir.session import Session, read_config
 
 from ..support.deployed import answers, run_script
+from ..support.records import speedup
 from .test_run import DEPLOYED
 from .tiny import listing, results
 
@@ -166,7 +166,7 @@ def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     page = (a_run / "deploy" / "README.md").read_text()
     assert "No engine was built, so nothing is proven." in page
     assert "run_tensorrt_rtx.py" not in {*listing(a_run / "deploy")}
-    speed = Speed(cell="b1 s16", over="FP32", value=1.5, low=1.25, high=1.75)
+    speed = speedup(1.5, 1.25, 1.75, baseline="FP32", config="b1 s16")
     assert hand_off(Session(read_config(a_run), a_run), found.model_copy(update={"speed": [speed]})) == []
     page = (a_run / "deploy" / "README.md").read_text()
     assert "NOT FOR USE" not in page

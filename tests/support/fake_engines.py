@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.eval.bench.engines import ON_GPU, Devices
+from qdqbench.eval.bench import measure
 from qdqbench.quantize.engine.build import gemm_names
 
 from .records import engine_result
@@ -89,16 +89,16 @@ def build(onnx_path, engine_path, *, expected_gemms, expected_attention, layers_
     )
 
 
-def devices():
-    """Fresh ones; forget what happened."""
+def install(monkeypatch):
+    """Take the place of what touches a device in `measure`; forget what happened."""
     opened.clear()
     spoilt.clear()
     unproven.clear()
-    return Devices(
-        build,
-        Engine,
-        lambda engine, shape, sets: Lane(engine.bind(*shape), sets),
-        lambda batch: batch,
-        Timer(),
-        ON_GPU,
+    monkeypatch.setattr(measure, "build", build)
+    monkeypatch.setattr(
+        measure,
+        "load_engine",
+        lambda session, path, graph: Engine(path, graph, runtime_cache=path.with_suffix(".cache")),
     )
+    monkeypatch.setattr(measure, "make_lane", lambda engine, shape, sets: Lane(engine.bind(*shape), sets))
+    monkeypatch.setattr(measure, "timer_of", lambda **_: (Timer(), measure.ON_GPU))

@@ -5,6 +5,7 @@ from typing import Any
 
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import EngineResult
+from qdqbench.quantize.core.speedup import Speedup
 
 
 def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], **changes: Any) -> Comparison:
@@ -42,3 +43,26 @@ def engine_result(gemms: int, **changes: Any) -> EngineResult:
         "layers": [],
     }
     return EngineResult.model_validate(fields | changes)
+
+
+def speedup(
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    system: str = "INT8 engine",
+    baseline: str = "FP16 engine",
+    config: str = "b32 s128",
+    ms: float = 1.0,
+) -> Speedup:
+    """A speed-up of a system that takes so many milliseconds."""
+    return Speedup(
+        system=system,
+        baseline=baseline,
+        config=config,
+        value=value,
+        ci95_low=low,
+        ci95_high=high,
+        system_ms=ms,
+        baseline_ms=value * ms,
+    )

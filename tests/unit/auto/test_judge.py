@@ -7,12 +7,13 @@ import pytest
 
 from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
 from qdqbench.eval.auto.results import Wanted
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import get_task
+
+from ...support.records import speedup
 
 N = 400
 SST2 = get_task("sst2")
@@ -135,7 +136,7 @@ def test_what_is_lacking_is_sorted_and_a_drop_is_told_once(judge):
     results = gated(passed=False, issues=[failed, drop])
     wanted = Wanted(max_drop=0.005, min_speedup=1.5)
     same = judge.versus(logits(ALL), logits(ALL))
-    found = lacks_of(results, same, Latency(ms=1.0, twin_ms=1.4, speedup=1.4), wanted)
+    found = lacks_of(results, same, speedup(1.4), wanted)
     assert found.other == ["check: QDQ001 at x: y"]
     assert found.accuracy == [issue_sentence(drop)]
     assert found.speed == ["it is 1.40x as fast, asked for is 1.5x"]

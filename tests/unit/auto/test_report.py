@@ -3,11 +3,10 @@
 from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.results import Auto, Choice, Final, Lacks, Measured, Step, Wanted
 from qdqbench.eval.auto.screen import auto_summary
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search.results import Source
 
 from ...support.pages import HOSTILE, offline, plain
-from ...support.records import comparison
+from ...support.records import comparison, speedup
 
 LATE = "it needs about 8 min"
 
@@ -29,7 +28,7 @@ def done(name, kind, delta, before=None, final=None, **lacks):
         vs_fp32=versus(delta, 0.006),
         before=before,
         vs_before=versus(0.02, 0.004) if before else {},
-        latency=Latency(ms=1.5, twin_ms=2.1, speedup=1.4, low=1.3, high=1.5),
+        latency=speedup(1.4, 1.3, 1.5, ms=1.5),
         latency_note="measured",
         lacks=Lacks(**lacks),
         final=final,

@@ -6,12 +6,13 @@ import pytest
 
 from qdqbench.eval.api.auto import duration
 from qdqbench.eval.auto.steps import Steps, further, islands_of, qat_settings, same_but_steps
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.runs.pace import Pace
 from qdqbench.eval.search.results import Accuracy, Trial
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
+
+from ...support import records
 
 
 def point(kept, divergence):
@@ -39,7 +40,7 @@ def trial(number, divergence, speedup, origin="TPE", int8=4):
         disagreements=0,
         n=100,
     )
-    latency = Latency(ms=1.0, twin_ms=speedup, speedup=speedup)
+    latency = records.speedup(speedup)
     how = {"params": {}, "int8_linears": int8, "accuracy": accuracy, "latency": latency}
     return Trial(number=number, state="complete", origin=origin, recipe="", **how)
 

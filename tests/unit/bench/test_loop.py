@@ -88,34 +88,38 @@ def test_rotation_is_never_off_by_more_than_the_last_cycle(count, rounds):
 TIMES = st.floats(0.01, 1000)
 
 
+def ratio_of(baseline, system, seed=0):
+    return speedup("system", "baseline", "b1 s16", system, baseline, seed)
+
+
 @given(base=st.lists(TIMES, min_size=1, max_size=15), factor=st.floats(0.1, 10), seed=st.integers(0, 9))
 def test_speedup_of_a_constant_factor_is_that_factor(base, factor, seed):
-    ratio = speedup(base, [time / factor for time in base], seed)
+    ratio = ratio_of(base, [time / factor for time in base], seed)
     assert ratio.value == pytest.approx(factor)
     if len(base) < 3:
-        assert ratio.low is None
-        assert ratio.high is None
+        assert ratio.ci95_low is None
+        assert ratio.ci95_high is None
     else:  # paired: a factor that every round shows has no spread, however the rounds differ
-        assert ratio.low == pytest.approx(factor)
-        assert ratio.high == pytest.approx(factor)
+        assert ratio.ci95_low == pytest.approx(factor)
+        assert ratio.ci95_high == pytest.approx(factor)
 
 
 @given(rounds=st.lists(st.tuples(TIMES, TIMES), min_size=3, max_size=15))
 def test_speedup_is_the_ratio_of_medians_inside_its_interval(rounds):
     base, own = zip(*rounds, strict=True)
-    ratio = speedup(base, own)
+    ratio = ratio_of(base, own)
     assert ratio.value == pytest.approx(np.median(base) / np.median(own))
-    assert ratio.low <= ratio.value <= ratio.high
-    assert min(base) / max(own) <= ratio.low * (1 + 1e-9)
-    assert ratio.high <= max(base) / min(own) * (1 + 1e-9)
-    assert ratio == speedup(base, own)  # seeded
+    assert ratio.ci95_low <= ratio.value <= ratio.ci95_high
+    assert min(base) / max(own) <= ratio.ci95_low * (1 + 1e-9)
+    assert ratio.ci95_high <= max(base) / min(own) * (1 + 1e-9)
+    assert ratio == ratio_of(base, own)  # seeded
 
 
 def test_interval_of_noisy_equals_holds_one_and_of_a_clear_winner_does_not():
     rng = np.random.default_rng(0)
     base, same, faster = (scale * (1 + 0.02 * rng.normal(size=12)) for scale in (2.0, 2.0, 1.0))
-    assert speedup(base, same).low < 1 < speedup(base, same).high
-    assert speedup(base, faster).low > 1.9
+    assert ratio_of(base, same).ci95_low < 1 < ratio_of(base, same).ci95_high
+    assert ratio_of(base, faster).ci95_low > 1.9
 
 
 @given(st.lists(st.lists(TIMES, min_size=1, max_size=20), min_size=1, max_size=8))

@@ -164,7 +164,7 @@ def test_numbers_of_every_contestant(machine, target):
                 2: pytest.approx(2000 * cell.batch / ms),
             }
             assert (made.clock_mhz, made.power_w, made.temperature_c) == (1980.0, 512.5, 41.0)
-        values = {(s.contestant, s.over): s.value for s in cell.speedups}
+        values = {(s.system, s.baseline): s.value for s in cell.speedups}
         assert values == {
             ("int8", "fp16"): pytest.approx(1.5),
             ("int8", "fp32"): pytest.approx(4.0),
@@ -172,7 +172,7 @@ def test_numbers_of_every_contestant(machine, target):
             ("fp32", "fp16"): pytest.approx(0.375),
             (COMPILED, "fp16"): pytest.approx(1.2),
         }
-        assert (cell.headline.contestant, cell.headline.over) == ("int8", COMPILED)
+        assert (cell.headline.system, cell.headline.baseline) == ("int8", COMPILED)
         assert cell.headline.value == pytest.approx(1.25)
         assert cell.spent_s >= 0
         assert cell.reference == "fp32"
@@ -225,7 +225,7 @@ def test_nan_is_an_error_and_never_a_number(machine, target, after):
         assert "NaN" in made.reason
         assert made.median_ms is made.sequences_per_s is None
         assert made.round_ms == made.throughput == []
-        assert all("int8" not in (s.contestant, s.over) for s in cell.speedups)
+        assert all("int8" not in (s.system, s.baseline) for s in cell.speedups)
         assert row(cell, "fp16").status == "done"
     assert len(found.errors) == 2
     assert found.errors[0].startswith("b1 s128: INT8: NaN or infinite logits")
@@ -239,7 +239,7 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
     found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
     assert found.errors == ["b1 s128: FP32: out of memory"]
-    assert {s.over for s in found.cells[0].speedups} == {"fp16"}
+    assert {s.baseline for s in found.cells[0].speedups} == {"fp16"}
 
 
 def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
@@ -256,12 +256,9 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
     )
     machine.ms = MS | {"int8": 2.0}
     found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
-    by_over = {s.over: s for s in found.cells[0].speedups if s.contestant == "int8"}
-    assert by_over["fp16"].slower
-    assert by_over["fp16"].reasons == ["24 GEMMs in FP16"]
-    assert by_over[COMPILED].slower
-    assert by_over[COMPILED].reasons == []
-    assert not by_over["fp32"].slower
+    by_over = {s.baseline: s for s in found.cells[0].speedups if s.system == "int8"}
+    assert found.cells[0].slow_reasons == ["24 GEMMs in FP16"]
+    assert [by_over[name].verdict for name in ("fp16", COMPILED, "fp32")] == ["slower", "slower", "faster"]
     assert asked == [([KERNEL], [KERNEL])]
 
 
@@ -332,8 +329,8 @@ def test_speedups_without_an_fp16_twin():
         BenchRow(contestant=name, status="done", median_ms=ms, round_ms=[ms] * 3)
         for name, ms in (("int8", 2.0), ("fp32", 3.0))
     ]
-    (only,) = speedups(rows, 0, list)
-    assert (only.contestant, only.over, only.value) == ("int8", "fp32", 1.5)
+    (only,) = speedups(rows, "b1 s16", 0)
+    assert (only.system, only.baseline, only.value) == ("int8", "fp32", 1.5)
 
 
 def test_no_gpu_lists_everything_that_is_missing(monkeypatch):

@@ -13,7 +13,7 @@ def test_peers_that_had_no_mask_are_left_out() -> None:
     assert {about.name for about in old.contestants} > {about.name for about in found.contestants}
     assert {about.name for about in found.contestants} == {"int8", "fp16", "fp32"}
     assert {row.contestant for cell in found.cells for row in cell.rows} == {"int8", "fp16", "fp32"}
-    assert {s.over for cell in found.cells for s in cell.speedups} == {"fp16", "fp32"}
+    assert {s.baseline for cell in found.cells for s in cell.speedups} == {"fp16", "fp32"}
     assert "without an attention mask" in found.warnings[-1]
     on_cpu = old.model_copy(update={"device": "cpu"})
     assert without_unmasked(on_cpu) == on_cpu

@@ -31,10 +31,10 @@ def a_bench(kind: str) -> Bench:
     bench = sample_bench()
     for cell in bench.cells:
         for ratio in cell.speedups:
-            if kind != "slower" and ratio.slower:
-                ratio.slower, ratio.value, ratio.low, ratio.high = False, 1.01, 1.005, 1.02
+            if kind != "slower" and ratio.verdict == "slower":
+                ratio.value, ratio.ci95_low, ratio.ci95_high = 1.01, 1.005, 1.02
             if kind == "unclear":
-                ratio.low = 0.99
+                ratio.ci95_low = 0.99
     return bench
 
 
@@ -53,21 +53,21 @@ def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path:
     least, most = (choose(results.speed, key=lambda row: row.value) for choose in (min, max))
     for row in (least, most):
         assert f"{row.value:.2f}x" in said
-        assert row.over in said
+        assert row.baseline in said
     assert ("SLOWER" in said) == (kind == "slower")
     tile = re.search(r"<span>speed</span><b(.*?)>(.*?)</b><span>(.*?)</span>", pages["report.html"])
     assert tile is not None
     assert tile[2].split()[0] == f"{least.value:.2f}x"
     assert ("bad" in tile[1]) == (mark == "✗")
-    assert least.over in tile[3]
+    assert least.baseline in tile[3]
     assert len(results.speed) == len(bench.cells)
     for row in results.speed:
-        interval = "" if row.low is None else f" [{row.low:.2f}, {row.high:.2f}]"
+        interval = "" if row.ci95_low is None else f" [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
         for text in pages.values():
             assert f"{row.value:.2f}x{interval}" in text
-            assert (f"{row.value:.2f}x{interval} ✗ slower" in text) == (row.standing == "slower")
+            assert (f"{row.value:.2f}x{interval} ✗ slower" in text) == (row.verdict == "slower")
             unclear = f"{row.value:.2f}x{interval} not told apart" in text
-            assert unclear == (row.standing == "not told apart")
+            assert unclear == (row.verdict == "inconclusive")
 
 
 def test_the_axes_of_the_bench_say_what_they_are(tmp_path: Path) -> None:

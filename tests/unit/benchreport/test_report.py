@@ -12,7 +12,6 @@ from qdqbench.eval.bench.results import (
     BenchContestant,
     BenchKernels,
     BenchRow,
-    BenchSpeedup,
     headline_of,
     peer_doubt,
     speedups,
@@ -25,6 +24,7 @@ from qdqbench.eval.runreport.report import refresh_reports, write_reports
 from qdqbench.quantize.core.files import sha256
 
 from ...support.pages import HOSTILE, offline, plain
+from ...support.records import speedup
 from ..bench.test_results import REASON, sample_bench, sample_row
 from ..runreport.test_report import sample as sample_run
 
@@ -70,7 +70,7 @@ def test_the_headline_is_over_the_fastest_fp16_contestant(tmp_path):
         assert "INT8 over the fastest FP16" in text
         assert "torch.compile FP16 1.6" in text
     assert all(cell.headline == headline_of(bench.contestants, cell) for cell in bench.cells)
-    assert [cell.headline.over for cell in bench.cells] == ["fp16", "compile-fp16", "fp16"]
+    assert [cell.headline.baseline for cell in bench.cells] == ["fp16", "compile-fp16", "fp16"]
 
 
 def test_the_fastest_int8_engine_is_the_one_that_is_compared():
@@ -79,10 +79,10 @@ def test_the_fastest_int8_engine_is_the_one_that_is_compared():
     bench.contestants.insert(1, exact)
     cell = bench.cells[0]
     cell.rows.insert(1, sample_row("int8-exact", 0.6, 1))
-    cell.speedups = speedups(cell.rows, 0, list)
+    cell.speedups = speedups(cell.rows, "b1 s128", 0)
     found = headline_of(bench.contestants, cell)
-    assert (found.contestant, found.over, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
-    assert {s.over for s in cell.speedups if s.contestant == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
+    assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
+    assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
     assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Mark("INT8 engine, exact shape 0.6")
     assert slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
 
@@ -93,8 +93,8 @@ def test_another_recipe_is_over_the_fastest_fp16_too():
     bench.contestants.insert(1, mine)
     cell = bench.cells[0]
     cell.rows.insert(1, sample_row("int8-mine", 0.6, 1))
-    cell.speedups = speedups(cell.rows, 0, list)
-    assert headline_of(bench.contestants, cell).contestant == "int8"  # what the bench is about
+    cell.speedups = speedups(cell.rows, "b1 s128", 0)
+    assert headline_of(bench.contestants, cell).system == "int8"  # what the bench is about
     assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
     assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
 
@@ -145,7 +145,7 @@ def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
 def test_a_slow_down_within_the_spread_is_not_told_apart():
     bench = sample_bench()
     for ratio in bench.cells[0].speedups:
-        ratio.high = 1.02 if ratio.slower else ratio.high
+        ratio.ci95_high = 1.02 if ratio.verdict == "slower" else ratio.ci95_high
     assert slow_lines(bench) == []
     ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
     assert ratio == Mark("0.90x [0.90, 1.02] not told apart", bad=False)
@@ -325,6 +325,6 @@ def test_milliseconds(value, expected):
 
 
 def test_a_ratio_without_an_interval():
-    ratio = BenchSpeedup(contestant="a", over="b", value=2, low=None, high=None, slower=False, reasons=[])
+    ratio = speedup(2, system="a", baseline="b")
     assert ratio_mark(ratio) == Mark("2.00x")
     assert ratio_mark(None) == Mark("")

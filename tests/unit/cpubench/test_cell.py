@@ -9,7 +9,7 @@ import pytest
 
 from qdqbench.eval.api import bench as api_bench
 from qdqbench.eval.bench import loop
-from qdqbench.eval.bench.results import headline_of, row_of, speedup_of
+from qdqbench.eval.bench.results import headline_of, row_of
 from qdqbench.eval.benchreport.report import bench_summary, bench_view, write_bench_reports
 from qdqbench.eval.cpubench import contestants, made
 from qdqbench.eval.cpubench.made import peers
@@ -101,7 +101,7 @@ def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured, 
     floats = [
         row for row in cell.rows if {a.name: a.precision for a in found.contestants}[row.contestant] != "int8"
     ]
-    assert best.over == min(floats, key=lambda row: row.median_ms).contestant
+    assert best.baseline == min(floats, key=lambda row: row.median_ms).contestant
     shown = bench_view(found)
     assert shown.headline == "INT8 over the fastest FP32 or BF16"
     labels = {about.name: about.label for about in found.contestants}
@@ -109,8 +109,7 @@ def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured, 
     ((_, (ratio, ours, over)),) = shown.headlines
     assert ratio.text.startswith(f"{best.value:.2f}x")
     assert ours.text.startswith(labels["int8"])
-    assert over.text.startswith(labels[best.over])
-    assert speedup_of(cell, "int8", best.over).cpu_value > 0
+    assert over.text.startswith(labels[best.baseline])
     assert "2 threads" in shown.subtitle
     assert "load average" in shown.clocks
     assert len(shown.charts) == 3

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.gate import MOST_SAMPLES, judge, limit, samples_to_tell
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.gate.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
 from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
 from qdqbench.eval.sensitivity.results import CurvePoint, Effect
-from qdqbench.quantize.core.comparison import Comparison, Gate, Speed
+from qdqbench.quantize.core.comparison import Comparison, Gate
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import AnswersCheck, StageResult
 from qdqbench.quantize.recipe.schema import GateSettings as Asked
@@ -108,7 +107,7 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
         disagreements=1,
         n=277,
     )
-    assert trial_holds(accuracy, Latency(ms=1, twin_ms=1, speedup=1), Asked(max_drop=max_drop)) == expected
+    assert trial_holds(accuracy, records.speedup(1.0), Asked(max_drop=max_drop)) == expected
     everything = _point(0, 1.0, 1.0, 0.0)
     assert choose_point([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
     assert _answers(drop, limit(error, max_drop)).holds == expected
@@ -195,8 +194,8 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
     before = judge_speed(asked, [])
     assert before.state == "not judged"
     assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
-    fast = Speed(cell="b32 s128", over="FP16 engine", value=1.4, low=1.3, high=1.5)
-    slow = fast.model_copy(update={"cell": "b1 s128", "value": 0.74})
+    fast = records.speedup(1.4, 1.3, 1.5)
+    slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})
     after = judge_speed(before, [fast, slow])
     assert (after.state, after.issues) == ("failed", after.failures)
     assert [*map(issue_sentence, after.failures)] == [

@@ -28,10 +28,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def measure(folder, tmp_path):
+def measure(folder, tmp_path, monkeypatch):
     """Measure the tiny model; says what was said."""
+    fake_engines.install(monkeypatch)
 
-    def run(placements=4, model=None, shapes=SHAPES, fakes=None, **changes):
+    def run(placements=4, model=None, shapes=SHAPES, **changes):
         said = []
         done = measure_costs(
             str(model or folder),
@@ -40,7 +41,7 @@ def measure(folder, tmp_path):
             placements=placements,
             seed=0,
             say=said.append,
-            devices=fakes or fake_engines.devices(),
+            on_gpu=False,
             **{"budget_s": None, **changes},
         )
         return done, said, tmp_path / "rows.jsonl"
@@ -98,9 +99,8 @@ def test_the_budget_stops_in_order(measure):
 
 
 def test_an_engine_that_fails_is_said_and_passed_over(measure):
-    fakes = fake_engines.devices()
     fake_engines.unproven.append(True)
-    done, said, path = measure(placements=2, fakes=fakes)
+    done, said, path = measure(placements=2)
     assert done.engines == 0
     assert "2 engines failed" in done.ended
     assert all("do not run in INT8" in text for text in said)
@@ -108,9 +108,8 @@ def test_an_engine_that_fails_is_said_and_passed_over(measure):
 
 
 def test_wrong_outputs_are_no_measurement(measure):
-    fakes = fake_engines.devices()
     fake_engines.spoilt.append(True)
-    done, said, _ = measure(placements=1, fakes=fakes)
+    done, said, _ = measure(placements=1)
     assert done.engines == 0
     assert "NaN" in said[0]
 

@@ -26,10 +26,10 @@ from qdqbench.quantize.core.comparison import (
     LayerError,
     LayerErrors,
     ModelChange,
-    Speed,
 )
 
 from ...support.pages import HOSTILE, Page
+from ...support.records import speedup
 from .test_report import measured, one_line, sample, written
 
 MODULE = "bert.encoder.layer.{}.output.dense"
@@ -196,7 +196,7 @@ def bench(times):
     )
 
 
-SPEED = [Speed(cell="b1 s16", over="FP16", value=1.5, low=None, high=None)]
+SPEED = [speedup(1.5, baseline="FP16", config="b1 s16")]
 
 
 def tradeoff(results, measured_speed):

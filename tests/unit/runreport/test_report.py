@@ -21,7 +21,7 @@ from qdqbench.eval.report.render import prose, render_screen
 from qdqbench.eval.runreport import charts, report
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow, Speed
+from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.core.results import (
     BlockCheck,
     EngineResult,
@@ -35,7 +35,7 @@ from qdqbench.quantize.core.results import (
 )
 
 from ...support.pages import HOSTILE, Page, offline, plain
-from ...support.records import comparison, engine_result
+from ...support.records import comparison, engine_result, speedup
 
 LINEARS = (
     "attention.self.query",
@@ -509,7 +509,7 @@ def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
     ],
 )
 def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause: str, tile: bool) -> None:
-    row = Speed(cell="b32 s128", over="FP16 engine", value=value, low=None, high=None)
+    row = speedup(value)
     results = sample(speed=[row])
     assert clause in wording.run_verdict(results).sentence
     state = "" if tile else "bad"
@@ -517,7 +517,7 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
         "speed", f"{value:.2f}x", "over FP16 engine at b32 s128", state
     )
     assert "speed unknown" in wording.run_verdict(sample()).sentence
-    unclear = row.model_copy(update={"low": 0.7, "high": 1.4})
+    unclear = row.model_copy(update={"ci95_low": 0.7, "ci95_high": 1.4})
     said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
     results = sample(speed=[unclear])
     assert said in wording.run_verdict(results).sentence

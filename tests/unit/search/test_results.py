@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.bench.engines import Latency
 from qdqbench.eval.search import finish
 from qdqbench.eval.search.confirm import agreement, gate_failures, rivals_of
 from qdqbench.eval.search.finish import rule
@@ -48,7 +47,7 @@ def accuracy_of(drop, divergence, stderr=0.001):
 
 def trial_of(number, drop, divergence, ms, gate=GateSettings(max_drop=0.003), **changes):  # noqa: B008
     accuracy = accuracy_of(drop, divergence, changes.pop("stderr", 0.0001))
-    latency = Latency(ms=ms, twin_ms=2.0, speedup=2.0 / ms)
+    latency = records.speedup(2.0 / ms, ms=ms)
     return Trial(
         number=number,
         state="complete",
@@ -74,7 +73,7 @@ def confirmed(name, value, ms, drop=0.0, **changes):
         status="done",
         fake_quant={"validation": comparison(drop)},
         metrics={"accuracy": value},
-        latency=Latency(ms=ms, twin_ms=2.0, speedup=2.0 / ms),
+        latency=records.speedup(2.0 / ms, ms=ms),
         **changes,
     )
 
@@ -97,8 +96,8 @@ def test_what_only_a_failing_trial_beats_is_chosen():
 def test_milliseconds_of_another_hour_do_not_decide():
     trials = [trial_of(0, 0.001, 0.1, 1.00), trial_of(1, 0.001, 0.1, 0.97)]
     slow, fast = (trial.latency for trial in trials)
-    trials[1].latency = fast.model_copy(update={"twin_ms": 1.85, "speedup": 1.85 / 0.97})
-    assert slow.speedup > trials[1].latency.speedup
+    trials[1].latency = fast.model_copy(update={"baseline_ms": 1.85, "value": 1.85 / 0.97})
+    assert slow.value > trials[1].latency.value
     mark_front(trials, "divergence")
     assert choose_trial(trials, GateSettings(max_drop=0.003))[0].number == 0
     assert [trial.on_front for trial in trials] == [True, False]

@@ -62,7 +62,7 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
     bench.recipe, bench.settings.profile = shipped(), "both"
     cell = bench.cells[0]
     found = {each.recipe: each for each in figures_of([], [bench])}
-    over = [each.value for each in cell.speedups if each.contestant == "int8" and "fp16" in each.over]
+    over = [each.value for each in cell.speedups if each.system == "int8" and "fp16" in each.baseline]
     (speed,) = (each for each in found["bert-int8-linears"].speed if each.batch == cell.batch)
     assert speed.value == round(min(over), 4)
     assert speed.over == "FP16"
@@ -92,9 +92,7 @@ def test_recipes_beside_it_that_changed_since_count_no_more_and_are_left_out():
         same = [
             row.model_copy(update={"contestant": also.name}) for row in cell.rows if row.contestant == "int8"
         ]
-        more = [
-            s.model_copy(update={"contestant": also.name}) for s in cell.speedups if s.contestant == "int8"
-        ]
+        more = [s.model_copy(update={"system": also.name}) for s in cell.speedups if s.system == "int8"]
         cell.rows += same
         cell.speedups += more
     assert "bert-int8-ffn" in {each.recipe for each in figures_of([], [bench])}

@@ -81,7 +81,7 @@ def test_real_lengths_are_in_sequences_per_second(tmp_path):
     write_bench(tmp_path / "bench.json", bench)
     made = tables_markdown(*find_results([tmp_path]))
     line = next(line for line in made.partition("### Real lengths")[2].splitlines() if "SST-2" in line)
-    ours, fastest = (row_of(cell, name) for name in (cell.headline.contestant, cell.headline.over))
+    ours, fastest = (row_of(cell, name) for name in (cell.headline.system, cell.headline.baseline))
     for part in ("shapes: auto", "| 16, 40 | 25.0% |", f"{ours.sequences_per_s:,.0f} (INT8"):
         assert part in line
     assert f"| {fastest.sequences_per_s:,.0f} (" in line

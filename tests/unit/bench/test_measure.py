@@ -1,13 +1,11 @@
 """Latencies of a search from engines that are files: one twin, proof, and failures that are a trial's own."""
 
-import dataclasses
 import tempfile
 from contextlib import ExitStack, nullcontext
 
-import numpy as np
 import pytest
 
-from qdqbench.eval.bench import engines
+from qdqbench.eval.bench import measure as timing
 from qdqbench.eval.placement.space import make_space
 from qdqbench.eval.search import latency
 from qdqbench.eval.search.trial import Workspace
@@ -52,8 +50,7 @@ def work(folder, tmp_path, monkeypatch):
 @pytest.fixture
 def measure(work, monkeypatch):
     """The function that gives latencies, on a GPU that is not there."""
-    fakes = fake_engines.devices()
-    monkeypatch.setattr(engines, "gpu_devices", lambda: fakes)
+    fake_engines.install(monkeypatch)
     monkeypatch.setattr(latency, "alone_on_gpu", nullcontext)
     monkeypatch.setattr(latency, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
     monkeypatch.setattr(
@@ -81,10 +78,9 @@ def placed(work, units, attention=()):
 def test_a_speedup_is_over_one_twin(work, measure):
     some, more = placed(work, [(0, "output")]), placed(work, work.space.units)
     first, second = measure(*some), measure(*more)
-    assert first.twin_ms == second.twin_ms == pytest.approx(8 * fake_engines.TWIN_MS)
-    assert first.speedup == pytest.approx(1.05)
-    assert second.speedup == pytest.approx(1.6)
-    assert (second.int8_gemms, second.expected_int8_gemms) == (12, 12)
+    assert first.baseline_ms == second.baseline_ms == pytest.approx(8 * fake_engines.TWIN_MS)
+    assert first.value == pytest.approx(1.05)
+    assert second.value == pytest.approx(1.6)
     assert len(fake_engines.opened) == 3
     assert not fake_engines.opened[0].closed
     assert all(engine.closed for engine in fake_engines.opened[1:])
@@ -95,7 +91,7 @@ def test_a_speedup_is_over_one_twin(work, measure):
 def test_nothing_in_int8_is_the_twin_itself(work, measure):
     measure(*placed(work, [(0, "output")]))
     found = measure(*placed(work, []))
-    assert (found.ms, found.speedup) == (found.twin_ms, 1.0)
+    assert (found.system_ms, found.value) == (found.baseline_ms, 1.0)
     assert len(fake_engines.opened) == 2
 
 
@@ -109,7 +105,7 @@ def test_a_trial_whose_engine_is_wrong_fails_and_the_next_one_runs(work, measure
     with pytest.raises(CheckFailed, match="do not run in INT8"):
         measure(*trial)
     fake_engines.unproven.clear()
-    assert measure(*trial).speedup > 1
+    assert measure(*trial).value > 1
 
 
 def test_files_of_engines_do_not_stay(work, measure):
@@ -126,14 +122,14 @@ def test_a_shape_outside_of_the_profile_is_refused(work):
 
 def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(engines, "gpu_uuid", lambda: "GPU-1")
-    with engines.alone_on_gpu():
-        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), engines.alone_on_gpu():
+    monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-1")
+    with timing.alone_on_gpu():
+        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), timing.alone_on_gpu():
             pass
-        monkeypatch.setattr(engines, "gpu_uuid", lambda: "GPU-2")
-        with engines.alone_on_gpu():
+        monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-2")
+        with timing.alone_on_gpu():
             pass
-    with engines.alone_on_gpu():
+    with timing.alone_on_gpu():
         pass
 
 
@@ -149,38 +145,27 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, comp
     monkeypatch.setattr(latency, "alone_on_cpu", nullcontext)
     made = type("B", (), {"name": "openvino", "version": "0"})
     monkeypatch.setattr(latency, "choose_backend", lambda wanted: made)
-    fakes, asked = fake_engines.devices(), []
-    built = dataclasses.replace(
-        fakes, build=lambda *a, **k: asked.append(k["compute"]) or fakes.build(*a, **k)
+    fake_engines.install(monkeypatch)
+    asked = []
+    monkeypatch.setattr(
+        timing, "build", lambda *a, **k: asked.append(k["compute"]) or fake_engines.build(*a, **k)
     )
-    monkeypatch.setattr(engines, "cpu_devices", lambda outputs: built)
     with ExitStack() as stack:
         options = SearchOptions(batch=8, length=32)
         source, measure = latency.latency_source(on_a_cpu(work, compute), options, work, stack)
         assert (source.mode, source.gpu, source.cpu, source.twin) == ("engine", None, str(cpu), twin)
         assert source.label == f"measured on {cpu}, openvino 0"
-        assert measure(*placed(work, [(0, "output")])).speedup == pytest.approx(1.05)
+        assert measure(*placed(work, [(0, "output")])).value == pytest.approx(1.05)
     assert asked == [twin.lower()] * 2  # the twin's, then the engine's
 
 
 def test_one_process_times_on_a_cpu_at_a_time(work, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     session = on_a_cpu(work)
-    with engines.alone_on_cpu(), pytest.raises(UserError, match="engines on this CPU"):
+    with timing.alone_on_cpu(), pytest.raises(UserError, match="engines on this CPU"):
         latency.latency_source(session, OPTIONS, work, ExitStack())
-    with engines.alone_on_cpu():
+    with timing.alone_on_cpu():
         pass
-
-
-def test_a_cpu_lane_rotates_and_gives_the_runners_answers():
-    made = engines.cpu_devices(["logits"])
-    sets = [{"input_ids": np.full((2, 3), number)} for number in range(2)]
-    lane = made.lane(lambda batch: batch["input_ids"][:, :1].astype(np.float32), (2, 3), sets)
-    assert lane.input_sets == 2
-    lane.feed(3)
-    lane.launch()
-    assert lane.fetch().tolist() == [[1.0], [1.0]]
-    assert len(made.timer.latencies(lane, 4)) == 4
 
 
 def test_engines_of_a_gpu_backend_need_a_gpu(work, monkeypatch):
@@ -199,8 +184,7 @@ def test_without_a_gpu_latency_is_modelled(work, monkeypatch, tmp_path):
     source, measure = latency.latency_source(work.session, options, work, ExitStack())
     assert source.mode == "model"
     assert "hidden 32" in " ".join(source.outside)
-    assert measure(*placed(work, [])).speedup == 1
-    assert measure(*placed(work, work.space.units)).int8_gemms is None
+    assert measure(*placed(work, [])).value == 1
 
 
 def test_models_are_made_from_shared_calibrations(work, monkeypatch):
