@@ -7,10 +7,10 @@ import pytest
 
 from qdqbench.eval.bench.results import (
     Bench,
-    BenchCell,
-    BenchContestant,
+    BenchConfig,
     BenchRow,
     BenchSettings,
+    BenchSystem,
     BenchTarget,
 )
 from qdqbench.eval.report.document import Columns, Report, Table
@@ -180,18 +180,18 @@ def test_fp16_stands_beside_fp32_or_the_command_for_it_does(tmp_path):
 
 def bench(times):
     rows = [
-        BenchRow(contestant=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
+        BenchRow(system=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
         for name, time in times.items()
     ]
     precisions = {name: name.rpartition("-")[2] for name in times}
     cell = {"kind": "fixed", "batch": 1, "length": 16, "sequences": 1, "shapes": 1, "real_tokens": 16}
     return Bench.model_construct(
-        contestants=[
-            BenchContestant.model_construct(name=name, label=name, precision=precisions[name], backend="b")
+        systems=[
+            BenchSystem.model_construct(name=name, label=name, precision=precisions[name], backend="b")
             for name in times
         ],
-        cells=[BenchCell.model_construct(**cell, rows=rows)],
-        settings=BenchSettings.model_construct(real_lengths=None),
+        configs=[BenchConfig.model_construct(**cell, rows=rows)],
+        settings=BenchSettings.model_construct(dataset=None),
         target=BenchTarget.model_construct(name="m"),
     )
 
