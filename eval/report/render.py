@@ -165,12 +165,12 @@ def _joined(cells: Sequence[str], gap: str = " ") -> str:
 
 
 def _cell_markdown(cell: Cell) -> str:
-    text = formats.code(cell.text) if cell.code else _line(cell.text.replace("\n", ", "))
+    text = formats.code(cell.text) if cell.code else formats.inline(cell.text.replace("\n", ", "))
     if cell.state == "bad":
         text = f"**{text} ✗**" if text else "✗"
     elif not text and cell.state in SIGNS:
         text = SIGNS[cell.state]
-    return f"{text} ({_line(cell.note)})" if cell.note else text
+    return f"{text} ({formats.inline(cell.note)})" if cell.note else text
 
 
 def prose(text: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from qdqbench.eval.auto.results import Auto
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.compare.results import Compared
+from qdqbench.eval.compare.results import RunComparison
 from qdqbench.eval.methods.results import Methods
 from qdqbench.eval.runs.made import Made
 from qdqbench.eval.runs.study_results import Study
@@ -27,7 +27,7 @@ PAGES: dict[str, tuple[Any, ...]] = {
     "sensitivity": (Sensitivity,),
     "methods": (Methods,),
     "auto": (Auto,),
-    "compare": (Compared,),
+    "compare": (RunComparison,),
     "qat": (Study,),
     "json": tuple(each for each in vars(schemas).values() if getattr(each, "__module__", "") == OURS),
 }
