@@ -50,9 +50,7 @@ def unpadded(model, batch, launches):
     """Answers of all rows in their order, and the packing."""
     encoder = UnpaddedEncoder(model, compiled=False)
     packing = pack_rows(unpadded_rows(batch), launches, encoder.positions_of)
-    run = partial(
-        encoder.forward, tokens=packing.tokens, sequences=packing.sequences, longest=packing.longest
-    )
+    run = partial(encoder.forward, tokens=packing.tokens, longest=packing.longest)
     with torch.inference_mode():
         return [run(torch.from_numpy(flat)) for flat in packing.launches], packing
 
@@ -80,7 +78,9 @@ def test_other_attentions_are_refused_by_name(model_type):
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
 def test_heads_over_tokens_answer_every_token(auto):
     torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])).eval()
+    model = auto.from_config(
+        AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    ).eval()
     batch = padded(model)
     reference = expected(model, batch)
     (answers,), packing = unpadded(model, batch, 1)
@@ -118,9 +118,7 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
     reference = expected(model, batch)
     encoder = UnpaddedEncoder(model)
     packing = pack_rows(unpadded_rows(batch), 1, encoder.positions_of)
-    found = encoder.forward(
-        torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, sequences=5, longest=17
-    )
+    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, longest=17)
     assert torch.allclose(found, reference, atol=2e-5)
     assert [how["dynamic"] for how in asked] == [False, False]
 

@@ -9,9 +9,8 @@ from qdqbench.eval.bench.results import Bench, write_bench
 from qdqbench.eval.benchreport.charts import speedup_svg
 from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.report.formats import size
-from qdqbench.eval.runreport import sizes
-from qdqbench.eval.runreport.report import refresh_reports
-from qdqbench.eval.runreport.verdict import verdict
+from qdqbench.eval.runreport.report import missing_engines, refresh_reports
+from qdqbench.eval.runreport.verdict import run_verdict
 from qdqbench.quantize.core.results import Results, read_results
 
 from ..bench.test_results import sample_bench
@@ -50,7 +49,7 @@ def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path:
     heading = re.search(r"<h2>Speed(.*?)</h2>", pages["report.html"])
     assert heading is not None
     assert re.sub(r"<.*?>", "", heading[1]).strip() == mark
-    said = verdict(results).sentence
+    said = run_verdict(results).sentence
     least, most = (choose(results.speed, key=lambda row: row.value) for choose in (min, max))
     for row in (least, most):
         assert f"{row.value:.2f}x" in said
@@ -110,6 +109,6 @@ def test_a_bench_on_a_cpu_is_not_promised_to_build_engines() -> None:
     """It compiles the others in memory, so that a note on files of them would stay for ever."""
     results = sample_run()
     assert results.engine is not None
-    assert sizes.missing(results)
+    assert missing_engines(results)
     results.engine.backend = "openvino"
-    assert sizes.missing(results) == ""
+    assert missing_engines(results) == ""

@@ -15,7 +15,7 @@ from qdqbench.eval.compare.report import write_comparison
 from qdqbench.eval.methods.report import write_methods
 from qdqbench.eval.report.render import write_report
 from qdqbench.eval.runreport.report import write_reports
-from qdqbench.eval.runreport.training_report import write_finetuning
+from qdqbench.eval.runreport.training import write_finetuning
 from qdqbench.eval.search.report import search_report
 from qdqbench.eval.sensitivity.report import write_sensitivity
 

@@ -1,4 +1,4 @@
-"""Work before a measurement, in processes side by side: torch.compile, and engines with their kernels.
+"""Work before a measurement, in several processes: torch.compile, and engines with their kernels.
 
 Each takes long for each shape, on one core. Processes do it at once, and leave files from which the process
 that measures takes it in seconds: Inductor's cache, engines, runtime caches. What takes too long is ended.
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-COMMAND = (sys.executable, "-m", "qdqbench.eval.gpubench.children")
+COMMAND = (sys.executable, "-m", "qdqbench.eval.bench.prebuild_worker")
 START_S = 60.0  # imports and the model
 ANSWER = '{"error":'  # how the line that is for us begins
 THREADS = 4  # compilers of a process that compiles
@@ -34,18 +34,18 @@ class Background:
         if task not in self._waiting:
             self._waiting[task] = self._pool.submit(self._run, task, arguments, seconds)
 
-    def ended(self, task: str) -> None:
-        """Until one task has ended."""
+    def wait_for(self, task: str) -> None:
+        """Wait until one task has ended."""
         self._waiting[task].result()  # type: ignore[attr-defined]
 
     def wait(self) -> None:
-        """Until all tasks have ended."""
+        """Wait until all tasks have ended."""
         for each in list(self._waiting.values()):
             each.result()  # type: ignore[attr-defined]
 
     @property
     def left(self) -> int:
-        """Tasks that have not ended."""
+        """Return how many tasks have not ended."""
         return sum(not each.done() for each in self._waiting.values())  # type: ignore[attr-defined]
 
     def stop(self) -> None:

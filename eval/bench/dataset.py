@@ -1,7 +1,7 @@
-"""A task's evaluation split with its real lengths, as the batches that every contestant of a bench runs.
+"""A task's evaluation split as the batches that every system of a bench runs.
 
 On a GPU kernels are made for shapes, so each batch is padded to one of a few lengths, and the rows of a
-bucket are shared out evenly, some batches with a copy of a row, so that a bucket is one shape: a profile, a
+bucket are shared out evenly. Some batches hold a copy of a row, so that a bucket is one shape: a profile, a
 CUDA graph and a compilation each. On a CPU, whose kernels take every shape, a batch is as long as its longest
 row, rounded up so that shapes repeat.
 """
@@ -26,28 +26,29 @@ from qdqbench.quantize.tasks.task import get_task
 
 
 @dataclass(frozen=True)
-class RealSplit:
+class BatchedSplit:
     """A task's evaluation split as batches of at most so many rows."""
 
     task: str
     batch: int
     batches: list[Batch]  # padded
-    sequences: int  # of the split; batches may hold copies
+    rows: list[int]  # of each batch; what it holds beyond them are copies of its last one
+    sequences: int  # of the split
     real_tokens: int
     bucketed: bool = False  # few shapes, worth kernels of their own
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Different (batch, length), in order of appearance."""
+        """Return the different (batch, length), in order of appearance."""
         return list(dict.fromkeys(tuple(batch["input_ids"].shape) for batch in self.batches))
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens with padding and copies."""
+        """Return the tokens with padding and copies."""
         return sum(batch["input_ids"].size for batch in self.batches)
 
 
-def real_splits(  # noqa: PLR0913
+def batched_splits(  # noqa: PLR0913
     target: Target,
     task: str,
     *,
@@ -55,8 +56,8 @@ def real_splits(  # noqa: PLR0913
     data: str | None,
     tokenizer: str | None,
     buckets: bool,
-) -> tuple[RealSplit, ...]:
-    """The first evaluation split of a task, for each batch size.
+) -> tuple[BatchedSplit, ...]:
+    """Return the first evaluation split of a task, for each batch size.
 
     Args:
         target: what is measured; its own task's data and tokenizer are the default in a run directory.
@@ -72,10 +73,10 @@ def real_splits(  # noqa: PLR0913
     own = about.kind == "run" and session.config.task.name == task
     if data is None and not own:
         raise UserError(
-            f"--real-lengths {task} needs --data (hub or a folder): {about.name} does not have that task"
+            f"--dataset {task} needs --data (hub or a folder): {about.name} does not have that task"
         )
     if tokenizer is None and about.kind == "shape":
-        raise UserError(f"--real-lengths needs --tokenizer: the shape {about.name} has none")
+        raise UserError(f"--dataset needs --tokenizer: the shape {about.name} has none")
     chosen = session.config.task if own else get_task(task)
     loaded = load_tokenizer(tokenizer) if tokenizer else session.tokenizer
     limit = session.config.limit if own else None
@@ -88,13 +89,13 @@ def real_splits(  # noqa: PLR0913
             f"the tokenizer gives id {largest}, but {about.name} has {target.vocabulary} ids; give its own"
         )
     edges = _edges(target, encoded.lengths, longest) if buckets else None
-    made = []
+    splits = []
     for size in batches:
-        parts = _batches(encoded, size, edges, longest, int(loaded.pad_token_id))
-        taken = [{name: batch[name] for name in target.family.inputs} for batch in parts]
+        rows, padded = _batches(encoded, size, edges, longest, int(loaded.pad_token_id))
+        inputs = [{name: batch[name] for name in target.family.inputs} for batch in padded]
         tokens = int(encoded.lengths.sum())
-        made.append(RealSplit(chosen.name, size, taken, encoded.rows, tokens, bucketed=buckets))
-    return tuple(made)
+        splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))
+    return tuple(splits)
 
 
 def _edges(target: Target, lengths: Int64, longest: int) -> list[int]:
@@ -106,13 +107,17 @@ def _edges(target: Target, lengths: Int64, longest: int) -> list[int]:
 
 def _batches(
     encoded: Encoded, size: int, edges: Sequence[int] | None, longest: int, pad_id: int
-) -> list[Batch]:
-    """Batches of a split, padded to their length, the longest first; those of a bucket have one shape."""
-    made = [batch for _, batch in sorted_batches(encoded, size, pad_id=pad_id, edges=edges)]
+) -> tuple[list[int], list[Batch]]:
+    """Return how many rows each batch has, and batches padded to their length, the longest first.
+
+    Batches of a bucket have one shape.
+    """
+    indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))
+    rows, batches = [len(index) for index, _ in indexed], [batch for _, batch in indexed]
     if edges is None:
-        return [rounded_up(batch, longest, pad_id) for batch in made]
+        return rows, [rounded_up(batch, longest, pad_id) for batch in batches]
     lengths = (length for length, _ in sorted_rows(encoded.lengths, size, edges))
-    return [
+    return rows, [
         widened(batch, length - batch["input_ids"].shape[1], pad_id)
-        for length, batch in zip(lengths, made, strict=True)
+        for length, batch in zip(lengths, batches, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""Measure contestants against each other: interleaved rounds in a balanced order, and their statistics.
+"""Time systems against each other: interleaved rounds in a balanced order, and their statistics.
 
-Knows nothing of GPUs: a contestant is something that can be fed and launched, and a timer that times it, so
-that the whole loop is tested with fakes of known times.
+Nothing here knows of GPUs: a system can be fed and launched, and a timer times it. So the whole loop is
+tested with fakes of known times.
 """
 
 import math
@@ -20,7 +20,7 @@ from qdqbench.quantize.core.speedup import Speedup
 
 T = TypeVar("T")
 SLOW_MS = 250.0  # a launch this long warms itself up
-WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this contestant's own
+WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this system's own
 MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
 LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
 ROUND_RESAMPLES = 2000
@@ -54,7 +54,7 @@ class Timer(Protocol):
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ReadySystem:
     """Something to measure: one lane per stream, all alike."""
 
     name: str
@@ -64,17 +64,17 @@ class Contestant:
     shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
 
     def at(self, streams: int) -> Sequence[Lane]:
-        """The lanes of that many streams; fewer where it does not have them."""
+        """Return the lanes of that many streams; fewer where it does not have them."""
         return self.shared.get(streams, self.lanes[:streams])
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure one cell of the grid."""
+    """How long to measure one config."""
 
     rounds: int
-    seconds: float  # of latency launches per contestant, over all rounds
-    repeats: int | None = None  # launches per round instead of seconds
+    duration_s: float  # of latency launches per system, over all rounds
+    iterations: int | None = None  # launches per round instead of a duration
     streams: tuple[int, ...] = (1,)
     least: int = 5  # launches per round, where they take at most twice the seconds
     rest_s: float = 0.0  # before each burst
@@ -82,7 +82,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Burst:
-    """One contestant's turn in one round."""
+    """One system's turn in one round."""
 
     latencies_ms: list[float]
     launches_per_s: dict[int, float]  # by number of streams
@@ -93,7 +93,7 @@ class Burst:
 
 @dataclass
 class Measured:
-    """What a contestant's rounds say."""
+    """What a system's rounds say."""
 
     bursts: list[Burst] = field(default_factory=list)
 
@@ -127,9 +127,9 @@ class Measured:
 
 
 def rotation(count: int, rounds: int) -> list[list[int]]:
-    """Order of `count` contestants in each round: Williams designs (1949), balanced by place and neighbour.
+    """Order of `count` systems in each round: Williams designs (1949), balanced by place and neighbor.
 
-    Over `count` rounds (twice that for an odd count) each contestant stands equally often at each place, and
+    Over `count` rounds (twice that for an odd count) each system stands equally often at each place, and
     directly after each other one: what a predecessor does to clocks and caches falls on all alike.
     """
     first, low, high = [0], 1, count - 1
@@ -144,39 +144,39 @@ def rotation(count: int, rounds: int) -> list[list[int]]:
     return [rows[number % len(rows)] for number in range(rounds)]
 
 
-def measure(
-    contestants: Sequence[Contestant],
+def measure_rounds(
+    systems: Sequence[ReadySystem],
     effort: Effort,
     *,
     now: Callable[[], float] = time.time,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Measured]:
-    """Time all contestants in interleaved rounds, in one process.
+    """Time all systems in interleaved rounds, in one process.
 
     Args:
-        contestants: each with at least as many lanes as the largest number of streams.
+        systems: each with at least as many lanes as the largest number of streams.
         now: wall clock, seconds.
         progress: called with the number of each round that begins, from 1, and how many there are.
 
     Raises:
-        CheckFailed: a contestant fails while it runs; names it.
+        CheckFailed: a system fails while it runs; names it.
     """
-    if not contestants:
+    if not systems:
         return {}
-    pace = {c.name: _guarded(c, partial(_pace, c, effort)) for c in contestants}
-    found = {contestant.name: Measured() for contestant in contestants}
-    for number, order in enumerate(rotation(len(contestants), effort.rounds)):
+    pace = {c.name: _guarded(c, partial(_pace, c, effort)) for c in systems}
+    results = {system.name: Measured() for system in systems}
+    for number, order in enumerate(rotation(len(systems), effort.rounds)):
         progress(number + 1, effort.rounds)
         for position in order:
-            contestant = contestants[position]
+            system = systems[position]
             doing("rounds", number, effort.rounds)
             with timed():
-                burst = _guarded(contestant, partial(_burst, contestant, pace[contestant.name], effort, now))
-            found[contestant.name].bursts.append(burst)
-    return found
+                burst = _guarded(system, partial(_burst, system, pace[system.name], effort, now))
+            results[system.name].bursts.append(burst)
+    return results
 
 
-def speedup(  # noqa: PLR0913, PLR0917
+def compare_rounds(  # noqa: PLR0913, PLR0917
     system: str,
     baseline: str,
     config: str,
@@ -206,10 +206,10 @@ def speedup(  # noqa: PLR0913, PLR0917
     )
 
 
-def read_outputs(contestant: Contestant) -> tuple[Float32, str | None]:
+def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
     """Logits of two input sets, and what is wrong with them on any lane: not finite, or all the same."""
     per_lane = []
-    for lane in [*contestant.lanes, *(lane for lanes in contestant.shared.values() for lane in lanes)]:
+    for lane in [*system.lanes, *(lane for lanes in system.shared.values() for lane in lanes)]:
         parts = []
         for number in range(min(2, lane.input_sets)):
             lane.feed(number)
@@ -224,64 +224,65 @@ def read_outputs(contestant: Contestant) -> tuple[Float32, str | None]:
     return per_lane[0], None
 
 
-def relative_error(made: Float32, reference: Float32) -> float:
+def relative_error(values: Float32, reference: Float32) -> float:
     """Norm of the difference over the norm of the reference, in float64; inf where the reference is zero."""
     base = np.linalg.norm(reference.astype(np.float64))
-    difference = float(np.linalg.norm(made.astype(np.float64) - reference))
+    difference = float(np.linalg.norm(values.astype(np.float64) - reference))
     return difference / float(base) if base else math.inf
 
 
-def judge_outputs(
-    contestants: Sequence[Contestant], references: Sequence[str]
+def check_outputs(
+    systems: Sequence[ReadySystem], references: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, float], str | None]:
-    """Errors by contestant, relative errors of the sound ones, and the contestant that they refer to.
+    """Errors by system, relative errors of the sound ones, and the system that they refer to.
 
     Args:
-        contestants: all of them, on the same input sets.
-        references: names, best first, of contestants that may serve as the reference.
+        systems: all of them, on the same input sets.
+        references: names, best first, of systems that may serve as the reference.
     """
-    outputs = {c.name: _guarded(c, partial(read_outputs, c)) for c in contestants}
+    outputs = {c.name: _guarded(c, partial(read_outputs, c)) for c in systems}
     errors = {name: error for name, (_, error) in outputs.items() if error}
     sound = [name for name in references if name in outputs and name not in errors]
     if not sound:
         return errors, {}, None
     reference, differences = sound[0], {}
-    for contestant in contestants:
-        name = contestant.name
+    for system in systems:
+        name = system.name
         if name in errors or name == reference:
             continue
-        found = relative_error(outputs[name][0], outputs[reference][0])
-        differences[name] = found
-        limit = MAX_REL_ERROR[contestant.precision]
-        if not found <= limit:
+        difference = relative_error(outputs[name][0], outputs[reference][0])
+        differences[name] = difference
+        limit = MAX_REL_ERROR[system.precision]
+        if not difference <= limit:
             errors[name] = (
-                f"its logits are {found:.2g} (relative) from those of {reference}, the limit is {limit:g}"
+                f"its logits are {difference:.2g} (relative) from those of {reference}, the limit is "
+                f"{limit:g}"
             )
     return errors, differences, reference
 
 
-def _pace(contestant: Contestant, effort: Effort) -> tuple[int, int]:
+def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
     """Launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
 
     Long launches are fewer: none of their bursts takes much more than twice its share of the seconds.
     """
-    lane, timer = contestant.lanes[0], contestant.timer
+    lane, timer = system.lanes[0], system.timer
     each = timer.latencies(lane, 1)[0]
     warm = WARM_LAUNCHES if each < SLOW_MS else 0
     if warm:
         timer.latencies(lane, warm)
-    if effort.repeats is not None:
-        return warm, effort.repeats
+    if effort.iterations is not None:
+        return warm, effort.iterations
     if warm:
         each = max(float(np.median(timer.latencies(lane, warm))), 1e-6)
-    share = 1000 * effort.seconds / effort.rounds
+    share = 1000 * effort.duration_s / effort.rounds
     least = max(2, min(effort.least, math.ceil(2 * share / each)))
     wanted = math.ceil(share / each)
     return min(warm, wanted), max(min(least, effort.least), min(wanted, MOST_LAUNCHES))
 
 
-def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
-    lanes, timer, (warm, count) = contestant.lanes, contestant.timer, pace
+def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
+    lanes, timer, (warm, count) = system.lanes, system.timer, pace
     time.sleep(effort.rest_s)
     if warm:
         timer.latencies(lanes[0], warm)
@@ -290,7 +291,7 @@ def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: C
     spent = time.process_time() - spent
     rates = {}
     for streams in effort.streams:
-        if len(lanes := contestant.at(streams)) < streams:
+        if len(lanes := system.at(streams)) < streams:
             continue
         each = max(min(count, effort.least), math.ceil(count / streams))
         timer.wall(lanes, 1)  # the other streams are cold
@@ -298,10 +299,10 @@ def _burst(contestant: Contestant, pace: tuple[int, int], effort: Effort, now: C
     return Burst(latencies, rates, start, now(), 1000 * spent / count)
 
 
-def _guarded(contestant: Contestant, work: Callable[[], T]) -> T:
-    """An error on a device poisons the process, so it ends the bench, with the contestant's name."""
+def _guarded(system: ReadySystem, work: Callable[[], T]) -> T:
+    """An error on a device poisons the process, so it ends the bench, with the system's name."""
     try:
         return work()
     except RuntimeError as error:
         what = " ".join(str(error).split())[:300]
-        raise CheckFailed(f"{contestant.name} failed while it was measured: {what}") from error
+        raise CheckFailed(f"{system.name} failed while it was measured: {what}") from error

@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from typing import Any
 
-from qdqbench.eval.bench.loop import Lane
 from qdqbench.eval.bench.results import BenchKernels
+from qdqbench.eval.bench.rounds import Lane
 from qdqbench.quantize.core.errors import CheckFailed
 
 LONGEST_NAME = 160  # templates of CUTLASS are named at length

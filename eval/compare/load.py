@@ -1,4 +1,4 @@
-"""A finished run as `compare` reads it: its results, the answers of its deployed stage, and its samples."""
+"""Finished runs as `compare` reads them: results, answers of the deployed stage, and samples."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,9 +8,9 @@ import numpy as np
 
 from qdqbench.eval.accuracy.changes import Answered, answered, sample_texts
 from qdqbench.eval.accuracy.logits import read_logits
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
-from qdqbench.eval.benchreport.report import stale_files
-from qdqbench.eval.compare.results import ComparedRun, Latency
+from qdqbench.eval.bench.report import stale_files
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
+from qdqbench.eval.compare.results import ComparedRun, RunLatency
 from qdqbench.eval.report.formats import model_label
 from qdqbench.eval.runreport.verdict import last_measured, quantized_file
 from qdqbench.quantize.core.arrays import Array, Floats
@@ -23,7 +23,7 @@ from qdqbench.quantize.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedRun:
     """A run and what it answered."""
 
     name: str
@@ -100,7 +100,7 @@ class Opened:
         return sample_texts(dataset, self.task, np.asarray(samples, dtype=np.int64))
 
 
-def open_runs(folders: list[Path]) -> list[Opened]:
+def load_runs(folders: list[Path]) -> list[LoadedRun]:
     """Finished runs, each under a name of its own.
 
     Raises:
@@ -111,15 +111,16 @@ def open_runs(folders: list[Path]) -> list[Opened]:
     twice = sorted({str(f) for f in folders if [g.resolve() for g in folders].count(f.resolve()) > 1})
     if twice:
         raise UserError(f"given more than once: {', '.join(twice)}; give each run once")
-    found, problems = [], []
+    runs: list[LoadedRun] = []
+    problems = []
     for folder, name in zip(folders, _names(folders), strict=True):
         try:
-            found.append(_open(folder, name))
+            runs.append(_load(folder, name))
         except UserError as error:
             problems.append(str(error))
     if problems:
         raise UserError("; ".join(problems))
-    return found
+    return runs
 
 
 def _names(folders: list[Path]) -> list[str]:
@@ -132,7 +133,7 @@ def _names(folders: list[Path]) -> list[str]:
     return names
 
 
-def _open(folder: Path, name: str) -> Opened:
+def _load(folder: Path, name: str) -> LoadedRun:
     config = read_config(folder)
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} has no {RESULTS_FILE}; run `qdqbench report {folder}` first")
@@ -146,7 +147,7 @@ def _open(folder: Path, name: str) -> Opened:
         raise UserError(f"{folder} has no answers of {last[0]} to {split}; run `qdqbench evaluate {folder}`")
     with np.load(folder / "logits" / "fp32.npz", allow_pickle=False) as arrays:
         labels = arrays[f"{split}.labels"]
-    return Opened(name, folder, config, results, last[0], fp32[split], answers[split], labels, split)
+    return LoadedRun(name, folder, config, results, last[0], fp32[split], answers[split], labels, split)
 
 
 def _answers(folder: Path, stage: str) -> dict[str, Floats]:
@@ -160,10 +161,10 @@ def _answers(folder: Path, stage: str) -> dict[str, Floats]:
     return found
 
 
-def described(run: Opened) -> ComparedRun:
+def describe_run(run: LoadedRun) -> ComparedRun:
     """The run's own numbers."""
     results, row = run.results, run.results.stages[run.stage]
-    engine, file, versus = results.engine, quantized_file(results), row.vs_fp32
+    engine, file = results.engine, quantized_file(results)
     bench = None if run.stale_bench else run.bench
     return ComparedRun(
         name=run.name,
@@ -176,8 +177,7 @@ def described(run: Opened) -> ComparedRun:
         metrics=row.metrics,
         stderr=row.stderr,
         fp32=results.stages["fp32"].metrics,
-        delta=versus.delta if versus else {},
-        delta_stderr=versus.delta_stderr if versus else {},
+        vs_fp32=row.vs_fp32,
         backend=engine.backend if engine else None,
         int8=engine.int8_gemms if engine else None,
         expected_int8=engine.expected_int8_gemms if engine else None,
@@ -196,21 +196,18 @@ def _device(bench: Bench) -> str:
     return bench.cpu.name if bench.cpu else str(bench.environment.get("gpu", "GPU"))
 
 
-def _latencies(bench: Bench) -> list[Latency]:
-    found = []
-    for cell in bench.cells:
-        best = headline_of(bench.contestants, cell)
-        if (row := row_of(cell, best.system if best else "int8")) is None or row.median_ms is None:
+def _latencies(bench: Bench) -> list[RunLatency]:
+    latencies = []
+    for config in bench.configs:
+        best = headline_of(bench.systems, config)
+        if (row := row_of(config, best.system if best else "int8")) is None or row.median_ms is None:
             continue
-        found.append(
-            Latency(
-                cell=cell_label(cell, bench.settings.real_lengths),
-                contestant=row.contestant,
+        latencies.append(
+            RunLatency(
+                config=config_label(config, bench.settings.dataset),
+                system=row.system,
                 median_ms=row.median_ms,
-                over=best.baseline if best else None,
-                speedup=best.value if best else None,
-                low=best.ci95_low if best else None,
-                high=best.ci95_high if best else None,
+                speedup=best,
             )
         )
-    return found
+    return latencies

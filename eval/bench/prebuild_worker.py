@@ -1,8 +1,8 @@
-"""What the processes of `ahead` do: compile a model for some shapes, or build an engine with its kernels.
+"""What the processes of `prebuild` do: compile a model for some shapes, or build an engine with its kernels.
 
-    python -m qdqbench.eval.gpubench.children compile RUN MODE SHAPES
-    python -m qdqbench.eval.gpubench.children engine SPEC
-    python -m qdqbench.eval.gpubench.children export FOLDER MODEL RECIPE SEED LONGEST
+    python -m qdqbench.eval.bench.prebuild_worker compile RUN MODE SHAPES
+    python -m qdqbench.eval.bench.prebuild_worker engine SPEC
+    python -m qdqbench.eval.bench.prebuild_worker export FOLDER MODEL RECIPE SEED LONGEST
 
 Prints a line of JSON, {"error": ""}.
 """
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.gpu import EngineSpec, build_engine, marker
 from qdqbench.eval.bench.target import model_target, recipe_for
-from qdqbench.eval.gpubench.engines import EngineSpec, make, marker
 from qdqbench.quantize.families.known import family_named
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.runtime.engine import Engine
@@ -34,9 +34,9 @@ def compile_shapes(run: Path, mode: str, pairs: Sequence[tuple[int, int]]) -> No
             with torch.inference_mode():
                 forward(**peers.example(inputs, batch, length, device))
             torch.compiler.reset()
-            made = marker(run / "bench", mode, (batch, length))
-            made.parent.mkdir(exist_ok=True)
-            made.touch()
+            path = marker(run / "bench", mode, (batch, length))
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
 
 
 def export_recipe(folder: Path, model: str, recipe: str, seed: int, longest: int) -> None:
@@ -44,9 +44,9 @@ def export_recipe(folder: Path, model: str, recipe: str, seed: int, longest: int
     model_target(model, recipe_for(model, recipe), folder, seed, longest)
 
 
-def make_engine(spec: EngineSpec) -> None:
+def prepare_engine(spec: EngineSpec) -> None:
     """Build an engine, and run every shape once, so that its runtime cache holds their kernels."""
-    make(spec)
+    build_engine(spec)
     with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
         for batch, length in spec.shapes:
             loaded.bind(batch, length, graph=False).close()
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
             model, recipe, seed, longest = arguments[2:]
             export_recipe(Path(arguments[1]), model, recipe, int(seed), int(longest))
         else:
-            make_engine(EngineSpec.model_validate_json(arguments[1]))
+            prepare_engine(EngineSpec.model_validate_json(arguments[1]))
     except Exception as caught:  # compilers fail in a hundred ways; the bench says which
         error = " ".join(f"{caught}".split())[:300] or type(caught).__name__
     print(json.dumps({"error": error}), flush=True)
