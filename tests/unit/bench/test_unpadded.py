@@ -1,6 +1,7 @@
 """The unpadded baseline computes what transformers computes, row by row, for every family that it takes."""
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -78,7 +79,9 @@ def test_other_attentions_are_refused_by_name(model_type):
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
 def test_heads_over_tokens_answer_every_token(auto):
     torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])).eval()
+    model = auto.from_config(
+        AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    ).eval()
     batch = padded(model)
     reference = expected(model, batch)
     (answers,), packing = unpadded(model, batch, 1)
@@ -135,7 +138,7 @@ def test_every_row_is_packed_once_and_in_order(lengths, launches):
         assert len(starts) == packing.sequences + 1
         assert packing.first_tokens(launch).tolist() == starts[:count].tolist()
         assert (starts[count:] == starts[count]).all()  # the rows that are left are empty
-        for begin, end in zip(starts[:count], starts[1 : count + 1], strict=True):
+        for begin, end in pairwise(starts[: count + 1]):
             assert len(set(ids[begin:end])) == 1
             assert positions[begin:end].tolist() == list(range(end - begin))
             seen.append((ids[begin], end - begin))

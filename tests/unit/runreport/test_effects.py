@@ -7,10 +7,10 @@ import pytest
 
 from qdqbench.eval.bench.results import (
     Bench,
-    BenchCell,
-    BenchContestant,
+    BenchConfig,
     BenchRow,
     BenchSettings,
+    BenchSystem,
     BenchTarget,
 )
 from qdqbench.eval.report.render import render
@@ -178,11 +178,11 @@ def bench(times):
     cell = {"kind": "fixed", "batch": 1, "length": 16, "sequences": 1, "shapes": 1, "real_tokens": 16}
     return Bench.model_construct(
         contestants=[
-            BenchContestant.model_construct(name=name, label=name, precision=precisions[name], backend="b")
+            BenchSystem.model_construct(name=name, label=name, precision=precisions[name], backend="b")
             for name in times
         ],
-        cells=[BenchCell.model_construct(**cell, rows=rows)],
-        settings=BenchSettings.model_construct(real_lengths=None),
+        cells=[BenchConfig.model_construct(**cell, rows=rows)],
+        settings=BenchSettings.model_construct(dataset=None),
         target=BenchTarget.model_construct(name="m"),
     )
 
