@@ -74,7 +74,7 @@ def search_report(found: Search) -> Report:
         sections,
         Verdict(
             "good" if outcome.passed else "bad",
-            "The gate holds" if outcome.passed else "The gate does not hold",
+            describe_gate(found),
             headline(found),
             notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
         ),
@@ -82,6 +82,11 @@ def search_report(found: Search) -> Report:
         warnings=found.warnings,
         notes=found.notes,
     )
+
+
+def describe_gate(found: Search) -> str:
+    """Return whether the gate holds."""
+    return "The gate holds" if found.outcome.passed else "The gate does not hold"
 
 
 def headline(found: Search) -> str:

@@ -18,6 +18,8 @@ from qdqbench.eval.compare.report import comparison_report
 from qdqbench.eval.gate.gate import judge_speed
 from qdqbench.eval.report.document import Block, Cell, Columns, Fold, Report, Table
 from qdqbench.eval.runreport.report import run_report, too_slow
+from qdqbench.eval.search.report import search_report
+from qdqbench.eval.search.results import Search, SearchOutcome
 from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.errors import CheckFailed
@@ -27,6 +29,7 @@ from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup
 from ..gate.test_gate import run_gate
 from ..runreport import test_report as runs
+from ..search.test_results import NOTHING, sample_search
 
 MODULES = [
     "eval.gate.baseline",
@@ -37,6 +40,7 @@ MODULES = [
     "eval.runreport.verdict",
     "eval.compare.report",
     "eval.bench.report",
+    "eval.search.report",
     "eval.verify.checks",
 ]
 NOT_SENTENCES = re.compile(r"_svg$|^write|^config_text$|_state$")
@@ -68,6 +72,10 @@ def _run(changes: dict[str, Any], folder: Path) -> Outcome:
     return Outcome(run_report(results), results, status, len(too_slow(folder)))
 
 
+def _search(found: Search) -> Outcome:
+    return Outcome(search_report(found), found, 0 if found.outcome.passed else 2)
+
+
 DETAIL = [GateIssue(code="verification", state="failed", detail="Layer.1 is wrong")]
 COMMANDS: dict[str, Callable[[Path], Outcome]] = {
     "run, passed": lambda folder: _run({}, folder),
@@ -80,6 +88,9 @@ COMMANDS: dict[str, Callable[[Path], Outcome]] = {
     "run, failed": lambda folder: _run(dict(runs.failed()), folder),
     "run, no engine": lambda folder: _run(dict(runs.without_engine()), folder),
     "run, regression": lambda folder: _run(dict(runs.regression()), folder),
+    "search, passed": lambda _: _search(sample_search()),
+    "search, failed": lambda _: _search(sample_search(outcome=SearchOutcome(chosen=1, issues=DETAIL))),
+    "search, nothing holds": lambda _: _search(sample_search(**NOTHING)),
     "compare": lambda _: Outcome(comparison_report(sample_comparison()), sample_comparison()),
 }  # fmt: skip
 LOUD = False
