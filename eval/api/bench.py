@@ -1,22 +1,22 @@
 """Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Literal
 
 from qdqbench.eval.api.runs import silent
-from qdqbench.eval.bench.cell import BenchOptions, Makers
-from qdqbench.eval.bench.real import real_splits
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
+from qdqbench.eval.bench.config import BenchOptions
+from qdqbench.eval.bench.cpu import CpuWork
+from qdqbench.eval.bench.dataset import batched_splits
+from qdqbench.eval.bench.gpu import GpuWork, start_compiles, start_export
+from qdqbench.eval.bench.prebuild import background
+from qdqbench.eval.bench.report import write_bench_reports
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, EngineShapes, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
+from qdqbench.eval.bench.systems import TABLE, own_backend, runs_on_cpu
 from qdqbench.eval.bench.target import Target, check_lengths, model_target, recipe_for, run_target
-from qdqbench.eval.benchreport.report import write_bench_reports
-from qdqbench.eval.cpubench.cell import cpu_makers
-from qdqbench.eval.cpubench.contestants import own_backend, runs_on_cpu
-from qdqbench.eval.gpubench.cell import gpu_makers
-from qdqbench.eval.gpubench.contestants import TABLE
 from qdqbench.eval.runreport.report import refresh_reports
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.identity import model_fingerprint
@@ -30,7 +30,7 @@ from qdqbench.quantize.rundir.config import asked_pooling
 from qdqbench.quantize.rundir.session import read_config
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
-DEFAULT_REAL_BATCH = 32
+DEFAULT_DATASET_BATCH = 32
 DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 contestants
 
 
@@ -41,26 +41,26 @@ def bench(  # noqa: PLR0913
     pooling: str | None = None,
     normalize: bool = False,
     recipe: str | None = None,
-    also: Sequence[str] | None = None,
+    extra_recipe: Sequence[str] | None = None,
     batch: Sequence[int] | None = None,
     length: Sequence[int] | None = None,
-    real_lengths: str | None = None,
-    real_batch: Sequence[int] | None = None,
+    dataset: str | None = None,
+    dataset_batch: Sequence[int] | None = None,
     data: str | None = None,
     tokenizer: str | None = None,
     streams: Sequence[int] | None = None,
     threads: int | None = None,
     rounds: int | None = None,
-    seconds: float = 1.0,
-    repeats: int | None = None,
-    peers: bool = True,
+    duration: float = 1.0,
+    iterations: int | None = None,
+    baselines: bool = True,
     fp32: bool = True,
     compile_seconds: float = 90.0,
-    profile: Literal["both", "static", "recipe"] = "both",
+    engine_shapes: EngineShapes = "both",
     cpu: bool = False,
     keep_engines: bool = False,
-    prepare: bool = False,
-    without: Sequence[str] | None = None,
+    build_only: bool = False,
+    exclude: Sequence[str] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     replace: bool = False,
@@ -69,7 +69,7 @@ def bench(  # noqa: PLR0913
     note: Callable[[str], None] = silent,
     command: str = "qdqbench.bench",
 ) -> Bench:
-    """INT8 against its twins and its peers, on a GPU or a CPU; bench.json and its reports are written.
+    """Measure INT8 against other engines, PyTorch and other quantizers; write bench.json and its reports.
 
     Measurements that failed are in `errors` of the result.
 
@@ -79,26 +79,26 @@ def bench(  # noqa: PLR0913
         pooling: with `model`: as an embedding model that pools by mean, cls or last.
         normalize: to length 1; with `pooling`.
         recipe: with `model`: name or YAML file; None: the default.
-        also: with `model`, on a GPU: INT8 engines by these recipes too, in the same process.
-        batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8; with `real_lengths` none.
+        extra_recipe: with `model`, on a GPU: INT8 engines by these recipes too, in the same process.
+        batch: batch sizes; None: 1, 8, 32 and 128, on a CPU 1 and 8; with `dataset` none.
         length: tokens per sequence; None: 128.
-        real_lengths: time the whole evaluation split of this task, in batches of similar lengths.
-        real_batch: batch sizes of `real_lengths`; None: 32.
-        data: data of `real_lengths`; None: the run's.
-        tokenizer: of `real_lengths` for a built-in shape.
+        dataset: task whose whole evaluation split is timed, in batches of similar lengths.
+        dataset_batch: batch sizes of `dataset`; None: 32.
+        data: data of `dataset`; None: the run's.
+        tokenizer: of `dataset` for a built-in shape.
         streams: inferences at once; None: 1 and 2.
-        threads: of each contestant on a CPU, all streams together; None: one for each core.
+        threads: of each system on a CPU, all streams together; None: one for each core.
         rounds: interleaved rounds; None: 12, on a CPU 6.
-        seconds: latency time per contestant and shape, over all rounds.
-        repeats: launches per round, instead of `seconds`.
-        peers: PyTorch and torch.compile too.
-        fp32: the FP32 twin too.
+        duration: seconds of latency per system and config, over all rounds.
+        iterations: launches per round, instead of `duration`.
+        baselines: PyTorch, torch.compile, unpadded FP16 and other quantizers too.
+        fp32: the FP32 engine too.
         compile_seconds: for each shape and mode of torch.compile on a GPU; what takes longer is left out.
-        profile: engines for the recipe's shapes, for exactly each shape ("static"), or both; on a GPU.
+        engine_shapes: engines for the recipe's shapes, for exactly each shape, or both; on a GPU.
         cpu: on the CPU, even where a GPU is; without a GPU that is so if the recipe's backend allows it.
         keep_engines: leave the engines in the work folder; the next bench takes them.
-        prepare: measure nothing, only leave there what a bench needs.
-        without: names of contestants that are left out; on a GPU.
+        build_only: measure nothing, only leave there what a bench needs; on a GPU.
+        exclude: names of systems that are left out.
         seed: of weights, inputs and bootstrap.
         out: folder; None: that of the run, or runs/bench-MODEL-RECIPE.
         replace: what an earlier bench left in a folder of its own is removed, whatever it was of; else
@@ -113,112 +113,110 @@ def bench(  # noqa: PLR0913
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
     path = None if target is None else Path(target)
-    _check_arguments(path, model, recipe, profile)
+    _check_target(path, model, recipe)
     asked = asked_pooling(pooling, normalize)
     if path is not None and asked:
         raise UserError(f"--pooling belongs to --model; {path} has its own")
-    for option, value in (("--seconds", seconds), ("--compile-seconds", compile_seconds)):
+    for option, value in (("--duration", duration), ("--compile-seconds", compile_seconds)):
         if not value > 0:
             raise UserError(f"{option} is {value}; give a positive number")
-    asked_recipe = read_config(path).recipe if path else recipe_for(str(model), recipe)
-    if asked_recipe.auto_shapes and path is None and profile != "static":
+    own_recipe = read_config(path).recipe if path else recipe_for(str(model), recipe)
+    if own_recipe.auto_shapes and path is None and engine_shapes != "exact":
         raise UserError(
-            f"the shapes of recipe {asked_recipe.name} are those of a run's data (shapes: auto); give its "
-            "run directory, or --profile static"
+            f"the shapes of recipe {own_recipe.name} are those of a run's data (shapes: auto); give its "
+            "run directory, or --engine-shapes exact"
         )
-    wanted = asked_recipe.engine.backend
-    if cpu := cpu or runs_on_cpu(wanted):
-        own_backend(wanted)
-    backend = ("", "") if cpu else require_gpu(wanted)
-    _check_gpu_options(also or (), without or (), prepare=prepare, model=model, cpu=cpu)
+    choice = own_recipe.engine.backend
+    if cpu := cpu or runs_on_cpu(choice):
+        own_backend(choice)
+    backend = ("", "") if cpu else require_gpu(choice)
+    extra = tuple(extra_recipe or ())
+    if extra and (model is None or cpu):
+        raise UserError("--extra-recipe belongs to --model on a GPU: other recipes of the model measured")
+    if cpu and build_only:
+        raise UserError("--build-only belongs to a bench on a GPU")
+    _check_names(exclude or ())
     running, counts = _threads(threads, streams, cpu)
     progress("exporting")
-    lengths = tuple(dict.fromkeys(length or (128,)))
     sizes: Sequence[int] = DEFAULT_CPU_BATCHES if cpu else DEFAULT_BATCHES
-    if real_lengths is not None and length is None:
+    if dataset is not None and length is None:
         sizes = ()
     options = BenchOptions(
+        device="cpu" if cpu else "gpu",
         batches=tuple(dict.fromkeys(batch or sizes)),
-        lengths=lengths,
-        real=(),
+        lengths=tuple(dict.fromkeys(length or (128,))),
+        splits=(),
         streams=counts,
         rounds=rounds or (DEFAULT_CPU_ROUNDS if cpu else DEFAULT_ROUNDS),
-        seconds=seconds,
-        repeats=repeats,
-        peers=peers,
+        duration_s=duration,
+        iterations=iterations,
+        baselines=baselines,
         fp32=fp32,
-        compile_seconds=compile_seconds,
-        profile=profile,
+        compile_s=compile_seconds,
+        engine_shapes=engine_shapes,
         seed=seed,
-        cpu=cpu,
-        keep_engines=keep_engines or prepare,
-        without=tuple(without or ()),
-        measured=not prepare,
+        keep_engines=keep_engines or build_only,
+        exclude=tuple(exclude or ()),
+        build_only=build_only,
         threads=running,
     )
-    place = Path(out) if out else path or default_folder("bench", model, asked_recipe.name)
+    place = Path(out) if out else path or default_folder("bench", model, own_recipe.name)
     with ExitStack() as stack:
-        stack.enter_context(_taken(place, path, model, asked_recipe, replace=replace, note=note))
-        makers = cpu_makers() if cpu else gpu_makers(backend, stack)
-        chosen = _open_all(path, model, (recipe, *(also or ())), place, options, asked, makers)
-        if real_lengths is not None:
-            splits = real_splits(
-                chosen,
-                real_lengths,
-                batches=tuple(dict.fromkeys(real_batch or (DEFAULT_REAL_BATCH,))),
+        stack.enter_context(_owned_folder(place, path, model, own_recipe, replace=replace, note=note))
+        work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
+        opened = _open_all(path, model, (recipe, *extra), place, options, asked, work)
+        if dataset is not None:
+            splits = batched_splits(
+                opened,
+                dataset,
+                batches=tuple(dict.fromkeys(dataset_batch or (DEFAULT_DATASET_BATCH,))),
                 data=data,
                 tokenizer=tokenizer,
                 buckets=not cpu,
             )
-            options = dataclasses.replace(options, real=splits)
-        check_lengths(chosen, lengths)
-        found = run_bench(
-            chosen,
+            options = dataclasses.replace(options, splits=splits)
+        check_lengths(opened, options.lengths)
+        result = run_bench(
+            opened,
             options,
-            makers,
+            work,
             command=command,
             backend=backend,
-            save=lambda result: write_bench(place / BENCH_FILE, result),
+            save=lambda partial: write_bench(place / BENCH_FILE, partial),
             announce=progress,
         )
-        return found if prepare else report_bench(found, place, written)
+        return result if build_only else _report(result, place, written)
 
 
-def report_bench(found: Bench, folder: Path, written: Callable[[Path], None]) -> Bench:
+def _report(bench: Bench, folder: Path, written: Callable[[Path], None]) -> Bench:
     """Write the reports of a bench and again those of its run; why these cannot be is a warning of it."""
     refreshed, why = refresh_reports(folder)
     if why:
-        found = found.model_copy(update={"warnings": [*found.warnings, why]})
-    for report in [*write_bench_reports(found, folder), *refreshed]:
+        bench = bench.model_copy(update={"warnings": [*bench.warnings, why]})
+    for report in [*write_bench_reports(bench, folder), *refreshed]:
         written(report)
-    return found
+    return bench
 
 
-def _check_arguments(target: Path | None, model: str | None, recipe: str | None, profile: str) -> None:
+def _check_target(target: Path | None, model: str | None, recipe: str | None) -> None:
     if (target is None) == (model is None):
         raise UserError(
             f"give either a run directory or --model (a folder, or one of {', '.join(MODEL_SHAPES)})"
         )
     if target is not None and recipe is not None:
         raise UserError(f"--recipe belongs to --model; {target} has a recipe of its own")
-    if profile not in ("both", "static", "recipe"):
-        raise UserError(f"--profile {profile!r} is unknown; use both, static or recipe")
 
 
-def _check_gpu_options(
-    also: Sequence[str], without: Sequence[str], *, prepare: bool, model: str | None, cpu: bool
-) -> None:
-    if also and (model is None or cpu):
-        raise UserError("--also belongs to --model on a GPU: other recipes of the model that is measured")
-    if cpu and (prepare or without):
-        raise UserError("--prepare and --without belong to a bench on a GPU")
-    if unknown := sorted({*without} - {kind.name for kind in TABLE}):
-        names = ", ".join(kind.name for kind in TABLE)
-        raise UserError(f"--without {', '.join(unknown)}: no contestant is called that; there are {names}")
+def _check_names(exclude: Sequence[str]) -> None:
+    known = dict.fromkeys(system.name for system in TABLE)
+    if unknown := sorted({*exclude} - {*known}):
+        raise UserError(
+            f"--exclude {', '.join(unknown)}: no system is called that; there are {', '.join(known)}"
+        )
 
 
 def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> tuple[int, tuple[int, ...]]:
-    """Threads of a contestant and numbers of streams."""
+    """Return threads of a system and numbers of streams."""
     counts = tuple(dict.fromkeys(streams or (1, 2)))
     if not cpu:
         if threads:
@@ -232,7 +230,7 @@ def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> t
     return running, tuple(count for count in counts if count <= running)
 
 
-def _taken(  # noqa: PLR0913
+def _owned_folder(  # noqa: PLR0913
     place: Path,
     target: Path | None,
     model: str | None,
@@ -241,7 +239,7 @@ def _taken(  # noqa: PLR0913
     replace: bool,
     note: Callable[[str], None],
 ) -> AbstractContextManager[None]:
-    """The folder of a bench: of the run that is measured, or one for this model and recipe."""
+    """Hold the folder of a bench: of the run that is measured, or one for this model and recipe."""
     if target is not None and place.resolve() == target.resolve():
         if replace:
             raise UserError(f"--replace would remove the run that is measured, {target}; give another --out")
@@ -259,29 +257,34 @@ def _open_all(  # noqa: PLR0913, PLR0917
     folder: Path,
     options: BenchOptions,
     pooling: Pooling | None,
-    makers: Makers,
+    work: GpuWork | CpuWork,
 ) -> Target:
-    """The target by the first recipe, with those by the others, which are exported beside it."""
+    """Return the target by the first recipe, with those by the others, exported at the same time."""
+
+    def start(run: Path) -> None:
+        if isinstance(work, GpuWork):
+            start_compiles(work, run, options)
+
     if target is not None:
-        found = run_target(target)
-        makers.start(target, options)
-        return found
+        opened = run_target(target)
+        start(target)
+        return opened
     assert model is not None
     first, *others = recipes
-    places = {str(other): folder / "also" / Path(str(other)).stem / "work" for other in others}
+    places = {str(other): folder / "extra" / Path(str(other)).stem / "work" for other in others}
     waits = [
-        makers.export(model, other, place, options) for other, place in places.items() if pooling is None
+        start_export(work, model, other, place, options)
+        for other, place in places.items()
+        if pooling is None and isinstance(work, GpuWork)
     ]
-    chosen, seed, longest = recipe_for(model, first), options.seed, max(options.lengths)
-    found = model_target(
-        model, chosen, folder / "work", seed, longest, pooling, lambda run: makers.start(run, options)
-    )
+    seed, longest = options.seed, max(options.lengths)
+    opened = model_target(model, recipe_for(model, first), folder / "work", seed, longest, pooling, start)
     for wait in waits:
         wait()
     for other, place in places.items():
-        made = model_target(model, recipe_for(model, other), place, seed, longest, pooling)
-        name = made.session.recipe.name
-        if name in {found.session.recipe.name, *found.also}:
+        extra = model_target(model, recipe_for(model, other), place, seed, longest, pooling)
+        name = extra.session.recipe.name
+        if name in {opened.session.recipe.name, *opened.extra}:
             raise UserError(f"two recipes to measure are called {name!r}; give one another name")
-        found.also[name] = made
-    return found
+        opened.extra[name] = extra
+    return opened

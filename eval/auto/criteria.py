@@ -73,7 +73,7 @@ def list_unmet(
     if least is not None and (speedup is None or speedup.value < least):
         issue = GateIssue(code="min_speedup", state="failed", limit=least)
         if speedup is not None:
-            issue.value, issue.over, issue.cell = speedup.value, speedup.baseline, speedup.config
+            issue.value, issue.baseline, issue.config = speedup.value, speedup.baseline, speedup.config
         issues.append(issue)
     return issues
 

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from qdqbench.eval.bench.loop import Lane
-from qdqbench.quantize.core.arrays import Batch, Float32
+from qdqbench.eval.bench.rounds import Lane
+from qdqbench.quantize.core.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.encoders.inputs import MASK, TOKENS, widened
 from qdqbench.quantize.kinds.kind import joined
 from qdqbench.quantize.rundir.session import Session
@@ -16,11 +17,11 @@ from qdqbench.quantize.rundir.session import Session
 if TYPE_CHECKING:
     import torch
 
-PADDING_STEP = 8  # real lengths are padded up to it: few shapes, and what tensor cores want
+PADDING_STEP = 8  # lengths of a split are padded up to it: few shapes, and what tensor cores want
 
 
 class Bound(Protocol):
-    """An inference at one shape with its own CUDA buffers and stream: an engine's, or a PyTorch peer's."""
+    """An inference at one shape with its own CUDA buffers and stream: an engine's, or PyTorch's."""
 
     inputs: "dict[str, torch.Tensor]"
     outputs: "dict[str, torch.Tensor]"
@@ -92,51 +93,60 @@ class DeviceLane:
 
     def fetch(self) -> Float32:
         """See `Lane`."""
-        return _logits(self.bound)
+        self.bound.stream.synchronize()
+        return _host_logits(self.bound.outputs)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One inference of a split."""
+
+    bound: Bound
+    inputs: "Mapping[str, torch.Tensor]"  # in pinned memory of the host
+    rows: Int64  # rows of the outputs that are answers, in the order of the split; the others are copies
 
 
 class SplitLane:
-    """A whole split in one launch, on one stream: each batch goes into the buffers of its shape and runs."""
+    """A whole split in one launch on one stream, with its copies: inputs to the GPU, outputs to the host."""
 
-    def __init__(
-        self, bounds: Mapping[tuple[int, int], Bound], batches: "Sequence[Mapping[str, torch.Tensor]]"
-    ) -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         import torch
 
-        self.torch = torch
-        self.steps = [(bounds[tuple(batch["input_ids"].shape)], batch) for batch in batches]  # type: ignore[index]
-        self.stream, self.input_sets = self.steps[0][0].stream, 1
+        self.torch, self.steps = torch, steps
+        self.stream, self.input_sets = steps[0].bound.stream, 1
+        self.outputs = [
+            {name: pinned(torch.empty_like(made, device="cpu")) for name, made in step.bound.outputs.items()}
+            for step in steps
+        ]
 
     def feed(self, number: int) -> None:
-        """Nothing: the copies are part of the work."""
+        """Do nothing: the copies are part of the work."""
 
     def launch(self) -> None:
         """See `Lane`."""
-        for bound, batch in self.steps:
-            self._step(bound, batch)
+        for step, outputs in zip(self.steps, self.outputs, strict=True):
+            with self.torch.cuda.stream(self.stream):
+                for name, buffer in step.bound.inputs.items():
+                    buffer.copy_(step.inputs[name], non_blocking=True)
+            step.bound.launch()
+            with self.torch.cuda.stream(self.stream):
+                for name, buffer in outputs.items():
+                    buffer.copy_(step.bound.outputs[name], non_blocking=True)
 
     def fetch(self) -> Float32:
-        """Logits of the whole split, batch after batch: shapes share buffers, so it runs once more."""
-        parts = []
-        for bound, batch in self.steps:
-            self._step(bound, batch)
-            parts.append(_logits(bound))
-        return np.concatenate(parts)
-
-    def _step(self, bound: Bound, batch: "Mapping[str, torch.Tensor]") -> None:
-        with self.torch.cuda.stream(self.stream):
-            for name, buffer in bound.inputs.items():
-                buffer.copy_(batch[name], non_blocking=True)
-        bound.launch()
+        """Return the logits of the whole split in its order."""
+        self.stream.synchronize()
+        return np.concatenate(
+            [_host_logits(outputs)[step.rows] for step, outputs in zip(self.steps, self.outputs, strict=True)]
+        )
 
 
-def _logits(bound: Bound) -> Float32:
-    bound.stream.synchronize()
-    return by_row(np.array(joined(bound.outputs, sorted(bound.outputs)).float().cpu().numpy()))
+def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
+    return by_row(np.array(joined(outputs, sorted(outputs)).float().cpu().numpy()))
 
 
 def by_row(answers: Float32) -> Float32:
-    """Answers [B, width]; of those of tokens [B, L, width] the first one's, whatever the length."""
+    """Answers [B, width]; of tokens [B, L, width] those of the first one's, whatever the length."""
     return answers[:, 0] if answers.ndim == 3 else answers
 
 
@@ -193,11 +203,23 @@ class CudaTimer:
         return time.perf_counter() - start
 
 
-def to_device(batch: Batch) -> "dict[str, torch.Tensor]":
-    """The same arrays as CUDA tensors."""
+def to_device(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    """Return the same arrays as CUDA tensors."""
     import torch
 
     return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
+
+
+def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    """Return the same arrays as tensors in pinned memory of the host."""
+    import torch
+
+    return {name: pinned(torch.from_numpy(array)) for name, array in batch.items()}
+
+
+def pinned(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return a tensor in pinned memory, from which copies to the GPU do not wait."""
+    return tensor.pin_memory()
 
 
 class WallTimer:
@@ -213,13 +235,13 @@ class WallTimer:
 
     def latencies(self, lane: Lane, count: int) -> list[float]:
         """See `Timer`."""
-        found = []
+        times = []
         for number in range(count):
             lane.feed(number)
             start = self.clock()
             lane.launch()
-            found.append(1000 * (self.clock() - start))
-        return found
+            times.append(1000 * (self.clock() - start))
+        return times
 
     def wall(self, lanes: Sequence[Lane], count: int) -> float:
         """See `Timer`; each lane in a thread of its own, and a single one in this thread."""

@@ -18,10 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from qdqbench.eval.bench import loop
 from qdqbench.eval.bench.clocks import gpu_uuid
 from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, HostLane, WallTimer, session_sets, to_device
-from qdqbench.eval.bench.loop import Contestant, Effort, Lane, Timer
+from qdqbench.eval.bench.rounds import (
+    Effort,
+    Lane,
+    ReadySystem,
+    Timer,
+    compare_rounds,
+    measure_rounds,
+    read_outputs,
+)
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.speedup import Speedup
@@ -85,15 +92,15 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     on_cpu = backend_of(recipe) in CPU_BACKENDS
     timer, effort = timer_of(on_cpu=on_cpu)
     compute = cpu_compute(recipe) if on_cpu else recipe.precision.compute
-    ours = Contestant("int8", "int8", [engine.lane(shape)], timer)
-    theirs = Contestant(compute, compute, [baseline.lane(shape)], timer)
+    ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
+    theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
     config = f"b{shape[0]} s{shape[1]}"
     for system, what in ((theirs, f"the {compute.upper()} engine"), (ours, "the engine")):
-        _, error = loop.read_outputs(system)
+        _, error = read_outputs(system)
         if error:
             raise CheckFailed(f"{what} gives {error} at {config}")
-    measured = loop.measure([ours, theirs], effort)
-    return loop.speedup(
+    measured = measure_rounds([ours, theirs], effort)
+    return compare_rounds(
         ours.name,
         theirs.name,
         config,

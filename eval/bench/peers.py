@@ -1,6 +1,6 @@
-"""What an INT8 engine must be compared with besides its twins: PyTorch and torch.compile.
+"""PyTorch and torch.compile on padded batches, as baselines of INT8.
 
-Peers get their best form: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take
+They get their best form: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. They take
 the attention mask as the engines do, at fixed shapes too, where it is all ones: without one, transformers
 makes its own while a graph is captured or traced, and SDPA then computes attention in FP32.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PeerPrecision = Literal["fp16", "bf16", "fp32"]
 WARM_CALLS = 3
-OUTPUT = "answers"  # of a bound model
+OUTPUT = "answers"
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
@@ -56,24 +56,21 @@ def example(inputs: Sequence[str], batch: int, length: int, device: str) -> "dic
 class TorchRun:
     """A PyTorch model bound to one shape: own buffers and stream, a CUDA graph where it captures.
 
-    A `lanes.Bound`; `detail` says how it runs.
+    A `lanes.Bound` on these input buffers; `detail` says how it runs.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         forward: "Callable[..., Any]",
-        batch: int,
-        length: int,
-        *,
-        inputs: Sequence[str],
+        inputs: "dict[str, torch.Tensor]",
         how: str,
+        *,
         graph: bool = True,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         import torch
 
-        self.torch, self.forward = torch, forward
-        self.inputs = example(inputs, batch, length, "cuda")
+        self.torch, self.forward, self.inputs = torch, forward, inputs
         self.outputs: dict[str, torch.Tensor] = {}
         self.stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.graph: Any = None
@@ -82,7 +79,7 @@ class TorchRun:
             self._call()
         self.stream.synchronize()
         why = self._capture() if graph else "launched one by one"
-        self.detail = f"{how}, with the mask, " + (f"no CUDA graph ({why})" if why else "CUDA graph")
+        self.detail = f"{how}, no CUDA graph ({why})" if why else f"{how}, CUDA graph"
 
     def launch(self) -> None:
         """Enqueue one inference."""

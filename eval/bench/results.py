@@ -6,15 +6,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from qdqbench.eval.bench.loop import speedup
+from qdqbench.eval.bench.rounds import compare_rounds
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict, read
 
 BENCH_FILE = "bench.json"
-PEERS = ("torch-", "compile-")  # how names of PyTorch contestants begin
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
+Device = Literal["gpu", "cpu"]
+Precision = Literal["int8", "fp16", "bf16", "fp32"]
+EngineShapes = Literal["both", "exact", "recipe"]
 
 
 class BenchTarget(Strict):
@@ -33,27 +35,25 @@ class BenchSettings(Strict):
 
     batches: list[int]
     lengths: list[int]
-    real_lengths: str | None  # task whose lengths were measured too
+    dataset: str | None  # task whose evaluation split was timed too
     streams: list[int]
     rounds: int
-    seconds: float
-    repeats: int | None
-    input_sets: int  # different random inputs that each contestant rotates through
-    profile: Literal["both", "static", "recipe"]
+    duration_s: float
+    iterations: int | None
+    input_sets: int  # different random inputs that each system rotates through
+    engine_shapes: EngineShapes
     seed: int
-    threads: int | None = None  # of a contestant on a CPU; null on a GPU
-    how: str | None = None  # in words, where something else than this program measured
-    peers_masked: bool = False  # PyTorch had the attention mask at fixed shapes too; older files had it not
+    threads: int | None = None  # of a system on a CPU; null on a GPU
 
 
-class BenchContestant(Strict):
-    """Something that was measured."""
+class BenchSystem(Strict):
+    """Something that was measured: an engine, PyTorch, another quantizer."""
 
     name: str
     label: str
-    precision: Literal["int8", "fp16", "bf16", "fp32"]
+    precision: Precision
     backend: str  # library and version
-    recipe: dict[str, Any] | None = None  # of `--also`; null: the bench's own, or older than this field
+    recipe: dict[str, Any] | None = None  # of `--extra-recipe`; null: the bench's own
 
 
 class BenchThroughput(Strict):
@@ -66,7 +66,7 @@ class BenchThroughput(Strict):
 
 
 class BenchKernels(Strict):
-    """Kernels that one inference of a peer ran, by torch.profiler."""
+    """Kernels that one inference of a PyTorch baseline ran, by torch.profiler."""
 
     names: dict[str, int]  # launches of each, most frequent first
     fused_attention: int  # launches of kernels that compute a whole attention
@@ -74,9 +74,9 @@ class BenchKernels(Strict):
 
 
 class BenchRow(Strict):
-    """One contestant in one cell."""
+    """One system in one config."""
 
-    contestant: str
+    system: str
     status: Literal["done", "error", "skipped"]
     reason: str | None = None  # of an error, or why it was skipped
     detail: str | None = None  # how it ran: CUDA graph, compile mode, attention mask
@@ -89,35 +89,44 @@ class BenchRow(Strict):
     cpu_ms: float | None = None  # CPU time of all threads of one launch, median over rounds; on a CPU only
     sequences_per_s: float | None = None  # of one inference after the other: sequences / median_ms
     throughput: list[BenchThroughput] = Field(default_factory=list)
-    clock_mhz: float | None = None  # medians while this contestant ran; null where nothing reads them
+    clock_mhz: float | None = None  # medians while this system ran; null where nothing reads them
     power_w: float | None = None
     temperature_c: float | None = None
-    rel_error: float | None = None  # of its logits, against the cell's reference
+    rel_error: float | None = None  # of its logits, against the config's reference
     int8_gemms: int | None = None  # of the INT8 engine, from its layer table
     expected_int8_gemms: int | None = None
     not_int8: list[str] = Field(default_factory=list)
     engine_bytes: int | None = None
     activation_bytes: int | None = None
-    kernels: BenchKernels | None = None  # of a peer on a GPU; null where they were not read
+    kernels: BenchKernels | None = None  # of PyTorch on a GPU; null where they were not read
+
+    @property
+    def in_best_form(self) -> bool:
+        """Return whether its kernels fuse attention, as far as they were read."""
+        return self.kernels is None or self.kernels.fused_attention > 0
+
+    def fp32_gemms(self, precision: str) -> int:
+        """Return how many products a system of a precision below FP32 ran in FP32."""
+        return self.kernels.fp32_gemms if self.kernels and precision != "fp32" else 0
 
 
-class BenchCell(Strict):
-    """One shape, or one task's real lengths."""
+class BenchConfig(Strict):
+    """One shape, or one task's evaluation split at one batch size."""
 
-    kind: Literal["fixed", "real"]
+    kind: Literal["fixed", "dataset"]
     batch: int
-    length: int | None  # tokens; null for real lengths
+    length: int | None  # tokens; null for a data set
     sequences: int  # of one launch: the batch, or the whole split
     shapes: int  # different (batch, length) in one launch
-    padded_to: list[int] = []  # tokens of a batch; of real lengths
+    padded_to: list[int] = []  # tokens of a batch; of a data set
     real_tokens: int  # without padding
     padded_tokens: int
-    reference: str | None  # contestant whose logits the others are held to
+    reference: str | None  # system whose logits the others are checked against
     rows: list[BenchRow]
     speedups: list[Speedup]
-    headline: Speedup | None = None  # fastest INT8 engine over the fastest FP16 contestant
-    slow_reasons: list[str] = []  # where INT8 is slower than its FP16 twin, read from the layers
-    spent_s: float | None = None  # wall time of making and measuring it
+    headline: Speedup | None = None  # fastest INT8 engine over the fastest system without INT8
+    slow_reasons: list[str] = []  # where INT8 is slower than its FP16 engine, read from the layers
+    elapsed_s: float | None = None  # wall time of preparing and measuring it
 
 
 class BenchCpu(Strict):
@@ -133,29 +142,29 @@ class BenchCpu(Strict):
 class Bench(Tabular):
     """Every number of one bench."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     created: str
     command: str
-    complete: bool  # false: interrupted, the cells that are here were finished
-    device: Literal["gpu", "cpu"]
+    complete: bool  # false: interrupted, the configs that are here were finished
+    device: Device
     compute_capability: str | None
     cpu: BenchCpu | None = None  # null on a GPU
     target: BenchTarget
     recipe: dict[str, Any]
     settings: BenchSettings
-    contestants: list[BenchContestant]
-    cells: list[BenchCell]
+    systems: list[BenchSystem]
+    configs: list[BenchConfig]
     notes: list[str]  # what holds for every figure: support of this GPU, known hazards
     warnings: list[str]
     errors: list[str]
     environment: dict[str, Any]
-    ahead_s: float | None = None  # wall time of builds and compilations before the first cell
+    prepare_s: float | None = None  # wall time of builds and compilations before the first config
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One a contestant and shape."""
+        """Yield one row a system and config."""
         shape = {"kind", "batch", "length", "sequences"}
-        for cell in self.cells:
-            yield from (cell.model_dump(include=shape) | row.model_dump() for row in cell.rows)
+        for config in self.configs:
+            yield from (config.model_dump(include=shape) | row.model_dump() for row in config.rows)
 
 
 def read_bench(path: Path) -> Bench:
@@ -172,70 +181,59 @@ def write_bench(path: Path, bench: Bench) -> None:
     files.write_json(path, bench.model_dump(mode="json"))
 
 
-def row_of(cell: BenchCell, contestant: str) -> BenchRow | None:
-    """The measured row of a contestant; None where it was not measured."""
-    found = [row for row in cell.rows if row.contestant == contestant and row.status == "done"]
-    return found[0] if found else None
+def row_of(config: BenchConfig, system: str) -> BenchRow | None:
+    """Return the measured row of a system; None where it was not measured."""
+    return next((row for row in config.rows if row.system == system and row.status == "done"), None)
 
 
-def rate_of(cell: BenchCell, contestant: str, streams: int) -> float | None:
-    """Sequences per second of a contestant at that many streams; None where it was not measured."""
-    row = row_of(cell, contestant)
+def rate_of(config: BenchConfig, system: str, streams: int) -> float | None:
+    """Return sequences per second of a system at that many streams; None where it was not measured."""
+    row = row_of(config, system)
     rates = {each.streams: each.sequences_per_s for each in row.throughput} if row else {}
     return rates.get(streams)
 
 
-def speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:
-    """INT8 engines over each other contestant, and the others over the FP16 twin.
+def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:
+    """Return INT8 engines over each other system, and the others over the FP16 engine.
 
-    By another recipe (`int8-RECIPE`, on a GPU) an engine is over each contestant without INT8, too.
+    By another recipe (`int8-RECIPE`, on a GPU) an engine is over each system without INT8, too.
     """
-    done = {row.contestant: row for row in rows if row.status == "done"}
+    done = {row.system: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
     more = [name for name in done if "fp16" in done and name.startswith("int8-") and name not in OURS]
     pairs += [(own, name) for own in more for name in done if not name.startswith("int8")]
     pairs += [(name, "fp16") for name in done if name not in (*OURS, *more, "fp16")] + [OURS[::-1]]
     return [
-        speedup(name, over, config, done[name].round_ms, done[over].round_ms, seed)
-        for name, over in pairs
-        if done.keys() >= {name, over}
+        compare_rounds(system, baseline, config, done[system].round_ms, done[baseline].round_ms, seed)
+        for system, baseline in pairs
+        if done.keys() >= {system, baseline}
     ]
 
 
-def speedup_of(cell: BenchCell, contestant: str, over: str) -> Speedup | None:
-    """The speed-up of one contestant over another; None where one was not measured."""
-    return next((s for s in cell.speedups if (s.system, s.baseline) == (contestant, over)), None)
+def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | None:
+    """Return the speed-up of one system over another; None where one was not measured."""
+    return next((s for s in config.speedups if (s.system, s.baseline) == (system, baseline)), None)
 
 
-def headline_of(contestants: Sequence[BenchContestant], cell: BenchCell) -> Speedup | None:
-    """The fastest INT8 engine over the fastest FP16 contestant, whatever runs it; None without either.
+def headline_of(systems: Sequence[BenchSystem], config: BenchConfig) -> Speedup | None:
+    """Return the fastest INT8 engine over the fastest system without INT8; None without either.
 
-    On a CPU, where nothing runs in FP16, over the fastest in BF16 or FP32.
+    It is what `min_speedup` of a gate is checked against.
     """
-    medians = {row.contestant: row.median_ms for row in cell.rows if row.median_ms is not None}
+    medians = {row.system: row.median_ms for row in config.rows if row.median_ms is not None}
     ours = min((name for name in OURS if name in medians), key=medians.__getitem__, default="")
-    return over_fastest(contestants, cell, ours)
+    return over_fastest(systems, config, ours)
 
 
-def over_fastest(contestants: Sequence[BenchContestant], cell: BenchCell, name: str) -> Speedup | None:
-    """One INT8 contestant over the fastest in FP16, on a CPU in BF16 or FP32; None where not measured."""
-    precision = {about.name: about.precision for about in contestants}
-    floats = {"fp16", "bf16"} if "fp16" in precision.values() else {"bf16", "fp32"}
-    found = [s for s in cell.speedups if s.system == name and precision.get(s.baseline) in floats]
-    return min(found, key=lambda ratio: ratio.value, default=None)
+def over_fastest(systems: Sequence[BenchSystem], config: BenchConfig, name: str) -> Speedup | None:
+    """Return one INT8 system over the fastest without INT8; None where not measured."""
+    floats = {system.name for system in systems if system.precision != "int8"}
+    ratios = [s for s in config.speedups if s.system == name and s.baseline in floats]
+    return min(ratios, key=lambda ratio: ratio.value, default=None)
 
 
-def peer_doubt(row: BenchRow, precision: str) -> str:
-    """Why a peer is not what it could be, by its kernels; empty where they are fine or were not read."""
-    if row.status != "done" or row.kernels is None:
-        return ""
-    surplus = row.kernels.fp32_gemms if precision != "fp32" else 0
-    gemms = f"{surplus} GEMMs in FP32" if surplus else ""
-    if not row.kernels.fused_attention:
-        return f"no fused attention kernel ran{', ' if gemms else ''}{gemms}"
-    return gemms
-
-
-def cell_label(cell: BenchCell, task: str | None) -> str:
-    """`b32 s128`, or `b32 SST-2 lengths`."""
-    return f"b{cell.batch} s{cell.length}" if cell.kind == "fixed" else f"b{cell.batch} {task} lengths"
+def config_label(config: BenchConfig, task: str | None) -> str:
+    """Return `b32 s128`, or `b32 SST-2 lengths`."""
+    if config.kind == "fixed":
+        return f"b{config.batch} s{config.length}"
+    return f"b{config.batch} {task} lengths"

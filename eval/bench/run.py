@@ -1,4 +1,4 @@
-"""One bench from target to `Bench`: cell by cell, saved after each, so that an interruption loses one."""
+"""One bench from target to `Bench`: config by config, saved after each, so that an interruption loses one."""
 
 import gc
 import time
@@ -8,30 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.eval.bench import loop
-from qdqbench.eval.bench.cell import (
-    INPUT_SETS,
-    REFERENCES,
-    BenchOptions,
-    CellShape,
-    Entry,
-    Makers,
-    shapes,
-)
 from qdqbench.eval.bench.clocks import Clocks, GpuMonitor, busy_notes, cpu_now, gpu_uuid, load_average
-from qdqbench.eval.bench.loop import Effort, Measured
+from qdqbench.eval.bench.config import INPUT_SETS, BenchOptions, Config, Entry, configs_of
+from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
+from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
 from qdqbench.eval.bench.results import (
     Bench,
-    BenchCell,
+    BenchConfig,
     BenchRow,
     BenchSettings,
     BenchThroughput,
-    cell_label,
+    compute_speedups,
+    config_label,
     headline_of,
-    peer_doubt,
     speedup_of,
-    speedups,
 )
+from qdqbench.eval.bench.rounds import LEAST_FOR_P99, Effort, Measured, check_outputs, measure_rounds
+from qdqbench.eval.bench.systems import describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.engine.backend import choose_backend
@@ -48,7 +41,7 @@ CPU_REST_S = (
 
 
 def require_gpu(backend: Any) -> tuple[str, str]:
-    """Backend and version of the engines to measure.
+    """Return backend and version of the engines to measure.
 
     Raises:
         MissingDevice: lists everything that is missing.
@@ -72,138 +65,148 @@ def require_gpu(backend: Any) -> tuple[str, str]:
     return chosen.name, chosen.version
 
 
+# whose logits are trusted, best first
+REFERENCES = ("torch-fp32", "fp32", "fp16", "fp32-onnxruntime", "fp32-openvino")
+
+
 def run_bench(  # noqa: PLR0913
     target: Target,
     options: BenchOptions,
-    makers: Makers,
+    work: GpuWork | CpuWork,
     *,
     command: str,
     backend: tuple[str, str] = ("", ""),
     save: Callable[[Bench], None] = lambda bench: None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """Measure every cell.
+    """Measure every config.
 
     Args:
-        makers: of the contestants, on the device of the options.
+        work: of the device of the options.
         backend: on a GPU the builder of engines and its version.
-        save: called after each cell with what is known so far.
+        save: called after each config with what is known so far.
         announce: called with what is being done.
 
     Raises:
         MissingDevice: the GPU or a runtime is not there; names all that is missing.
-        CheckFailed: a contestant fails while it is measured; finished cells were saved.
+        CheckFailed: a system fails while it is measured; finished configs were saved.
     """
-    gpu, clock = None if options.cpu else find_gpu(), time.monotonic()
+    on_cpu, clock = options.device == "cpu", time.monotonic()
+    gpu = None if on_cpu else find_gpu()
     result = Bench(
         created=now(),
         command=command,
         complete=False,
-        device="cpu" if options.cpu else "gpu",
+        device=options.device,
         compute_capability=gpu.compute_capability if gpu else None,
-        cpu=cpu_now() if options.cpu else None,
+        cpu=cpu_now() if on_cpu else None,
         target=target.about,
         recipe=target.session.recipe.model_dump(mode="json"),
         settings=_settings(options),
-        contestants=makers.contestants(target, options),
-        cells=[],
+        systems=describe_systems(target, options, " ".join(backend)),
+        configs=[],
         notes=_notes(target, options, backend, gpu.compute_capability if gpu else None),
         warnings=[],
         errors=[],
         environment=environment(),
     )
-    monitor = None if options.cpu else GpuMonitor(gpu_uuid())
+    monitor = None if on_cpu else GpuMonitor(gpu_uuid())
     with monitor or nullcontext(), target.stack:
-        makers.ahead(target, options, announce)
-        result.ahead_s = round(time.monotonic() - clock, 1)
-        for shape in shapes(options) if options.measured else ():
-            _measure_cell(result, target, options, shape, makers, monitor, announce)
+        if isinstance(work, GpuWork):
+            prebuild(work, target, options, backend[0], announce)
+        result.prepare_s = round(time.monotonic() - clock, 1)
+        for config in () if options.build_only else configs_of(options):
+            _measure_config(result, target, options, config, work, monitor, announce)
             if result.cpu:
                 result.cpu.load_after = load_average()
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
-    result.complete, result.created = options.measured, now()
-    if options.measured:
+    result.complete, result.created = not options.build_only, now()
+    if result.complete:
         save(result)
     return result
 
 
-def _measure_cell(  # noqa: PLR0913, PLR0917
+def _measure_config(  # noqa: PLR0913, PLR0917
     result: Bench,
     target: Target,
     options: BenchOptions,
-    shape: CellShape,
-    makers: Makers,
+    config: Config,
+    work: GpuWork | CpuWork,
     monitor: GpuMonitor | None,
     announce: Callable[[str], None],
 ) -> None:
-    """Prepare, verify, measure, verify again; adds the cell and what is wrong with it to the result."""
+    """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
+    on_cpu, clock = options.device == "cpu", time.monotonic()
     effort = Effort(
         rounds=options.rounds,
-        seconds=options.seconds,
-        repeats=options.repeats,
-        streams=() if shape.real else options.streams,
-        least=(1 if shape.real else CPU_LEAST) if options.cpu else Effort.least,
-        rest_s=CPU_REST_S if options.cpu else 0,
+        duration_s=options.duration_s,
+        iterations=options.iterations,
+        streams=() if config.split else options.streams,
+        least=(1 if config.split else CPU_LEAST) if on_cpu else Effort.least,
+        rest_s=CPU_REST_S if on_cpu else 0,
     )
-    label = f"b{shape.batch} {'real lengths' if shape.real else f's{shape.length}'}"
-    clock = time.monotonic()
+    label = f"b{config.batch} {'data set' if config.split else f's{config.length}'}"
     with ExitStack() as stack:
         stack.callback(gc.collect)
-        announce(f"{label}: making contestants")
-        entries = makers.prepare(target, options, shape, result.contestants, stack)
+        announce(f"{label}: preparing systems")
+        if isinstance(work, GpuWork):
+            entries = prepare_on_gpu(target, options, config, work, result.systems, stack)
+        else:
+            entries = prepare_on_cpu(target, options, config, work, result.systems, stack)
         announce(f"{label}: verifying outputs")
-        reference = _judge(entries)
-        ready = [entry.contestant for entry in entries if entry.contestant is not None]
-        measured = loop.measure(
+        reference = _check(entries)
+        ready = [entry.system for entry in entries if entry.system is not None]
+        measured = measure_rounds(
             ready, effort, progress=lambda done, total: announce(f"{label}: round {done} of {total}")
         )
-        _judge(entries)  # several streams or a graph may have spoilt what was right before
+        _check(entries)  # several streams or a graph may have spoilt what was right before
         _read_kernels(result, entries, label)
         for entry in entries:
             if entry.row.status == "done":
-                found = measured[entry.row.contestant]
-                windows = [(burst.start, burst.end) for burst in found.bursts]
+                rounds = measured[entry.row.system]
+                windows = [(burst.start, burst.end) for burst in rounds.bursts]
                 clocks = monitor.during(windows) if monitor else Clocks()
-                fill(entry.row, found, shape.sequences, effort.streams, clocks)
-                entry.row.cpu_ms = float(np.median(found.cpu_ms)) if options.cpu else None
-        cell = BenchCell(
-            kind="real" if shape.real else "fixed",
-            batch=shape.batch,
-            length=shape.length,
-            sequences=shape.sequences,
-            shapes=len(shape.bound),
-            padded_to=sorted({length for _, length in shape.bound}) if shape.real else [],
-            real_tokens=shape.real.real_tokens if shape.real else shape.batch * (shape.length or 0),
-            padded_tokens=shape.real.padded_tokens if shape.real else shape.batch * (shape.length or 0),
+                fill_row(entry.row, rounds, config.sequences, effort.streams, clocks)
+                entry.row.cpu_ms = float(np.median(rounds.cpu_ms)) if on_cpu else None
+        rows = [entry.row for entry in entries]
+        tokens = config.batch * (config.length or 0)
+        row = BenchConfig(
+            kind="dataset" if config.split else "fixed",
+            batch=config.batch,
+            length=config.length,
+            sequences=config.sequences,
+            shapes=len(config.shapes),
+            padded_to=sorted({length for _, length in config.shapes}) if config.split else [],
+            real_tokens=config.split.real_tokens if config.split else tokens,
+            padded_tokens=config.split.padded_tokens if config.split else tokens,
             reference=reference,
-            rows=[entry.row for entry in entries],
+            rows=rows,
             speedups=[],
-            spent_s=round(time.monotonic() - clock, 1),
+            elapsed_s=round(time.monotonic() - clock, 1),
         )
-        config = cell_label(cell, result.settings.real_lengths)
-        cell.speedups = speedups(cell.rows, config, options.seed)
-        cell.headline = headline_of(result.contestants, cell)
-        cell.slow_reasons = _slow_reasons(cell, entries)
+        row.speedups = compute_speedups(rows, config_label(row, result.settings.dataset), options.seed)
+        row.headline = headline_of(result.systems, row)
+        row.slow_reasons = _slow_reasons(row, entries)
         for entry in entries:
-            entry.contestant = entry.kernels = None  # lanes go before the engines that the stack closes
+            entry.system = entry.kernels = None  # lanes go before the engines that the stack closes
         ready.clear()
         measured.clear()
         gc.collect()
-    result.cells.append(cell)
-    _record_problems(result, cell)
+    result.configs.append(row)
+    _record_problems(result, row)
 
 
-def fill(row: BenchRow, found: Measured, sequences: int, streams: Sequence[int], clocks: Clocks) -> None:
-    """Write a contestant's numbers into its row."""
-    row.launches = len(found.launches)
-    row.round_ms = found.round_ms
-    row.median_ms = found.median_ms
-    row.p50_ms, row.p90_ms = found.percentile(50), found.percentile(90)
-    row.p99_ms = found.percentile(99) if row.launches >= loop.LEAST_FOR_P99 else None
-    row.sequences_per_s = 1000 * sequences / found.median_ms
-    measured = {count: found.throughput(count) for count in streams}
+def fill_row(row: BenchRow, rounds: Measured, sequences: int, streams: Sequence[int], clocks: Clocks) -> None:
+    """Write a system's numbers into its row."""
+    row.launches = len(rounds.launches)
+    row.round_ms = rounds.round_ms
+    row.median_ms = rounds.median_ms
+    row.p50_ms, row.p90_ms = rounds.percentile(50), rounds.percentile(90)
+    row.p99_ms = rounds.percentile(99) if row.launches >= LEAST_FOR_P99 else None
+    row.sequences_per_s = 1000 * sequences / rounds.median_ms
+    measured = {count: rounds.throughput(count) for count in streams}
     rates = {count: [sequences * rate for rate in each] for count, each in measured.items() if each}
     row.throughput = [
         BenchThroughput(streams=count, sequences_per_s=float(np.median(each)), low=min(each), high=max(each))
@@ -212,24 +215,22 @@ def fill(row: BenchRow, found: Measured, sequences: int, streams: Sequence[int],
     row.clock_mhz, row.power_w, row.temperature_c = clocks.clock_mhz, clocks.power_w, clocks.temperature_c
 
 
-def _judge(entries: Sequence[Entry]) -> str | None:
+def _check(entries: Sequence[Entry]) -> str | None:
     """Turn entries with unsound outputs into errors; returns the reference's name."""
-    ready = [entry.contestant for entry in entries if entry.contestant is not None]
-    errors, differences, reference = loop.judge_outputs(ready, REFERENCES)
+    ready = [entry.system for entry in entries if entry.system is not None]
+    errors, differences, reference = check_outputs(ready, REFERENCES)
     for entry in entries:
-        name = entry.row.contestant
+        name = entry.row.system
         if name in differences:
             entry.row.rel_error = differences[name]
         if name in errors:
-            entry.row = BenchRow(
-                contestant=name, status="error", reason=errors[name], detail=entry.row.detail
-            )
-            entry.contestant = None
+            entry.row = BenchRow(system=name, status="error", reason=errors[name], detail=entry.row.detail)
+            entry.system = None
     return reference
 
 
 def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
-    """Kernels of every peer, once all are measured: a profiler disturbs."""
+    """Read the kernels of every baseline, once all are measured: a profiler disturbs."""
     for entry in entries:
         if entry.kernels is None or entry.row.status != "done":
             continue
@@ -237,32 +238,34 @@ def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
             entry.row.kernels = entry.kernels()
         except (CheckFailed, RuntimeError) as error:
             why = " ".join(f"{error}".split())[:300]
-            result.warnings.append(f"{where}: kernels of {entry.row.contestant} were not read: {why}")
+            result.warnings.append(f"{where}: kernels of {entry.row.system} were not read: {why}")
 
 
-def _slow_reasons(cell: BenchCell, entries: Sequence[Entry]) -> list[str]:
-    """Return why INT8 is slower than its FP16 twin; empty where it is not."""
-    ratio = speedup_of(cell, "int8", "fp16")
-    layers = {entry.row.contestant: entry.layers for entry in entries}
+def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
+    """Return why INT8 is slower than its FP16 engine; empty where it is not."""
+    ratio = speedup_of(config, "int8", "fp16")
+    layers = {entry.row.system: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
     slower = ratio is not None and ratio.verdict == "slower"
     return list(slow_reasons(int8, fp16)) if slower and int8 and fp16 else []
 
 
-def _record_problems(result: Bench, cell: BenchCell) -> None:
-    """Errors and gaps in words."""
-    labels = {row.name: row.label for row in result.contestants}
-    precision = {row.name: row.precision for row in result.contestants}
-    where = cell_label(cell, result.settings.real_lengths)
-    said = {(labels[row.contestant], row.reason) for before in result.cells[:-1] for row in before.rows}
-    for row in cell.rows:
-        line = f"{where}: {labels[row.contestant]}: {row.reason}"
+def _record_problems(result: Bench, config: BenchConfig) -> None:
+    """Add errors and gaps in words."""
+    systems = {system.name: system for system in result.systems}
+    where = config_label(config, result.settings.dataset)
+    known = {(row.system, row.reason) for before in result.configs[:-1] for row in before.rows}
+    for row in config.rows:
+        system = systems[row.system]
+        line = f"{where}: {system.label}: {row.reason}"
         if row.status == "error":
             result.errors.append(line)
-        elif row.status == "skipped" and (labels[row.contestant], row.reason) not in said:
+        elif row.status == "skipped" and (row.system, row.reason) not in known:
             result.warnings.append(f"{line} (not measured)")
-        if doubt := peer_doubt(row, precision[row.contestant]):
-            result.warnings.append(f"{where}: {labels[row.contestant]} is not in its best form: {doubt}")
+        doubts = [] if row.in_best_form else ["no fused attention kernel ran"]
+        doubts += [f"{count} GEMMs in FP32"] if (count := row.fp32_gemms(system.precision)) else []
+        if doubts:
+            result.warnings.append(f"{where}: {system.label} is not in its best form: {', '.join(doubts)}")
         if row.not_int8:
             result.warnings.append(
                 f"{where}: {len(row.not_int8)} of {row.expected_int8_gemms} GEMMs do not run in INT8: "
@@ -275,10 +278,9 @@ def _settings(options: BenchOptions) -> BenchSettings:
     return BenchSettings.model_validate(
         same
         | {
-            "threads": options.threads if options.cpu else None,
-            "real_lengths": options.real[0].task if options.real else None,
+            "threads": options.threads if options.device == "cpu" else None,
+            "dataset": options.splits[0].task if options.splits else None,
             "input_sets": INPUT_SETS,
-            "peers_masked": True,
         }
     )
 
@@ -289,11 +291,7 @@ def _notes(
     notes = softmax_notes(target, options.lengths)
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
-    if options.cpu:
-        return [
-            *notes,
-            *cpu_hazards(find_cpu()),
-            "measured on a CPU: says nothing about a GPU",
-            *busy_notes(),
-        ]
-    return notes + hazards(*backend, capability)
+    if options.device == "gpu":
+        return notes + hazards(*backend, capability)
+    on_cpu = "measured on a CPU: says nothing about a GPU"
+    return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy_notes()]

@@ -8,47 +8,54 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.bench.random_model import calibrate_random_ids, random_ids_task, write_random_model
+from qdqbench.eval.accuracy.runners import placed
+from qdqbench.eval.bench.lanes import session_sets
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibrate.record import read_record, write_record
+from qdqbench.quantize.calibrate import ptq
+from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.encoders.identity import says_pooling
+from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_named, family_of
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir import artifacts
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, INT8
 from qdqbench.quantize.rundir.config import find_recipe
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
+from qdqbench.quantize.tasks.task import EMBED, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+RANDOM_SAMPLES, RANDOM_BATCH = 32, 8  # of random ids: only latency is measured, so few are enough
 RANDOM_IDS = "random token ids: accuracy means nothing"
-TWINS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
+GRAPHS = {"int8": INT8, "fp16": FP16, "fp32": FP32}
 
 
 @dataclass
 class Target:
-    """An exported model and its twins."""
+    """An exported model: its ONNX files in INT8, FP16 and FP32."""
 
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
-    also: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
+    extra: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
     stack: ExitStack = field(default_factory=ExitStack)  # removes them, at the end of a bench
 
     @property
-    def twins(self) -> dict[str, Path]:
+    def graphs(self) -> dict[str, Path]:
         """ONNX files by precision, INT8 first."""
-        paths = {name: self.session.folder / file for name, file in TWINS.items()}
+        paths = {name: self.session.folder / file for name, file in GRAPHS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
 
     @functools.cached_property
@@ -200,5 +207,46 @@ def _target(session: Session, kind: Any, model_name: str, calibration: str) -> T
         files={},
     )
     target = Target(session, about)
-    about.files.update({path.name: files.sha256(path) for path in target.twins.values()})
+    about.files.update({path.name: files.sha256(path) for path in target.graphs.values()})
     return target
+
+
+def random_ids_task(model: str | None, pooling: Pooling | None = None) -> Task:
+    """A task without data for a model folder; None: for a model of `write_random_model`."""
+    if pooling or (model is not None and says_pooling(model)):
+        return EMBED.model_copy(update={"name": "random-token-ids"})
+    labels = int(load_model(model).config.num_labels or 0) if model else 2
+    metrics = ("pearson",) if labels == 1 else ("accuracy",)
+    return Task(name="random-token-ids", text_columns=("sentence",), num_labels=labels, metrics=metrics)
+
+
+def calibrate_random_ids(session: Session, longest: int = 0) -> CalibrationRecord:
+    """A record from random token ids; for latency alone, any finite scales make the same kernels.
+
+    Samples have the recipe's `export.max_length` tokens, or `longest` where that is more: a softmax over them
+    is nearly even, and INT8 with scale 1/127 makes it zero from 255 tokens on. Biases are not corrected: that
+    changes no kernel and took two thirds of the time.
+    """
+    model, recipe = placed(session.new_int8_model()), session.recipe
+    length = min(max(recipe.export.max_length, longest), session.plan.family.positions(model.config))
+    batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
+    settings = recipe.calibration.model_copy(update={"bias_correction": False})
+    return ptq.calibrate(model, session.plan, batches, settings)
+
+
+def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
+    """Save a classifier of a shape with seeded random weights; an existing one is kept."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    stamp = folder / "seed.json"
+    wanted = {**shape, "seed": seed}
+    if stamp.is_file() and files.read_json(stamp) == wanted:
+        return
+    stamp.unlink(missing_ok=True)
+    with torch.random.fork_rng(devices=[]), quiet("transformers"):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(**shape, num_labels=2)
+        classifier: Any = AutoModelForSequenceClassification
+        classifier.from_config(config).save_pretrained(folder)
+    files.write_json(stamp, wanted)

@@ -1,13 +1,13 @@
 """The strongest FP16 baseline: an encoder on packed tokens without padding, for launches of the fastest size.
 
 Tokens of all rows lie one after the other, attention takes where each row starts (flash-attention's varlen
-form), torch.compile fuses the rest of a layer, and each size of a launch is one CUDA graph. Rows of a data set
-are packed across batches, and the size of a launch is the one that takes the least time for all rows.
+form), torch.compile fuses the rest of a layer, and each size of a launch is one CUDA graph. Rows of a data
+set are packed across batches, and the size of a launch is the one that takes the least time for all rows.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -139,7 +139,7 @@ class UnpaddedEncoder:
         self._layer: Callable[..., torch.Tensor] = encoder_layer
         self._embed: Callable[..., torch.Tensor] = self._embedded
         if compiled:
-            self._layer = torch.compile(encoder_layer, dynamic=False, fullgraph=True)
+            self._layer = torch.compile(encoder_layer, dynamic=False)
             self._embed = torch.compile(self._embedded, dynamic=False)
         pooler = getattr(base, "pooler", None)
         self._states: Any = None
@@ -159,9 +159,7 @@ class UnpaddedEncoder:
         real = ids != self.positions_from
         return cast("Int64", np.cumsum(real) * real + self.positions_from)
 
-    def forward(
-        self, packed: "torch.Tensor", *, tokens: int, sequences: int, longest: int
-    ) -> "torch.Tensor":
+    def forward(self, packed: "torch.Tensor", *, tokens: int, longest: int) -> "torch.Tensor":
         """Compute the answers of one launch.
 
         Args:
@@ -170,7 +168,8 @@ class UnpaddedEncoder:
         Returns:
             [sequences, width], or for answers of tokens [tokens, width].
         """
-        ids, positions, types, starts = packed.split([tokens, tokens, tokens, sequences + 1])
+        ids, positions, types = packed[: 3 * tokens].view(3, tokens)
+        starts = packed[3 * tokens :]
         hidden = self._embed(ids[None], positions[None], types[None])[0]
         for weights in self.layers:
             hidden = self._layer(hidden, starts, longest, self.heads, self.eps, self.activation, *weights)
@@ -204,7 +203,7 @@ class UnpaddedEncoder:
 
         self._states = states
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
-        return cast("torch.Tensor", self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)}))
+        return self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
 
 
 def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and guards on all else)
@@ -250,15 +249,10 @@ def packed_attention(
         return cast("torch.Tensor", varlen_attn(query, key, value, starts, starts, longest, longest))
     made = torch.zeros_like(query)
     edges = starts.tolist()
-    for begin, end in zip(edges, edges[1:], strict=False):
-        parts = (each[begin:end].transpose(0, 1) for each in (query, key, value))
-        made[begin:end] = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(0, 1)
+    for begin, end in pairwise(edges):
+        q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
+        made[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
     return made
-
-
-def fastest(candidates: Sequence[Any], seconds_of: Callable[[Any], float]) -> Any:
-    """Return the candidate that takes the least time."""
-    return min(candidates, key=seconds_of)
 
 
 def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]":
@@ -266,9 +260,7 @@ def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]"
     import torch
 
     paths = {role: path for path, role in family_of(model.config).linears.items()}
-    linears: dict[str, Any] = {
-        role: model.get_submodule(f"{layer}.{path}") for role, path in paths.items()
-    }
+    linears: dict[str, Any] = {role: model.get_submodule(f"{layer}.{path}") for role, path in paths.items()}
     norms: list[Any] = [_norm(model, layer, "attention"), _norm(model, layer, "ffn")]
     joined = [linears[role] for role in QKV[:3]]
     parts = [

@@ -8,8 +8,8 @@ import numpy as np
 
 from qdqbench.eval.accuracy.changes import Answered, differing, has_answers_that_flip, sample_labels
 from qdqbench.eval.accuracy.compare import compare as paired
-from qdqbench.eval.compare.opened import Opened, described, open_runs
-from qdqbench.eval.compare.results import Compared, ComparedLayer, ComparedSample, Pair, SampleAnswer
+from qdqbench.eval.compare.load import LoadedRun, describe_run, load_runs
+from qdqbench.eval.compare.results import ComparedLayer, ComparedSample, Pair, RunComparison, SampleAnswer
 from qdqbench.quantize.core.arrays import Array, Float64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.environment import now
@@ -19,13 +19,13 @@ SCORES_KEPT = 50  # samples of a task without classes: all of them differ someho
 FP32 = "FP32"
 
 
-def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> Compared:
+def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
     """Everything that two or more finished runs can be told apart by.
 
     Raises:
-        UserError: as `opened.open_runs`.
+        UserError: as `load_runs`.
     """
-    runs = open_runs(folders)
+    runs = load_runs(folders)
     notes: list[str] = []
     pairs = [_pair(first, second) for first, second in combinations(runs, 2)]
     samples, total = [], 0
@@ -33,10 +33,10 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> Comp
         found, count = _samples(group, notes)
         samples += found
         total += count
-    return Compared(
+    return RunComparison(
         created=now(),
         command=command,
-        runs=[described(run) for run in runs],
+        runs=[describe_run(run) for run in runs],
         pairs=pairs,
         samples=samples,
         samples_found=total,
@@ -45,7 +45,7 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> Comp
     )
 
 
-def why_not_paired(first: Opened, second: Opened) -> str | None:
+def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
     """Why two runs did not answer the same samples; None where they did."""
     if (first.task.name, first.task.kind) != (second.task.name, second.task.kind):
         return f"{first.name} is of task {first.task.name}, {second.name} of {second.task.name}"
@@ -60,30 +60,20 @@ def why_not_paired(first: Opened, second: Opened) -> str | None:
     return None
 
 
-def _pair(first: Opened, second: Opened) -> Pair:
+def _pair(first: LoadedRun, second: LoadedRun) -> Pair:
     names = first.name, second.name
     if why := why_not_paired(first, second):
         return Pair(first=names[0], second=names[1], not_paired=why)
     try:
-        found = paired(first.task, first.answers, second.answers, first.gold, seed=first.config.seed)
+        comparison = paired(first.task, first.answers, second.answers, first.gold, seed=first.config.seed)
     except UserError as error:
         return Pair(first=names[0], second=names[1], not_paired=str(error))
-    return Pair(
-        first=names[0],
-        second=names[1],
-        not_paired=None,
-        delta=found.delta,
-        delta_stderr=found.delta_stderr,
-        n=found.n,
-        disagreements=found.disagreements,
-        mcnemar_p=found.mcnemar_p,
-        within_noise=found.within_noise,
-    )
+    return Pair(first=names[0], second=names[1], comparison=comparison)
 
 
-def _groups(runs: list[Opened]) -> list[list[Opened]]:
+def _groups(runs: list[LoadedRun]) -> list[list[LoadedRun]]:
     """Runs whose answers can be laid beside each other, sample by sample."""
-    groups: list[list[Opened]] = []
+    groups: list[list[LoadedRun]] = []
     for run in runs:
         group = next((g for g in groups if why_not_paired(g[0], run) is None), None)
         if group is None:
@@ -93,7 +83,7 @@ def _groups(runs: list[Opened]) -> list[list[Opened]]:
     return groups
 
 
-def _samples(runs: list[Opened], notes: list[str]) -> tuple[list[ComparedSample], int]:
+def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSample], int]:
     """Samples that any of the runs, or FP32, answers otherwise; the surest of the wrong changes first."""
     first = runs[0]
     try:
@@ -128,9 +118,9 @@ def _samples(runs: list[Opened], notes: list[str]) -> tuple[list[ComparedSample]
     return rows, len(chosen)
 
 
-def _columns(runs: list[Opened]) -> dict[str, Answered]:
+def _columns(runs: list[LoadedRun]) -> dict[str, Answered]:
     """Answers by run, those of FP32 first: once where all runs have the same FP32 model."""
-    models: dict[str, Opened] = {}
+    models: dict[str, LoadedRun] = {}
     for run in runs:
         models.setdefault(str(run.results.model.get("sha256")), run)
     alone = len(models) == 1
@@ -138,7 +128,7 @@ def _columns(runs: list[Opened]) -> dict[str, Answered]:
     return references | {run.name: run.answered for run in runs}
 
 
-def _distance(runs: list[Opened]) -> Float64:
+def _distance(runs: list[LoadedRun]) -> Float64:
     """The kind's divergence of the two answers of a sample that differ most, [samples]."""
     kind, gold = runs[0].task.kind, runs[0].gold
     everything = [runs[0].fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
@@ -157,7 +147,7 @@ def _answer(found: Answered, sample: int) -> SampleAnswer:
     )
 
 
-def _layers(runs: list[Opened]) -> Iterator[ComparedLayer]:
+def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
     """amax of activations, output errors of linears and errors of blocks, in the order of the model."""
     tables: list[tuple[str, list[dict[str, float | None]]]] = [
         ("amax", [{q.name: q.amax for q in run.results.quantizers if q.kind != "weight"} for run in runs]),
@@ -171,23 +161,23 @@ def _layers(runs: list[Opened]) -> Iterator[ComparedLayer]:
             yield ComparedLayer.model_validate({"what": what, "name": name, "values": row})
 
 
-def _outputs(run: Opened) -> dict[str, float | None]:
+def _outputs(run: LoadedRun) -> dict[str, float | None]:
     return {row.name: row.output_rel_error for row in run.results.parity.rows} if run.results.parity else {}
 
 
-def _blocks(run: Opened) -> dict[str, float | None]:
+def _blocks(run: LoadedRun) -> dict[str, float | None]:
     checked = run.results.verification
     return {row.name: row.error for row in checked.blocks} if checked else {}
 
 
-def _not_comparable(runs: list[Opened]) -> list[str]:
+def _not_comparable(runs: list[LoadedRun]) -> list[str]:
     """What makes numbers of several runs not comparable."""
     notes = [
         f"the bench of {run.name} is of other files than {', '.join(run.stale_bench)}: no latency is shown"
         for run in runs
         if run.stale_bench
     ]
-    asked: list[tuple[str, Callable[[Opened], object]]] = [
+    asked: list[tuple[str, Callable[[LoadedRun], object]]] = [
         ("were made on other machines", lambda run: run.results.environment.get("cpu")),
         ("have engines of other versions", lambda run: run.results.engine and run.results.engine.version),
         ("were made by other versions of the code", lambda run: run.results.environment.get("git")),

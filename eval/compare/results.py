@@ -3,21 +3,19 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from qdqbench.quantize.core.comparison import GateCode, GateState
+from qdqbench.quantize.core.comparison import Comparison, GateCode, GateState
 from qdqbench.quantize.core.frames import Tabular
+from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.strict import Strict
 
 
-class Latency(Strict):
-    """The INT8 of a run in one cell of its bench."""
+class RunLatency(Strict):
+    """The INT8 of a run in one config of its bench."""
 
-    cell: str  # b32 s128
-    contestant: str
+    config: str  # b32 s128
+    system: str
     median_ms: float
-    over: str | None  # the fastest contestant that is not INT8; None where none was measured
-    speedup: float | None  # over it
-    low: float | None  # 95 % interval
-    high: float | None
+    speedup: Speedup | None  # over the fastest system that is not INT8; None where none was measured
 
 
 class ComparedRun(Strict):
@@ -33,8 +31,7 @@ class ComparedRun(Strict):
     metrics: dict[str, float]  # of that stage; the primary metric comes first
     stderr: dict[str, float]
     fp32: dict[str, float]
-    delta: dict[str, float]  # from its own FP32
-    delta_stderr: dict[str, float]
+    vs_fp32: Comparison | None  # its own FP32; None where they were not compared
     backend: str | None  # of the engine; None: none was built
     int8: int | None  # matrix products in INT8 in the engine
     expected_int8: int | None
@@ -45,7 +42,7 @@ class ComparedRun(Strict):
     failures: list[GateCode]
     warnings: list[str]
     device: str | None  # of the bench
-    latency: list[Latency]
+    latency: list[RunLatency]
 
 
 class Pair(Strict):
@@ -53,13 +50,8 @@ class Pair(Strict):
 
     first: str
     second: str
-    not_paired: str | None  # why they cannot be: other task, other samples
-    delta: dict[str, float] = {}  # second minus first, by metric
-    delta_stderr: dict[str, float] = {}  # paired bootstrap
-    n: int = 0
-    disagreements: int | None = None  # None for scores
-    mcnemar_p: float | None = None
-    within_noise: bool | None = None
+    not_paired: str | None = None  # why they cannot be: other task, other samples
+    comparison: Comparison | None = None  # None where they are not paired
 
 
 class SampleAnswer(Strict):
@@ -89,7 +81,7 @@ class ComparedLayer(Strict):
     values: dict[str, float | None]  # by run; None: it has none there, or it is not a number
 
 
-class Compared(Tabular):
+class RunComparison(Tabular):
     """A whole comparison."""
 
     schema_version: Literal[1] = 1
@@ -105,8 +97,8 @@ class Compared(Tabular):
     def rows(self) -> Iterator[dict[str, Any]]:
         """One a run."""
         for run in self.runs:
-            flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "delta", "delta_stderr", "latency"})
-            metric = next(iter(run.metrics))
+            flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
+            metric, versus = next(iter(run.metrics)), run.vs_fp32
             yield (
                 flat
                 | {
@@ -114,8 +106,8 @@ class Compared(Tabular):
                     "value": run.metrics[metric],
                     "stderr": run.stderr.get(metric),
                     "fp32": run.fp32.get(metric),
-                    "delta": run.delta.get(metric),
-                    "delta_stderr": run.delta_stderr.get(metric),
+                    "delta": versus.delta.get(metric) if versus else None,
+                    "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
                 }
-                | {f"ms at {each.cell}": each.median_ms for each in run.latency}
+                | {f"ms at {each.config}": each.median_ms for each in run.latency}
             )

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
+from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
-from qdqbench.eval.benchreport.left_out import without_unmasked
-from qdqbench.eval.benchreport.report import stale_files
 from qdqbench.eval.gate.baseline import judge_baseline
 from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -59,8 +58,8 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
                 state="failed",
                 value=row.value,
                 limit=least,
-                cell=row.config,
-                over=row.baseline,
+                config=row.config,
+                baseline=row.baseline,
             )
             for row in speed
             if row.value < least
@@ -156,8 +155,8 @@ def _speed_sentence(issue: GateIssue) -> str:
         return text
     if issue.value is None:
         return f"{text} is asked, and no speed-up is known"
-    where = f" at {issue.cell}" if issue.cell else ""
-    return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.over or 'its baseline'}{where}"
+    where = f" at {issue.config}" if issue.config else ""
+    return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.baseline or 'its baseline'}{where}"
 
 
 _SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
@@ -200,8 +199,8 @@ def read_speed(folder: Path) -> list[Speedup]:
     """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
     if (bench := _bench(folder)) is None:
         return []
-    labels = {about.name: about.label for about in bench.contestants}
-    best = (headline_of(bench.contestants, cell) for cell in bench.cells)
+    labels = {about.name: about.label for about in bench.systems}
+    best = (headline_of(bench.systems, config) for config in bench.configs)
     return [
         ratio.model_copy(update={"system": labels[ratio.system], "baseline": labels[ratio.baseline]})
         for ratio in best
@@ -218,9 +217,9 @@ def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
     if backend is None or (bench := _bench(folder)) is None:
         return []
     found = []
-    for about in bench.contestants:
+    for about in bench.systems:
         same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
-        rows = (row_of(cell, about.name) for cell in bench.cells)
+        rows = (row_of(cell, about.name) for cell in bench.configs)
         sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
         if same and sizes and about.precision != "int8":
             found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
@@ -232,7 +231,7 @@ def _bench(folder: Path) -> Bench | None:
     if not (folder / BENCH_FILE).is_file():
         return None
     try:
-        bench = without_unmasked(read_bench(folder / BENCH_FILE))
+        bench = read_bench(folder / BENCH_FILE)
     except UserError:  # the report says so
         return None
     return None if stale_files(bench, folder) else bench

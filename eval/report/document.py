@@ -55,6 +55,7 @@ class Cell:
     sort: float | str | None = None  # what a page sorts its column by, where the text does not begin with it
     code: bool = False  # the text is code
     tip: str = ""  # shown by a page when one points at the cell
+    bar: float | None = None  # drawn on a page in place of a text, from 0 to 1
     look: str = ""  # CSS classes: text, nowrap, right, wrong-answer, INT8, ...
 
 

@@ -110,11 +110,15 @@ def types(names: list[str]) -> str:
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted.items())
 
 
-def text(value: Any) -> str:
-    """Any text as one line of Markdown that stays text, in a table too."""
+def inline(value: Any) -> str:
+    """Return any text as Markdown that stays text within a line or a table."""
     line = " ".join(str(value).split())
-    line = html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", line), quote=False)
-    return re.sub(r"^([#+=-])", r"\\\1", line)
+    return html.escape(re.sub(r"([\\`*\[\]|~])", r"\\\1", line), quote=False)
+
+
+def text(value: Any) -> str:
+    """Return any text as one line of Markdown that stays text."""
+    return re.sub(r"^([#+=-])", r"\\\1", inline(value))
 
 
 def ticked(value: Any) -> str:
@@ -198,11 +202,13 @@ def datatype(name: str) -> str:
     return DATATYPES.get(name.lower(), name)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return three digits of a number; None is one that is not finite."""
     return "not a number" if value is None else f"{value:.3g}"
 
 
-def _share_text(value: float | None) -> str:
+def share_text(value: float | None) -> str:
+    """Return a share in percent; None is not a number."""
     return "not a number" if value is None else f"{value:.2%}"
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 Leaf = Prose | Bullets | Table | Pairs | Chart | Code | Fold  # of which the last has no blocks
-MOST_REMARKS = 4  # of each kind, on a terminal
+MOST_REMARKS, MOST_FAILURES = 3, 5  # of each kind, on a terminal
 SIGNS: dict[State, str] = {"good": "✓", "bad": "✗", "unclear": "?"}
 STYLES: dict[State, str] = {"good": "green", "bad": "red", "unclear": "yellow", "quiet": "dim"}
 
@@ -80,6 +80,11 @@ def render_markdown(report: Report) -> str:
         parts += ["Recipe:", formats.fenced(formats.yaml_text(page.recipe), "yaml")]
     parts += [_pairs(title, rows) for title, rows in page.groups.items() if rows]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def blocks_markdown(blocks: Sequence[Block]) -> str:
+    """Return blocks as Markdown."""
+    return "\n\n".join(text for block in _leaves(blocks, "text") for text in _markdown(block))
 
 
 def _verdict_markdown(verdict: Verdict | None) -> list[str]:
@@ -160,12 +165,12 @@ def _joined(cells: Sequence[str], gap: str = " ") -> str:
 
 
 def _cell_markdown(cell: Cell) -> str:
-    text = formats.code(cell.text) if cell.code else _line(cell.text.replace("\n", ", "))
+    text = formats.code(cell.text) if cell.code else formats.inline(cell.text.replace("\n", ", "))
     if cell.state == "bad":
         text = f"**{text} ✗**" if text else "✗"
     elif not text and cell.state in SIGNS:
         text = SIGNS[cell.state]
-    return f"{text} ({_line(cell.note)})" if cell.note else text
+    return f"{text} ({formats.inline(cell.note)})" if cell.note else text
 
 
 def prose(text: str) -> str:
@@ -198,13 +203,13 @@ def render_screen(report: Report) -> "Group":
     parts: list[RenderableType] = []
     if (verdict := report.verdict) is not None:
         body = Text(verdict.sentence)
-        for lines, sign, style in ((verdict.failures, "✗ ", "red"), (verdict.notes, "", "yellow")):
-            for line in formats.first(lines, MOST_REMARKS, "the report"):
-                body.append(f"\n{sign}{line}", style=style)
-        title = Text(f"{verdict.title}: {report.page.heading}")
-        parts.append(
-            Panel(body, title=title, border_style=STYLES.get(verdict.state, "none"), title_align="left")
-        )
+        for line in formats.first(verdict.failures, MOST_FAILURES, "the report"):
+            body.append(f"\n✗ {line}", style="red")
+        for line in formats.first(verdict.notes, MOST_REMARKS, "the report"):
+            body.append(f"\n{line}", style="yellow")
+        parts.append(Text(report.page.heading, style="bold"))
+        border = STYLES.get(verdict.state, "none")
+        parts.append(Panel(body, title=Text(verdict.title), border_style=border, title_align="left"))
     blocks = [*report.lead, *(block for section in report.sections for block in section.blocks)]
     parts += [part for block in _leaves(blocks, "screen") for part in _screen(block)]
     for lines, name, style in ((report.warnings, "warning", "yellow"), (report.notes, "note", "dim")):
@@ -289,7 +294,7 @@ def _templates() -> "Environment":
     environment.filters["contents"] = contents
     environment.filters["text_columns"] = text_columns
     environment.filters["kind"] = lambda block: type(block).__name__
-    environment.globals |= {"number": formats._number, "share_text": formats._share_text, "signs": SIGNS}
+    environment.globals |= {"number": formats.number, "share_text": formats.share_text, "signs": SIGNS}
     return environment
 
 

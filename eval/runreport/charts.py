@@ -1,4 +1,4 @@
-"""Charts of a run: which layer runs in what, accuracy by stage, ranges, parity."""
+"""Charts of a run: which layer runs in what, accuracy by stage, ranges, parity, lengths, embeddings."""
 
 import re
 from collections import Counter, defaultdict
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import Any
+
+import numpy as np
 
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.report.formats import datatype
@@ -25,6 +27,7 @@ from qdqbench.eval.report.svg import (
     log_scale,
     svg_of,
 )
+from qdqbench.quantize.core.comparison import COSINE_EDGES, Agreement
 from qdqbench.quantize.core.results import LayerRow, Results, StageResult
 from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.families.any_family import PARTS, adds_behind_attention, part_of
@@ -39,6 +42,12 @@ KIND_STYLES = {  # a kind looks the same in every chart; colour is never the onl
     "output": (INK, "P"),
 }
 OTHERS = ((MUTED, "X"), (BLUE, "<"), (ORANGE, ">"), (GREEN, "*"), (PURPLE, "p"), (SKY, "h"))
+AGREEMENT_STYLES = {
+    "ptq": (PURPLE, "D"),
+    "fake_quant": (BLUE, "o"),
+    "onnxruntime": (ORANGE, "s"),
+    "engine": (GREEN, "^"),
+}
 _NAMED = {"output": "attention output", "ffn-in": "intermediate", "ffn-out": "output"}
 PART_KINDS = tuple(_NAMED.get(part, part) for part in PARTS)
 _MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?(@\d+)?$")
@@ -56,7 +65,7 @@ def place(module: str) -> tuple[int | None, str]:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """The datatype that one module runs in, whether that is what the recipe asks for, and the kernel."""
 
     datatype: str
@@ -70,8 +79,8 @@ class Grid:
 
     proven: bool  # read from the engine's layer table; else the plan
     kinds: list[str]
-    rows: list[tuple[int, list[Cell | None]]]
-    outside: list[tuple[str, Cell]]  # modules outside the numbered layers
+    rows: list[tuple[int, list[GridCell | None]]]
+    outside: list[tuple[str, GridCell]]  # modules outside the numbered layers
 
     @property
     def datatypes(self) -> dict[str, int]:
@@ -83,7 +92,7 @@ class Grid:
 def precision_grid(results: Results) -> Grid:
     """Which module runs in what: from the engine's kernels, or as planned when no engine was built."""
     cells = _plan(results) if results.engine is None else _measured(results)
-    placed: dict[int, dict[str, Cell]] = defaultdict(dict)
+    placed: dict[int, dict[str, GridCell]] = defaultdict(dict)
     outside = []
     for module, cell in cells.items():
         layer, kind = place(module)
@@ -102,15 +111,15 @@ def _ordered(kinds: Iterable[str]) -> list[str]:
     return [kind for kind in PART_KINDS if kind in found] + [kind for kind in found if kind not in PART_KINDS]
 
 
-def _plan(results: Results) -> dict[str, Cell]:
+def _plan(results: Results) -> dict[str, GridCell]:
     precision = results.recipe.get("precision")
     compute = str(precision.get("compute", "?") if isinstance(precision, dict) else "?").upper()
     plan = dict.fromkeys(results.quantized_layers, "INT8")
     plan |= dict.fromkeys(results.high_precision_layers, compute)
-    return {module: Cell(name, True, f"{module}: planned, not proven") for module, name in plan.items()}
+    return {module: GridCell(name, True, f"{module}: planned, not proven") for module, name in plan.items()}
 
 
-def _measured(results: Results) -> dict[str, Cell]:
+def _measured(results: Results) -> dict[str, GridCell]:
     """Each linear, and each pair of attention products, with the datatype of the kernels that compute it."""
     assert results.engine is not None
     asked = set(results.quantized_layers)
@@ -130,7 +139,7 @@ def _measured(results: Results) -> dict[str, Cell]:
         int8 = module in asked or (module not in linears and results.recipe.get("attention") == "int8")
         kernels = ", ".join(dict.fromkeys(row.name for row in rows)) or "not in the engine's layer table"
         as_asked = module not in wrong and (not int8 or name == "INT8")
-        cells[module] = Cell(name, as_asked, f"{module}: {kernels}")
+        cells[module] = GridCell(name, as_asked, f"{module}: {kernels}")
     return cells
 
 
@@ -271,3 +280,47 @@ def lengths_svg(results: Results) -> str:
 def _short(name: str) -> str:
     """A label that leaves room for the chart."""
     return name if len(name) <= 32 else f"{name[:31]}…"
+
+
+def agreements(results: Results) -> dict[str, Agreement]:
+    """Return what is known of each stage of an embedding model; empty of other models."""
+    compared = {name: row.vs_fp32 for name, row in results.stages.items()}
+    return {name: row.agreement for name, row in compared.items() if row is not None and row.agreement}
+
+
+def agreement_svg(results: Results, labels: dict[str, str]) -> str:
+    """Draw texts by distance from FP32's embedding, and by how many of its neighbours stay; may be empty."""
+    if not (found := agreements(results)):
+        return ""
+    figure = figure_of(4.6)
+    near, kept = figure.subplots(2, 1)
+    edges = np.array([COSINE_EDGES[0] / 2, *COSINE_EDGES, 2])
+    centres = np.sqrt(edges[1:] * edges[:-1])
+    for name, row in found.items():
+        colour, marker = AGREEMENT_STYLES[name]
+        look = {"color": colour, "marker": marker, "markersize": 4, "label": labels.get(name, name)}
+        shares = 100 * np.array(row.cosine_counts) / row.n
+        seen = np.flatnonzero(shares)
+        shown = slice(max(seen[0] - 1, 0), seen[-1] + 2)
+        near.plot(centres[shown], shares[shown], **look)
+        kept.plot(range(len(row.neighbor_counts)), 100 * np.array(row.neighbor_counts) / row.n, **look)
+    log_scale(near, "x")
+    near.set_xlabel("1 - cosine to the embedding of FP32")
+    kept.set_xlabel("of the nearest texts by FP32, how many are still among the nearest")
+    kept.xaxis.get_major_locator().set_params(integer=True)
+    dress(near, "texts by distance from FP32, %", grid="both")
+    dress(kept, "texts by neighbours that stay, %", grid="both")
+    legend(figure, 3)
+    return svg_of(figure, "agreement", "How near the embeddings of each stage are to those of FP32")
+
+
+def parity_svg(results: Results) -> str:
+    """Draw by encoder layer the part of its own limit that each tensor uses, in percent; may be empty."""
+    if results.parity is None:
+        return ""
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in results.parity.rows:
+        layer, kind = place(row.name)
+        if layer is not None:
+            points[kind][layer] = 100 * min(row.nearest[0], 100.0)
+    return layer_chart(points, "part of its own limit that each tensor uses, %", "parity", 100, "own limit")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qdqbench.eval.report.formats import cleaned
-from qdqbench.eval.runreport.verdict import verdict
+from qdqbench.eval.runreport.verdict import run_verdict
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
@@ -47,10 +47,10 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
 
 def _write(session: Session, results: Results, out: Path | None) -> None:
     results = cleaned(results)
-    said = verdict(results)
-    failed = "; ".join(said.failures) if said.state == "failed" else ""
-    lines = [*said.notes] if failed else [*said.failures, *said.notes]
-    write_deploy(session, results, Said(said.title, said.sentence, failed, lines), out)
+    verdict = run_verdict(results)
+    failed = "; ".join(verdict.failures) if verdict.state == "bad" else ""
+    lines = [*verdict.notes] if failed else [*verdict.failures, *verdict.notes]
+    write_deploy(session, results, Said(verdict.title, verdict.sentence, failed, lines), out)
 
 
 class Begin(NamedTuple):

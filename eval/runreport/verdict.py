@@ -1,56 +1,45 @@
-"""The verdict of a run in plain words, made from its numbers alone."""
+"""The verdict of a run, and its figures in words that every page and screen shares."""
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from qdqbench.eval.gate.gate import issue_sentence
+from qdqbench.eval.report.document import State, Verdict
 from qdqbench.eval.report.formats import count_of, label, sentence
-from qdqbench.quantize.core.comparison import GateState
+from qdqbench.eval.runreport.charts import place
+from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, GateState, Parity, ParityRow
 from qdqbench.quantize.core.results import Results, StageResult
 from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.families.any_family import RUN
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """The run in plain words."""
-
-    state: GateState
-    title: str
-    sentence: str
-    failures: list[str] = field(default_factory=list)  # of the gate, then of the checks beside it
-    notes: list[str] = field(default_factory=list)  # what is open or holds within noise; what was not done
-
-    @property
-    def sign(self) -> str:
-        """Before the title: a tick only where everything that is asked was judged and holds."""
-        return {"passed": "✓", "failed": "✗"}.get(self.state, "?")
+STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
+MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
 
 
-def verdict(results: Results) -> Verdict:
-    """What a reader must know first, made from the numbers alone."""
+def run_verdict(results: Results) -> Verdict:
+    """Return what a reader must know first, made from the numbers alone.
+
+    It is good only where everything that the gate asks was judged and holds. It is bad where the gate or
+    another check fails. Its notes are what is open, what holds within noise, and what was not done.
+    """
     gate = results.gate
     checks = _failed_checks(results)
     clauses = [*_int8(results), accuracy_clause(results)]
     if results.trained:
         clauses.append(qat_clause(results))
-    if (shrunk := quantized_file(results)) is not None:
-        clauses.append(f"ONNX file {shrunk[1]:.2f} of FP32")
+    if (smaller := quantized_file(results)) is not None:
+        clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
     clauses.append(speed_clause(results))
     clauses.append({"passed": "gate passed", "failed": "gate FAILED"}.get(gate.state, f"gate: {gate.state}"))
     sentence = "; ".join(clauses) + "."
+    issues = [*gate.having("cannot tell", "not judged"), *gate.having("within noise")]
     return Verdict(
-        state="failed" if checks else gate.state,
+        state="bad" if checks else STATES.get(gate.state, "unclear"),
         title=_title(results, checks),
         sentence=sentence[0].upper() + sentence[1:],
         failures=[*map(issue_sentence, gate.failures), *checks]
         or ([] if gate.passed else ["the gate gives no reason"]),
-        notes=[
-            *map(issue_sentence, gate.having("cannot tell", "not judged")),
-            *map(issue_sentence, gate.having("within noise")),
-            *_not_done(results),
-        ],
+        notes=[*map(issue_sentence, issues), *_not_done(results)],
     )
 
 
@@ -70,7 +59,7 @@ def _title(results: Results, checks: list[str]) -> str:
 
 
 def speed_clause(results: Results) -> str:
-    """The cell with the least speed-up and the one with the largest, as the run's bench has them."""
+    """Return the cell with the least speed-up and the one with the largest, as the run's bench has them."""
     if not results.speed:
         return "speed unknown until `qdqbench bench RUN`"
     ordered = sorted(results.speed, key=lambda row: row.value)
@@ -95,7 +84,7 @@ def _int8(results: Results) -> list[str]:
         return [f"INT8 in {planned} linears of the ONNX file, not proven: no engine was built"]
     done, asked = engine.int8_gemms, engine.expected_int8_gemms
     what = "linears" if asked == planned else "matrix products"
-    runs = {found[0] for row in engine.layers for node in row.onnx if (found := RUN.search(node))}
+    runs = {match[0] for row in engine.layers for node in row.onnx if (match := RUN.search(node))}
     if runs and asked:
         what += f" ({planned} linears, whose weights are shared by {len(runs)} layers)"
     clauses = [f"INT8 in {done} of {asked} {what}, proven from the engine's layer table"]
@@ -118,13 +107,13 @@ def _int8(results: Results) -> list[str]:
 
 
 def last_measured(results: Results) -> tuple[str, StageResult] | None:
-    """The measured stage that is nearest to deployment."""
+    """Return the measured stage that is nearest to deployment."""
     done = [(name, row) for name, row in results.stages.items() if row.status == "done" and row.metrics]
     return done[-1] if done else None
 
 
 def accuracy_clause(results: Results) -> str:
-    """Accuracy of the last scored stage against FP32."""
+    """Return accuracy of the last scored stage against FP32."""
     task = label(str(results.task.get("name", "task")))
     if (last := last_measured(results)) is None:
         return f"{task} was not scored in any stage"
@@ -140,7 +129,7 @@ def accuracy_clause(results: Results) -> str:
 
 
 def qat_clause(results: Results) -> str:
-    """What training won back of what PTQ lost, or lost itself."""
+    """Return what training won back of what PTQ lost, or lost itself."""
     stages, gain = results.stages, results.qat_vs_ptq
     ptq, qat = stages.get("ptq"), stages.get("fake_quant")
     if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
@@ -178,7 +167,7 @@ def _not_done(results: Results) -> list[str]:
 
 
 def _failed_checks(results: Results) -> list[str]:
-    """Checks that fail beside the gate."""
+    """Return checks that fail, whatever the gate asks."""
     failures = []
     errors = [row for row in results.findings if row.severity == "error"]
     if errors:
@@ -195,42 +184,70 @@ def _failed_checks(results: Results) -> list[str]:
 
 
 def quantized_file(results: Results) -> tuple[str, float, int] | None:
-    """Name, size ratio and bytes of the run's INT8 file, or of its FP16 twin where it has none."""
+    """Return name, size ratio and bytes of the run's INT8 file, or of its FP16 twin where it has none."""
     ratios = [(row.name, row.fp32_ratio, row.bytes) for row in results.files if row.fp32_ratio is not None]
     others = [row for row in ratios if "int8" in row[0]] or [row for row in ratios if "fp32" not in row[0]]
     return next(iter(others), None)
 
 
 def metric_text(row: StageResult | TrainingRun, metric: str) -> str:
-    """A metric with its standard error; empty where it was not measured."""
+    """Return a metric with its standard error; empty where it was not measured."""
     error = f" ± {row.stderr[metric]:.4f}" if metric in row.stderr else ""
     return f"{row.metrics[metric]:.4f}{error}" if metric in row.metrics else ""
 
 
 def headline(row: StageResult) -> str:
-    """Every metric of a stage."""
+    """Return every metric of a stage."""
     return ", ".join(f"{label(metric)} {metric_text(row, metric)}" for metric in row.metrics)
 
 
 def delta_text(row: StageResult) -> str:
-    """Primary metric against FP32, with its paired error."""
+    """Return the primary metric against FP32, with its paired error."""
     assert row.vs_fp32 is not None
     metric = next(iter(row.metrics))
     error = row.vs_fp32.delta_stderr.get(metric)
-    return f"{row.vs_fp32.delta[metric]:+.4f}{'' if error is None else f' ± {error:.4f}'}, {noise(row)}"
+    return f"{row.vs_fp32.delta[metric]:+.4f}{'' if error is None else f' ± {error:.4f}'}, {noise_text(row)}"
 
 
-def noise(row: StageResult) -> str:
-    """Whether the difference is within noise."""
+def noise_text(row: StageResult) -> str:
+    """Return whether the difference is within noise."""
     return "within noise" if row.vs_fp32 is not None and row.vs_fp32.within_noise else "beyond noise"
 
 
 def stage_name(results: Results, name: str) -> str:
-    """Name of a stage; where QAT ran, fake-quant is its model."""
+    """Return the name of a stage; where QAT ran, fake-quant is its model."""
     return "QAT fake-quant" if name == "fake_quant" and results.trained else label(name)
 
 
 def stage_label(results: Results, name: str) -> str:
-    """Name of a stage, with the backend of the engine."""
+    """Return the name of a stage, with the backend of the engine."""
     backend = f" ({label(results.engine.backend)})" if name == "engine" and results.engine else ""
     return stage_name(results, name) + backend
+
+
+def worst_first(parity: Parity | None) -> list[ParityRow]:
+    """Return tensors by how much of their nearest limit they use."""
+    rows = parity.rows if parity else []
+    return sorted(rows, key=lambda row: -row.nearest[0])
+
+
+def part_text(row: ParityRow) -> str:
+    """Return the part of its nearest limit that a tensor uses."""
+    return f"{row.nearest[0]:.0%}"
+
+
+def nearest_text(row: ParityRow) -> str:
+    """Return what a tensor is nearest to, its figure and its limit: `codes that differ: 0.229% of 0.500%`."""
+    measure = row.nearest[1]
+    values = {
+        "codes": f"{row.share:.3%} of {row.limit:.3%}",
+        "step": f"{row.max_step} of {row.step_limit}",
+        "output": f"{row.output_rel_error or 0.0:.2g} of {MAX_OUTPUT_ERROR:g}",
+    }
+    return f"{MEASURES[measure]}: {values[measure]}"
+
+
+def remark_of(row: ParityRow) -> str:
+    """Return the same with its place: `layer 3 output, codes that differ: 0.229% of 0.500%`."""
+    layer, kind = place(row.name)
+    return f"{kind if layer is None else f'layer {layer} {kind}'}, {nearest_text(row)}"

@@ -209,7 +209,7 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
         value = row.speedup.value if row.speedup else None
         over = row.speedup.baseline if row.speedup else None
         issues.append(
-            GateIssue(code="min_speedup", state="failed", value=value, limit=gate.min_speedup, over=over)
+            GateIssue(code="min_speedup", state="failed", value=value, limit=gate.min_speedup, baseline=over)
         )
     return issues
 

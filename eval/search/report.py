@@ -7,6 +7,7 @@ from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report import svg
 from qdqbench.eval.report.document import (
     EVERYWHERE,
+    PAGE,
     PAGES,
     SCREEN,
     Block,
@@ -61,7 +62,9 @@ def search_report(found: Search) -> Report:
     about = [label(found.task), str(found.recipe["name"])]
     facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
     sections = [
-        Section("front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)]),
+        Section(
+            "front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)], on=PAGE
+        ),
         *([_confirmation(found, speed)] if found.confirmed else []),
         *([_recipe(found)] if found.chosen else []),
         _trials(found, speed),
@@ -71,7 +74,7 @@ def search_report(found: Search) -> Report:
         sections,
         Verdict(
             "good" if outcome.passed else "bad",
-            "The gate holds" if outcome.passed else "The gate does not hold",
+            describe_gate(found),
             headline(found),
             notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
         ),
@@ -79,6 +82,11 @@ def search_report(found: Search) -> Report:
         warnings=found.warnings,
         notes=found.notes,
     )
+
+
+def describe_gate(found: Search) -> str:
+    """Return whether the gate holds."""
+    return "The gate holds" if found.outcome.passed else "The gate does not hold"
 
 
 def headline(found: Search) -> str:
@@ -161,14 +169,13 @@ def _confirmation(found: Search, speed: str) -> Section:
 
 def _confirmed_row(found: Search, each: ConfirmedRecipe) -> Row:
     is_chosen = each is found.confirmed[0]
-    name = f"{each.name} (chosen)" if is_chosen else each.name
     if each.score is None:
-        return row(name, "", "", "", "", "", "", Cell(_remark(each), "bad"), chosen=is_chosen)
+        return row(each.name, "", "", "", "", "", "", Cell(_remark(each), "bad"), chosen=is_chosen)
     engine = next(iter(each.engine.values()), None)
     value = next(iter(found.fp32.values())).metrics[found.metric] - each.score.drop
     noise = " ~" if each.score.within_noise else ""
     return row(
-        Cell(name, short=each.name),
+        each.name,
         f"{value:.4f}",
         Cell(_drop(each.score), short=f"{_drop(each.score)}{noise}"),
         "within noise" if each.score.within_noise else "",

@@ -441,7 +441,8 @@ def list_trials(worker: Worker) -> list[SearchTrial]:
     trials = []
     for frozen in list_finished(worker.study):
         if "trial" in frozen.user_attrs:
-            trials.append(SearchTrial.model_validate(frozen.user_attrs["trial"]))
+            known = frozen.user_attrs["trial"] | {"number": frozen.number}
+            trials.append(SearchTrial.model_validate(known))
             continue
         origin, shipped = (frozen.user_attrs.get(name, "") for name in ("origin", "shipped"))
         known = {"origin": origin or "tpe", "shipped": shipped, "params": frozen.params}

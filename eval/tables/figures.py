@@ -111,18 +111,18 @@ def _backend(name: str, version: str) -> str:
 
 def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
     """Of the engines for the recipe's shapes, its own and those of `--also`, at fixed shapes."""
-    if bench.device == "gpu" and bench.settings.profile == "static":
+    if bench.device == "gpu" and bench.settings.engine_shapes == "exact":
         return  # engines for each shape alone are not what `run` builds
-    made = {each.name: each.recipe or {"name": each.name.removeprefix("int8-")} for each in bench.contestants}
+    made = {each.name: each.recipe or {"name": each.name.removeprefix("int8-")} for each in bench.systems}
     made["int8"] = bench.recipe
-    stale = {each.name for each in bench.contestants if each.recipe and differences(each.recipe)}
+    stale = {each.name for each in bench.systems if each.recipe and differences(each.recipe)}
     stale |= {"int8"} if differences(bench.recipe) else set()
     engines = {name: str(recipe.get("name")) for name, recipe in made.items() if name not in stale}
-    about = {each.name: each for each in bench.contestants}
+    about = {each.name: each for each in bench.systems}
     device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
-    for cell in bench.cells:
+    for cell in bench.configs:
         for contestant, recipe in engines.items():
-            found = over_fastest(bench.contestants, cell, contestant)
+            found = over_fastest(bench.systems, cell, contestant)
             if recipe not in shipped_recipes() or cell.length is None or found is None:
                 continue  # not a recipe of ours, or real lengths, which are another measure
             yield (

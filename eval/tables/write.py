@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.bench.results import BENCH_FILE as BENCH
-from qdqbench.eval.bench.results import Bench, rate_of, read_bench
-from qdqbench.eval.benchreport.left_out import without, without_unmasked
-from qdqbench.eval.benchreport.words import (
-    PROFILES,
-    Mark,
-    cell_text,
+from qdqbench.eval.bench.report import (
+    ENGINE_SHAPES,
     clocks,
+    config_text,
     hardware,
-    headline_marks,
+    headline_cells,
     headline_title,
     latency_rows,
     method,
     ratio_rows,
     slow_lines,
+    without_systems,
 )
+from qdqbench.eval.bench.results import BENCH_FILE as BENCH
+from qdqbench.eval.bench.results import Bench, rate_of, read_bench
+from qdqbench.eval.report.document import Cell
 from qdqbench.eval.report.formats import cleaned, size, text
 from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
 from qdqbench.eval.runs.study_results import Study, read_study
@@ -59,9 +59,9 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
     benches: dict[tuple[Any, ...], tuple[Path, Bench]] = {}
     for path in found:
         value = files.read_json(path)
-        if isinstance(value, dict) and "cells" in value:
+        if isinstance(value, dict) and "configs" in value:
             bench = read_bench(path)
-            _add(benches, _bench_key(bench), path, cleaned(without_unmasked(bench)))
+            _add(benches, _bench_key(bench), path, cleaned(bench))
         else:
             run = read(path, Results, "results.json or bench.json", "make it again")
             _add(runs, run_key(run), path, cleaned(run))
@@ -133,30 +133,32 @@ def tables_markdown(
 
 
 def without_changed(bench: Bench) -> Bench:
-    """A bench without the engines of `--also` recipes that are shipped otherwise now."""
-    changed = {about.name: about.label for about in bench.contestants if differences(about.recipe or {})}
+    """A bench without the engines of `--extra-recipe` recipes that are shipped otherwise now."""
+    changed = {about.name: about.label for about in bench.systems if differences(about.recipe or {})}
     if not changed:
         return bench
     said = f"left out, as what is shipped has changed since: {', '.join(changed.values())}"
-    return without(bench, {*changed}, said)
+    return without_systems(bench, {*changed}, said)
 
 
 def _latency(bench: Bench, changed: Changed) -> list[str]:
     """Latency, speed-ups and throughput of one bench."""
     about = bench.target
     shape, random = about.shape, " (random weights)" if about.random_weights else ""
+    on_gpu = bench.device == "gpu"
+    built = ENGINE_SHAPES[bench.settings.engine_shapes] if on_gpu else "engines for any shape"
     title = (
         f"### Latency: {text(about.name)}{random}, {changed.label(bench.recipe)}, "
-        f"{PROFILES[bench.settings.profile] if bench.device == 'gpu' else 'engines for any shape'}\n\n"
+        f"{built}\n\n"
         f"{text(hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(method(bench))}"
     )
-    labels = {about.name: about.label for about in bench.contestants}
-    shapes = [text(cell_text(bench, cell)) for cell in bench.cells]
+    labels = {about.name: about.label for about in bench.systems}
+    shapes = [text(config_text(bench, cell)) for cell in bench.configs]
     heads = []
-    for name, cell in zip(shapes, bench.cells, strict=True):
-        ratio, *sides = headline_marks(bench, cell)
+    for name, cell in zip(shapes, bench.configs, strict=True):
+        ratio, *sides = headline_cells(bench, cell)
         heads.append([name, _shown(ratio), *(text(side.text) for side in sides)])
     rows = [[text(name), *map(_shown, marks)] for name, marks in (*latency_rows(bench), *ratio_rows(bench))]
     said = [*bench.notes, *_built_as(bench), *_proofs(bench), clocks(bench), *slow_lines(bench)]
@@ -174,14 +176,14 @@ def _latency(bench: Bench, changed: Changed) -> list[str]:
     ]
 
 
-def _shown(mark: Mark) -> str:
+def _shown(cell: Cell) -> str:
     """A figure of ours, whose interval needs no escape."""
-    return f"**{mark.text}**" if mark.bad else mark.text
+    return f"**{cell.text} ✗**" if cell.state == "bad" else cell.text
 
 
 def _built_as(bench: Bench) -> list[str]:
     """Shapes and form of engines that were built as the recipe says."""
-    if bench.settings.profile == "static" or bench.device == "cpu":
+    if bench.settings.engine_shapes == "exact" or bench.device == "cpu":
         return []
     shapes = bench.recipe["engine"]["shapes"]
     if shapes == AUTO:
@@ -193,10 +195,10 @@ def _built_as(bench: Bench) -> list[str]:
 
 def _proofs(bench: Bench) -> list[str]:
     """INT8 GEMMs of the engines that were timed, from their layer tables; fused attention of the peers."""
-    rows = [row for cell in bench.cells for row in cell.rows if row.expected_int8_gemms is not None]
+    rows = [row for cell in bench.configs for row in cell.rows if row.expected_int8_gemms is not None]
     counts = sorted({(row.int8_gemms, row.expected_int8_gemms) for row in rows})
     said = [f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in counts]
-    if read := [row.kernels for cell in bench.cells for row in cell.rows if row.kernels]:
+    if read := [row.kernels for cell in bench.configs for row in cell.rows if row.kernels]:
         fused = sorted({kernels.fused_attention for kernels in read})
         said.append(
             f"fused attention kernels of each PyTorch peer, by torch.profiler: {', '.join(map(str, fused))}"
@@ -207,12 +209,12 @@ def _proofs(bench: Bench) -> list[str]:
 def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:
     """Sequences per second of each contestant by shape and streams; nothing where it was not measured."""
     rows = []
-    for cell in bench.cells:
+    for cell in bench.configs:
         for streams in bench.settings.streams:
             rates = [rate_of(cell, name, streams) for name in labels]
             if any(rates):
                 shown = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
-                rows.append([text(cell_text(bench, cell)), str(streams), *shown])
+                rows.append([text(config_text(bench, cell)), str(streams), *shown])
     if not rows:
         return []
     return ["Sequences per second:", table(["shape", "streams", *map(text, labels.values())], rows)]
@@ -221,8 +223,8 @@ def _throughput(bench: Bench, labels: dict[str, str]) -> list[str]:
 def _memory(bench: Bench, labels: dict[str, str]) -> list[str]:
     """Size of each engine and of one context of it, by shape; nothing without engines."""
     sizes = {
-        (cell_text(bench, cell), row.contestant): f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
-        for cell in bench.cells
+        (config_text(bench, cell), row.system): f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
+        for cell in bench.configs
         for row in cell.rows
         if row.engine_bytes is not None and row.activation_bytes is not None
     }
@@ -241,10 +243,10 @@ def _bench_key(bench: Bench) -> tuple[Any, ...]:
         bench.target.name,
         str(bench.recipe.get("name")),
         hardware(bench),
-        bench.settings.profile,
+        bench.settings.engine_shapes,
         tuple(bench.settings.lengths),
         tuple(bench.settings.batches),
-        str(bench.settings.real_lengths),
+        str(bench.settings.dataset),
     )
 
 

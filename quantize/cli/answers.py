@@ -17,8 +17,9 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
         CheckFailed: something of it does not hold.
     """
     from qdqbench.eval.gate.gate import issue_sentence
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.eval.runreport.handoff import where_to_begin
-    from qdqbench.eval.runreport.report import summary_lines
+    from qdqbench.eval.runreport.report import run_report
     from qdqbench.eval.runs.made_lines import made_lines
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.core.results import Results
@@ -27,7 +28,12 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
     if isinstance(found, Results):
         begin = where_to_begin(folder, folder / DEPLOY)
         told = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
-        show(found, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in told.items()))
+        show(
+            found,
+            json,
+            lambda each: render_screen(run_report(each)),
+            *(f"{name}: {plain(text)}" for name, text in told.items()),
+        )
         if not found.gate.passed:
             raise CheckFailed(
                 f"the gate does not hold: {'; '.join(map(issue_sentence, found.gate.failures))}"

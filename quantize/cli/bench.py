@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BenchArguments:
     """What is measured, and how."""
 
     model: Annotated[
@@ -32,7 +32,7 @@ class Wanted:
     recipe: Annotated[
         str | None, typer.Option(help=f"With --model: name or YAML file; none: {DEFAULT_RECIPE}.")
     ] = None
-    also: Annotated[
+    extra_recipe: Annotated[
         list[str] | None, typer.Option(help="With --model: INT8 by this recipe too; repeatable.")
     ] = None
     batch: Annotated[
@@ -41,52 +41,51 @@ class Wanted:
     length: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens per sequence; repeatable. None: 128.")
     ] = None
-    real_lengths: Annotated[
+    dataset: Annotated[
         str | None,
-        typer.Option(help="Time the whole evaluation split of this task; other shapes if they are named."),
+        typer.Option(help="Task whose whole evaluation split is timed; other shapes if they are named."),
     ] = None
-    real_batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Batch size of --real-lengths; repeatable. None: 32.")
+    dataset_batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Batch size of --dataset; repeatable. None: 32.")
     ] = None
-    data: Annotated[str | None, typer.Option(help="Data of --real-lengths; none: the run's.")] = None
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer of --real-lengths for a built-in shape.")
-    ] = None
+    data: Annotated[str | None, typer.Option(help="Data of --dataset; none: the run's.")] = None
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer of --dataset for a built-in shape.")] = None
     streams: Annotated[
         list[int] | None, typer.Option(min=1, help="Inferences at once; repeatable. None: 1 and 2.")
     ] = None
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of a contestant on a CPU. None: one for each core.")
+        int | None, typer.Option(min=1, help="Threads of a system on a CPU. None: one for each core.")
     ] = None
     rounds: Annotated[int | None, typer.Option(min=1, help="Interleaved rounds. None: 12, on a CPU 6.")] = (
         None
     )
-    seconds: Annotated[
-        float, typer.Option(help="Latency time per contestant and shape, over all rounds.")
+    duration: Annotated[
+        float, typer.Option(help="Seconds of latency per system and shape, over all rounds.")
     ] = 1.0
-    repeats: Annotated[int | None, typer.Option(min=1, help="Launches per round, instead of --seconds.")] = (
-        None
-    )
-    peers: Annotated[bool, typer.Option(help="Measure PyTorch, torch.compile and other quantizers too.")] = (
-        True
-    )
-    fp32: Annotated[bool, typer.Option(help="Measure the FP32 twin too.")] = True
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Launches per round, instead of --duration.")
+    ] = None
+    baselines: Annotated[
+        bool, typer.Option(help="PyTorch, torch.compile, unpadded FP16 and other quantizers too.")
+    ] = True
+    fp32: Annotated[bool, typer.Option(help="FP32 engine too.")] = True
     compile_seconds: Annotated[
         float, typer.Option(help="For each shape and mode of torch.compile; what takes longer is left out.")
     ] = 90.0
-    profile: Annotated[
-        str, typer.Option(help="Engines for the recipe's shapes (recipe), each shape (static), or both.")
+    engine_shapes: Annotated[
+        Literal["both", "exact", "recipe"],
+        typer.Option(help="Shapes of engines on a GPU: the recipe's, exactly each shape, or both."),
     ] = "both"
     cpu: Annotated[bool, typer.Option("--cpu", help="On the CPU, even where a GPU is.")] = False
     keep_engines: Annotated[
         bool,
         typer.Option("--keep-engines", help="Leave the engines in the work folder, for inspect or again."),
     ] = False
-    prepare: Annotated[
-        bool, typer.Option("--prepare", help="Only export, build and compile, for a bench that follows.")
+    build_only: Annotated[
+        bool, typer.Option("--build-only", help="Only export, build and compile, for a bench that follows.")
     ] = False
-    without: Annotated[
-        list[str] | None, typer.Option(help="Contestant to leave out, by its name in bench.json; repeatable.")
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="System to leave out, by its name in bench.json; repeatable.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and bootstrap.")] = 0
 
@@ -95,14 +94,15 @@ class Wanted:
 def bench(
     target: Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)] = None,
     *,
-    wanted: Wanted,
+    options: BenchArguments,
     out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
     replace: Replace = False,
     json: Json = False,
 ) -> None:
-    """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
+    """INT8 against other engines, PyTorch and other quantizers, on a GPU or CPU: interleaved and verified."""
     from qdqbench.eval.api.bench import bench as measure
-    from qdqbench.eval.benchreport.report import bench_summary
+    from qdqbench.eval.bench.report import bench_report
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.eval.runreport.report import too_slow
     from qdqbench.quantize.core.errors import CheckFailed
 
@@ -110,7 +110,7 @@ def bench(
     with status() as announce:
         found = measure(
             target,
-            **asdict(wanted),
+            **asdict(options),
             out=out,
             replace=replace,
             note=note,
@@ -118,13 +118,18 @@ def bench(
             written=written.append,
             command=command_line(),
         )
-    if wanted.prepare and json:
+    if options.build_only and json:
         show_json(found)
         return
-    if wanted.prepare:
-        say("engines and compiled models are kept: run the same command without --prepare")
+    if options.build_only:
+        say("engines and compiled models are kept: run the same command without --build-only")
         return
-    show(found, json, bench_summary, *(f"report: {path}" for path in written))
+    show(
+        found,
+        json,
+        lambda bench: render_screen(bench_report(bench)),
+        *(f"report: {path}" for path in written),
+    )
     if found.errors:
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
     if target is not None and (slow := too_slow(target)):

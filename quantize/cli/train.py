@@ -68,8 +68,8 @@ def finetune(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
-    from qdqbench.eval.runreport.training_report import write_finetuning
-    from qdqbench.eval.runreport.training_screen import finetune_lines
+    from qdqbench.eval.report.render import render_screen
+    from qdqbench.eval.runreport.training import finetuning_report, write_finetuning
     from qdqbench.quantize.rundir.claim import default_folder
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
@@ -104,7 +104,7 @@ def finetune(  # noqa: PLR0913  (a command's options)
         written = [f"report: {folder / 'finetune.html'}"]
         if result.best_seed is not None:
             written.append(f"model: {folder / f'seed-{result.best_seed}' / 'model'}")
-        show(result, json, finetune_lines, *written)
+        show(result, json, lambda each: render_screen(finetuning_report(each)), *written)
     failed = [f"seed {run.seed}" for run in result.runs if run.status == "failed"]
     require_all(failed, folder / RESULT)
 

@@ -70,6 +70,11 @@ class ParityRow(Strict):
     step_limit: int = 1  # largest step that this tensor may have
 
     @property
+    def share(self) -> float:
+        """Fraction of differing codes."""
+        return self.differing / max(self.codes, 1)
+
+    @property
     def nearest(self) -> tuple[float, str]:
         """The part that it uses of its nearest limit (over 1: it does not hold): "codes", "step" or "output".
 
@@ -188,7 +193,7 @@ class EngineSize(Strict):
 
 GateState = Literal["passed", "failed", "not judged", "cannot tell"]
 # accuracy: a drop of the primary metric. baseline: FP32 against one answer for everything. check: an error of
-# `check`. engine: it did not run. int8_layers: what runs in INT8. min_speedup: a cell of the bench.
+# `check`. engine: it did not run. int8_layers: what runs in INT8. min_speedup: a config of the bench.
 # parity: ONNX Runtime against fake-quant. recipe: it could not be tried. verification: the engine's outputs.
 GateCode = Literal[
     "accuracy",
@@ -217,8 +222,8 @@ class GateIssue(Strict):
     limit: float | None = None  # that the value is compared with
     n: int | None = None  # samples
     needed: int | None = None  # samples that can tell
-    cell: str | None = None  # of the bench: b32 s128
-    over: str | None = None  # label of what INT8 is compared with there
+    config: str | None = None  # of the bench: b32 s128
+    baseline: str | None = None  # label of what INT8 is compared with there
     names: list[str] = Field(default_factory=list)  # modules, nodes, finding and node, or the constant answer
     detail: str = ""  # cause and advice as the part that measured it words them: shown, never read
 

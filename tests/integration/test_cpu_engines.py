@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import measure
-from qdqbench.eval.search import confirm, trials
-from qdqbench.eval.search.results import read_search
+from qdqbench.eval.search import confirm, study
+from qdqbench.eval.search.results import Ranking, read_search
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.engine.sidecar import check_sidecar
@@ -76,7 +76,11 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     monkeypatch.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a search beside the tests has the lock of all
     monkeypatch.setattr(measure, "ON_CPU", measure.Effort(4, 0.1, streams=()))
-    monkeypatch.setattr(trials, "rank", lambda work, file: (work.space, "model order"))
+
+    def rank(work, file):
+        return work.space, Ranking(units=[*work.space.units], attention=[*work.space.attention], samples=0)
+
+    monkeypatch.setattr(study, "rank_units", rank)
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})
     gate = recipe.gate.model_copy(update={"max_drop": 0.2})
@@ -91,11 +95,11 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     assert (found.source.mode, found.source.gpu, found.source.backend) == ("latency", None, "openvino")
     assert found.source.cpu in found.source.label
     assert f"over {found.source.twin}" in (out / "search.md").read_text()
-    for timed in [trial.latency for trial in found.trials] + [row.latency for row in found.confirmed]:
+    for timed in [row.speedup for row in [*found.trials, *found.confirmed]]:
         assert timed.system_ms > 0
         assert timed.ci95_low <= timed.value <= timed.ci95_high
     chosen = found.confirmed[0]
-    assert chosen.engine["validation"].n == chosen.fake_quant["validation"].n
+    assert chosen.engine["validation"].n == chosen.scores["validation"].n
     assert not list((out / "work").glob("engines-*"))
     # the gate only chooses: the same study, and nothing holds it
     fast = recipe.gate.model_copy(update={"min_speedup": 50.0})

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.report.formats import size
-from qdqbench.eval.runreport.parity import part_text, worst_first
-from qdqbench.eval.runreport.report import summary_lines
-from qdqbench.eval.runreport.verdict import verdict
+from qdqbench.eval.report.render import render_screen
+from qdqbench.eval.runreport.report import run_report
+from qdqbench.eval.runreport.verdict import part_text, run_verdict, worst_first
 from qdqbench.quantize.core.results import Results, read_results
 
 
@@ -50,7 +50,7 @@ def pages(finished_run: Path) -> tuple[Results, list[list[str]], list[list[str]]
         [cell.strip(" `*") for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")
     ]
     stream = StringIO()
-    Console(file=stream, width=200).print(summary_lines(results))
+    Console(file=stream, width=200).print(render_screen(run_report(results)))
     return results, parser.rows, tables, stream.getvalue()
 
 
@@ -63,7 +63,7 @@ def row_with(rows: list[list[str]], *cells: str) -> list[str]:
 
 def test_accuracy_is_one_figure(pages, finished_run, a_run, tmp_path, qdqbench) -> None:
     results, html, markdown, summary = pages
-    said = verdict(results).sentence
+    said = run_verdict(results).sentence
     for name, row in results.stages.items():
         if row.status != "done":
             continue

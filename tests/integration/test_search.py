@@ -12,9 +12,11 @@ from dataclasses import asdict
 import pytest
 
 from qdqbench.eval.search import confirm
-from qdqbench.eval.search import trials as search_module
 from qdqbench.eval.search.results import read_search
+from qdqbench.eval.search.study import list_finished
+from qdqbench.eval.search.workspace import Workspace
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
 from .tiny import MAIN, Outcome, call_alone, environment, listing
@@ -71,13 +73,13 @@ def test_the_outcome_is_whole(searched):
     assert json.loads(done.out) == json.loads(found.model_dump_json())
     tried = [trial for trial in found.trials if trial.duplicate_of is None]
     assert len(tried) == TRIALS
-    assert {"given recipe", "nothing in INT8", "ranking"} <= {trial.origin for trial in found.trials}
+    assert {"given", "unquantized", "ranking"} <= {trial.origin for trial in found.trials}
     assert any(trial.on_front for trial in tried)
-    high = next(trial for trial in found.trials if trial.origin == "nothing in INT8")
-    assert (high.accuracy.divergence, high.accuracy.drop, high.int8_share) == (0, 0, 0)
-    assert all(t.accuracy.divergence > 0 for t in tried if t.int8_linears)
-    assert all(t.accuracy.n == 96 for t in tried)
-    assert all(t.int8_share > 0 and t.latency is None for t in tried if t.int8_linears)
+    high = next(trial for trial in found.trials if trial.origin == "unquantized")
+    assert (high.divergence, high.scores["draw"].drop, high.int8_share) == (0, 0, 0)
+    assert all(t.divergence > 0 for t in tried if t.int8_linears)
+    assert all(t.scores["draw"].n == 96 for t in tried)
+    assert all(t.int8_share > 0 and t.speedup is None for t in tried if t.int8_linears)
     assert found.source.mode == "int8-share"
     assert "INT8 share" in found.warnings[0]
 
@@ -90,20 +92,20 @@ def test_the_chosen_recipe_is_confirmed_on_validation(searched):
     assert recipe.gate.max_drop == 0.05
     chosen, *others = found.confirmed
     assert chosen.name == recipe.name
-    assert chosen.fake_quant["validation"].n == 96
-    assert chosen.recipe == recipe.model_dump(mode="json")
+    assert chosen.scores["validation"].n == 96
+    assert chosen.recipe == recipe
     names = {row.name for row in others}
     assert {"mine", "bert-fp16", "bert-int8-linears", "bert-int8-attention"} <= names
-    assert all(row.status == "done" for row in others), [row.reason for row in others]
+    assert not any(row.failure for row in others), [row.failure for row in others]
     assert found.agreement is not None
     for row in others:
-        better = row.metrics["accuracy"] >= chosen.metrics["accuracy"] and row.int8_share >= chosen.int8_share
-        assert not row.dominates or (row.shipped and better)
+        better = row.score.drop <= chosen.score.drop and row.int8_share >= chosen.int8_share
+        assert not row.dominates or (row.origin == "shipped" and better)
 
 
 def test_the_search_rows_are_not_those_that_calibrate(given, files):
     from qdqbench.eval.search.space import make_space
-    from qdqbench.eval.search.trial import Workspace
+    from qdqbench.eval.search.workspace import Workspace
     from qdqbench.quantize.encoders.modules import module_table
     from qdqbench.quantize.rundir.session import RunConfig, Session
     from qdqbench.quantize.tasks.task import get_task
@@ -115,7 +117,7 @@ def test_the_search_rows_are_not_those_that_calibrate(given, files):
     model = session.fp32_model
     work = Workspace(session, make_space(recipe, module_table(model), model.base_model_prefix), 192)
     texts = session.split("train", limit=64 + 192, seed=0).dataset["sentence"]
-    assert len(work.draw.labels) == 192
+    assert len(work.trials.draw.labels) == 192
     calibrating = session.calibration_batches().split.dataset["sentence"]
     assert list(calibrating) == list(texts[:64])
 
@@ -135,7 +137,7 @@ def test_the_same_command_again_adds_nothing(searched, given, files, qdqbench):
     assert "INT8 share" in done.out
     again = read_search(out / "search.json")
     assert again.trials == before.trials
-    assert again.confirmed == before.confirmed
+    assert again.confirmed == before.confirmed  # nothing is calibrated or scored again
 
 
 def test_more_trials_go_on(searched, given, files, qdqbench):
@@ -145,8 +147,8 @@ def test_more_trials_go_on(searched, given, files, qdqbench):
     assert done.code == 0, done.err
     found = read_search(out / "search.json").trials
     assert sum(trial.duplicate_of is None for trial in found) == TRIALS + 2
-    kept = {trial.number: trial.accuracy for trial in found}
-    assert all(kept[trial.number] == trial.accuracy for trial in before)
+    kept = {trial.number: trial.scores for trial in found}
+    assert all(kept[trial.number] == trial.scores for trial in before)
 
 
 def test_bad_files_are_told_before_a_study_is_made(searched, given, files, tmp_path, qdqbench):
@@ -173,7 +175,7 @@ def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench
     found = read_search(tmp_path / "out" / "search.json")
     assert done.code == (0 if found.outcome.passed else 2), done.err
     assert len(found.trials) == 1
-    assert f"1 of {TRIALS} trials fitted into 0 s; the same command goes on" in found.warnings
+    assert f"1 of {TRIALS} trials fitted into 0 s; the same command resumes" in found.warnings
 
 
 def test_a_study_of_other_settings_is_refused(searched, given, files, qdqbench):
@@ -207,90 +209,64 @@ def test_too_few_rows_say_what_to_lower(given, files, tmp_path, qdqbench):
 
 @pytest.mark.long
 def test_trials_that_fail_are_recorded_and_skipped(given, files, tmp_path, qdqbench, monkeypatch):
-    judged = search_module.Workspace.accuracy
+    calibrate = Workspace._calibrate
 
-    def fail_sometimes(self, recipe, plan, **more):
-        if more:  # the chosen one
-            return judged(self, recipe, plan, **more)
-        if len(plan.attention) and len(plan.int8):
+    def fail_sometimes(self, recipe, plan, *, in_full):
+        if not in_full and plan.attention:
             raise CheckFailed("the logits are NaN")
-        if recipe.name == "mine":
+        if not in_full and recipe.name == "mine":
             raise MemoryError("out of memory")
-        return judged(self, recipe, plan)
+        return calibrate(self, recipe, plan, in_full=in_full)
 
-    monkeypatch.setattr(search_module.Workspace, "accuracy", fail_sometimes)
+    monkeypatch.setattr(Workspace, "_calibrate", fail_sometimes)
     done = qdqbench(*options(given, files, tmp_path / "out", trials=6))
     assert done.code in (0, 2), done.err
     found = read_search(tmp_path / "out" / "search.json")
-    failed = {trial.origin: trial.reason for trial in found.trials if trial.state == "failed"}
-    assert failed["given recipe"] == "MemoryError: out of memory"
+    failed = {trial.origin: trial.failure.text for trial in found.trials if trial.failure}
+    assert failed["given"] == "MemoryError: out of memory"
     assert "the logits are NaN" in failed.values()
-    assert any(trial.state == "complete" for trial in found.trials)
+    assert any(trial.is_scored for trial in found.trials)
     assert "trials failed" in done.out
 
 
-def finished(storage):
-    import optuna
+@pytest.mark.long
+def test_a_killed_worker_loses_nothing(given, files, tmp_path):
+    """Two on one storage; what the killed one was at is done by the other."""
+    storage = f"sqlite:///{tmp_path / 'shared.db'}"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", MAIN, *options(given, files, tmp_path / name, "--storage", storage)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("a", "b")
+    ]
+    deadline = time.monotonic() + 300
+    while count_done(storage) < 2:
+        assert workers[0].poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.kill(workers[0].pid, signal.SIGKILL)
+    workers[0].communicate()
+    _, errors = workers[1].communicate(timeout=500)
+    assert workers[1].returncode == 0, errors
+    trials = read_search(tmp_path / "b" / "search.json").trials
+    assert TRIALS <= sum(trial.duplicate_of is None for trial in trials) <= TRIALS + 1
+    assert not any(trial.failure for trial in trials)
+    assert [trial.origin for trial in trials].count("given") == 1
+    # the first one resumes, and writes its own report of the same trials
+    again = call_alone(*options(given, files, tmp_path / "a", "--storage", storage))
+    assert again.code == 0, again.err
+    assert read_search(tmp_path / "a" / "search.json").trials == trials
 
-    from qdqbench.eval.search.study import decided
-    from qdqbench.quantize.machine.quiet import quiet
+
+def count_done(storage):
+    import optuna
 
     with quiet("optuna"):
         try:
-            return len(decided(optuna.load_study(study_name="mine-sst2", storage=storage)))
-        except (KeyError, optuna.exceptions.OptunaError, Exception):  # the tables are not there yet
+            return len(list_finished(optuna.load_study(study_name="mine-sst2", storage=storage)))
+        except Exception:  # the tables are not there yet
             return 0
-
-
-@pytest.mark.long
-def test_a_killed_search_loses_nothing(given, files, tmp_path, qdqbench):
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *options(given, files, out, trials=8)],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    storage, deadline = f"sqlite:///{out / 'study.db'}", time.monotonic() + 300
-    while not (out / "study.db").exists() or finished(storage) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = finished(storage)
-    done = qdqbench(*options(given, files, out, trials=8))
-    assert done.code == 0, done.err
-    found = read_search(out / "search.json").trials
-    assert sum(trial.duplicate_of is None for trial in found) == 8
-    assert before >= 2
-    assert [trial.state for trial in found] == ["complete"] * len(found)
-    origins = [trial.origin for trial in found if trial.origin == "given recipe"]
-    assert origins == ["given recipe"]
-
-
-@pytest.mark.long
-def test_two_workers_share_a_study(given, files, tmp_path):
-    storage = f"sqlite:///{tmp_path / 'shared.db'}"
-    commands = [
-        [sys.executable, "-c", MAIN, *options(given, files, tmp_path / name, "--storage", storage)]
-        for name in ("a", "b")
-    ]
-    workers = [
-        subprocess.Popen(c, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for c in commands
-    ]
-    ended = [worker.communicate(timeout=500) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], ended
-    reports = [tmp_path / name / "search.json" for name in ("a", "b")]
-    found = [read_search(path) for path in reports if path.is_file()]
-    assert found  # the one that ended last, or both
-    trials = found[-1].trials
-    assert TRIALS <= sum(trial.duplicate_of is None for trial in trials) <= TRIALS + 1
-    import optuna
-
-    from qdqbench.quantize.machine.quiet import quiet
-
-    with quiet("optuna"):
-        study = optuna.load_study(study_name="mine-sst2", storage=storage)
-    assert len({trial.user_attrs["worker"][1] for trial in study.get_trials()}) == 2

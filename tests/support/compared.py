@@ -1,17 +1,19 @@
 """Two runs side by side; every number is invented."""
 
 from qdqbench.eval.compare.results import (
-    Compared,
     ComparedLayer,
     ComparedRun,
     ComparedSample,
-    Latency,
     Pair,
+    RunComparison,
+    RunLatency,
     SampleAnswer,
 )
 
+from .records import comparison, speedup
 
-def sample_comparison() -> Compared:
+
+def sample_comparison() -> RunComparison:
     """Two runs of one model on the same samples, three of them answered otherwise."""
     names = ("int8-linears", "int8-attention")
     runs = [
@@ -26,8 +28,7 @@ def sample_comparison() -> Compared:
             metrics={"accuracy": 0.8956 - 0.004 * place},
             stderr={"accuracy": 0.0103},
             fp32={"accuracy": 0.8968},
-            delta={"accuracy": -0.0012 - 0.004 * place},
-            delta_stderr={"accuracy": 0.0021},
+            vs_fp32=comparison({"accuracy": -0.0012 - 0.004 * place}, 0.0021),
             backend="tensorrt_rtx",
             int8=36,
             expected_int8=36,
@@ -39,14 +40,11 @@ def sample_comparison() -> Compared:
             warnings=[],
             device="NVIDIA H200",
             latency=[
-                Latency(
-                    cell="b32 s128",
-                    contestant="int8",
+                RunLatency(
+                    config="b32 s128",
+                    system="int8",
                     median_ms=1.5 - place / 2,
-                    over="FP16 engine",
-                    speedup=0.97 + place / 2,
-                    low=0.96 + place / 2,
-                    high=0.98 + place / 2,
+                    speedup=speedup(0.97 + place / 2, 0.96 + place / 2, 0.98 + place / 2),
                 )
             ],
         )
@@ -74,7 +72,7 @@ def sample_comparison() -> Compared:
         for layer in range(4)
         for kind in ("attention.self.query", "intermediate.dense", "output.dense")
     ]
-    return Compared(
+    return RunComparison(
         created="2026-07-01T12:00:00+00:00",
         command="qdqbench compare runs/int8-linears runs/int8-attention",
         runs=runs,
@@ -82,13 +80,7 @@ def sample_comparison() -> Compared:
             Pair(
                 first=names[0],
                 second=names[1],
-                not_paired=None,
-                delta={"accuracy": -0.004},
-                delta_stderr={"accuracy": 0.002},
-                n=872,
-                disagreements=3,
-                mcnemar_p=0.25,
-                within_noise=True,
+                comparison=comparison({"accuracy": -0.004}, 0.002, n=872, disagreements=3, mcnemar_p=0.25),
             )
         ],
         samples=samples,

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.compare.results import Compared
+from qdqbench.eval.compare.results import RunComparison
 from qdqbench.eval.runs.made import Made
 from qdqbench.eval.runs.study_results import Study
 from qdqbench.eval.search.results import Search
@@ -21,7 +21,7 @@ OURS = schemas.__name__
 PAGES: dict[str, tuple[Any, ...]] = {
     "results": (Results, Made, Finetuning, Bench),
     "search": (Search,),
-    "compare": (Compared,),
+    "compare": (RunComparison,),
     "qat": (Study,),
     "json": tuple(each for each in vars(schemas).values() if getattr(each, "__module__", "") == OURS),
 }

@@ -1,6 +1,7 @@
 """The unpadded baseline computes what transformers computes, row by row, for every family that it takes."""
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -50,9 +51,7 @@ def unpadded(model, batch, launches):
     """Answers of all rows in their order, and the packing."""
     encoder = UnpaddedEncoder(model, compiled=False)
     packing = pack_rows(unpadded_rows(batch), launches, encoder.positions_of)
-    run = partial(
-        encoder.forward, tokens=packing.tokens, sequences=packing.sequences, longest=packing.longest
-    )
+    run = partial(encoder.forward, tokens=packing.tokens, longest=packing.longest)
     with torch.inference_mode():
         return [run(torch.from_numpy(flat)) for flat in packing.launches], packing
 
@@ -80,7 +79,9 @@ def test_other_attentions_are_refused_by_name(model_type):
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
 def test_heads_over_tokens_answer_every_token(auto):
     torch.manual_seed(0)
-    model = auto.from_config(AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])).eval()
+    model = auto.from_config(
+        AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    ).eval()
     batch = padded(model)
     reference = expected(model, batch)
     (answers,), packing = unpadded(model, batch, 1)
@@ -118,9 +119,7 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
     reference = expected(model, batch)
     encoder = UnpaddedEncoder(model)
     packing = pack_rows(unpadded_rows(batch), 1, encoder.positions_of)
-    found = encoder.forward(
-        torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, sequences=5, longest=17
-    )
+    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=TOKEN_STEP, longest=17)
     assert torch.allclose(found, reference, atol=2e-5)
     assert [how["dynamic"] for how in asked] == [False, False]
 
@@ -139,7 +138,7 @@ def test_every_row_is_packed_once_and_in_order(lengths, launches):
         assert len(starts) == packing.sequences + 1
         assert packing.first_tokens(launch).tolist() == starts[:count].tolist()
         assert (starts[count:] == starts[count]).all()  # the rows that are left are empty
-        for begin, end in zip(starts[:count], starts[1 : count + 1], strict=True):
+        for begin, end in pairwise(starts[: count + 1]):
             assert len(set(ids[begin:end])) == 1
             assert positions[begin:end].tolist() == list(range(end - begin))
             seen.append((ids[begin], end - begin))

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.auto.report import auto_report, write_auto
+from qdqbench.eval.bench.report import bench_report
 from qdqbench.eval.bench.results import Bench, read_bench
-from qdqbench.eval.benchreport.report import bench_summary
 from qdqbench.eval.compare.report import comparison_report
 from qdqbench.eval.methods.report import methods_report, write_methods
 from qdqbench.eval.report.render import render_screen
-from qdqbench.eval.runreport.report import summary_lines
-from qdqbench.eval.runreport.training_screen import finetune_lines
+from qdqbench.eval.runreport.report import run_report
+from qdqbench.eval.runreport.training import finetuning_report
 from qdqbench.eval.runs.study_results import read_study
 from qdqbench.eval.search.report import search_report
 from qdqbench.eval.search.results import read_search
@@ -44,14 +44,14 @@ def many_shapes() -> Bench:
     cells = [
         cell.model_copy(update={"length": cell.length // part})
         for part in (1, 2, 4, 8)
-        for cell in bench.cells
+        for cell in bench.configs
     ]
-    return bench.model_copy(update={"cells": cells})
+    return bench.model_copy(update={"configs": cells})
 
 
 SHOWN: dict[str, Callable[[], Any]] = {
-    "run": lambda: summary_lines(sample_run()),
-    "run of two splits": lambda: summary_lines(mnli()),
+    "run": lambda: render_screen(run_report(sample_run())),
+    "run of two splits": lambda: render_screen(run_report(mnli())),
     "sensitivity": lambda: render_screen(sensitivity_report(sample_sensitivity())),
     "auto": lambda: render_screen(auto_report(sample_auto())),
     "search": lambda: render_screen(search_report(sample_search())),
@@ -62,10 +62,12 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "methods, two splits": lambda: render_screen(
         methods_report(table(splits=("validation_matched", "validation_mismatched")))
     ),
-    "bench": lambda: bench_summary(sample_bench()),
-    "bench of many shapes": lambda: bench_summary(many_shapes()),
-    "bench, measured": lambda: bench_summary(read_bench(MEASURED / "base-recipes" / "bench.json")),
-    "finetune": lambda: finetune_lines(finetuning([run_of(0), run_of(1), failed_run(2)])),
+    "bench": lambda: render_screen(bench_report(sample_bench())),
+    "bench of many shapes": lambda: render_screen(bench_report(many_shapes())),
+    "bench, measured": lambda: render_screen(
+        bench_report(read_bench(MEASURED / "base-recipes" / "bench.json"))
+    ),
+    "finetune": lambda: render_screen(finetuning_report(finetuning([run_of(0), run_of(1), failed_run(2)]))),
     "study": lambda: study_summary(read_study(MEASURED / "mrpc-qat" / "study.json")),
     "compare": lambda: render_screen(comparison_report(sample_comparison())),
 }

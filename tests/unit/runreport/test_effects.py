@@ -7,15 +7,17 @@ import pytest
 
 from qdqbench.eval.bench.results import (
     Bench,
-    BenchCell,
-    BenchContestant,
+    BenchConfig,
     BenchRow,
     BenchSettings,
+    BenchSystem,
     BenchTarget,
 )
-from qdqbench.eval.report.render import render
+from qdqbench.eval.report.document import Columns, Report, Table
+from qdqbench.eval.report.formats import cleaned
+from qdqbench.eval.report.render import render_html, render_markdown
 from qdqbench.eval.runreport import effects
-from qdqbench.eval.runreport.report import printable
+from qdqbench.eval.runreport.report import run_report
 from qdqbench.quantize.core.comparison import (
     ChangedAnswer,
     ChangedAnswers,
@@ -86,9 +88,10 @@ def full(text="text", **fields):
 
 def sections(results):
     """Markdown and HTML of these sections alone."""
-    context = {"r": printable(results)} | effects.effects_context(printable(results), None)
-    page = (render(f"{name}_section.html.j2", context) for name in ("answers", "layers"))
-    return render("effects_section.md.j2", context), "".join(page)
+    results = cleaned(results)
+    both = [*effects.effect_sections(results, "answers"), *effects.effect_sections(results, "layers")]
+    report = Report(run_report(results).page, both)
+    return render_markdown(report), render_html(report)
 
 
 def test_the_sections_hold_what_results_hold(tmp_path):
@@ -127,7 +130,7 @@ def test_texts_of_users_stay_text():
     assert "<script>alert" not in html
     assert "<script>alert" not in re.sub(r"`[^`\n]*`", "code", markdown)
     rows = [line for line in markdown.splitlines() if line.startswith("| 3 |")]
-    assert len(re.findall(r"(?<!\\)\|", rows[0])) == 7
+    assert len(re.findall(r"(?<!\\)\|", rows[0])) == 10
 
 
 def test_columns_that_no_sample_fills_are_left_out():
@@ -152,10 +155,16 @@ def test_a_list_that_was_cut_says_so():
     assert effects.changed_text(results, none).endswith("each has the answer of FP32 in ONNX Runtime.")
 
 
+def confusions(results):
+    blocks = effects.effect_sections(results, "answers")[0].blocks
+    parts = [part for block in blocks if isinstance(block, Columns) for part in block.parts]
+    return [block for part in parts for block in part if isinstance(block, Table)]
+
+
 def test_confusion_of_many_classes_is_no_table():
     few, many = (sample(classes=confusion(tuple(map(str, range(n))))) for n in (12, 13))
-    assert [*effects.effects_context(few, None)["confusions"]] == ["FP32", "ONNX Runtime"]
-    assert effects.effects_context(many, None)["confusions"] == {}
+    assert [table.title for table in confusions(few)] == ["FP32", "ONNX Runtime"]
+    assert confusions(many) == []
 
 
 def test_fp16_stands_beside_fp32_or_the_command_for_it_does(tmp_path):
@@ -171,18 +180,18 @@ def test_fp16_stands_beside_fp32_or_the_command_for_it_does(tmp_path):
 
 def bench(times):
     rows = [
-        BenchRow(contestant=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
+        BenchRow(system=name, status="done", launches=9, median_ms=time, sequences_per_s=1.0)
         for name, time in times.items()
     ]
     precisions = {name: name.rpartition("-")[2] for name in times}
     cell = {"kind": "fixed", "batch": 1, "length": 16, "sequences": 1, "shapes": 1, "real_tokens": 16}
     return Bench.model_construct(
-        contestants=[
-            BenchContestant.model_construct(name=name, label=name, precision=precisions[name], backend="b")
+        systems=[
+            BenchSystem.model_construct(name=name, label=name, precision=precisions[name], backend="b")
             for name in times
         ],
-        cells=[BenchCell.model_construct(**cell, rows=rows)],
-        settings=BenchSettings.model_construct(real_lengths=None),
+        configs=[BenchConfig.model_construct(**cell, rows=rows)],
+        settings=BenchSettings.model_construct(dataset=None),
         target=BenchTarget.model_construct(name="m"),
     )
 
@@ -190,25 +199,31 @@ def bench(times):
 SPEED = [speedup(1.5, baseline="FP16", config="b1 s16")]
 
 
+def tradeoff(results, measured_speed):
+    """Rows, note and chart of latency against accuracy."""
+    [[[table, note], [chart]]] = [block.parts for block in effects.tradeoff_blocks(results, measured_speed)]
+    return [[cell.text for cell in row.cells] for row in table.rows], note.text, chart.draw()
+
+
 def test_latency_stands_against_accuracy_where_both_are_known():
     times = {"int8": 1.0, "fp16": 1.5, "torch-fp32": 9.0, "fp32": 3.0}
-    found = effects.tradeoff(sample(speed=SPEED), bench(times))
-    assert found.rows == [("INT8", ["1", "0.8956 ± 0.0103"]), ("FP32", ["3", "0.8968 ± 0.0103"])]
-    assert "FP16 (1.5 ms) is not shown" in found.note
+    rows, note, _ = tradeoff(sample(speed=SPEED), bench(times))
+    assert rows == [["INT8", "1", "0.8956 ± 0.0103"], ["FP32", "3", "0.8968 ± 0.0103"]]
+    assert "FP16 (1.5 ms) is not shown" in note
     half = measured({"accuracy": 0.8945}, -0.0023)
-    found = effects.tradeoff(sample(speed=SPEED, fp16=half), bench(times))
-    assert [name for name, _ in found.rows] == ["INT8", "FP16", "FP32"]
-    assert found.note == ""
-    assert all(f">{name}</text>" in found.svg for name in ("INT8", "FP16", "FP32"))
+    rows, note, svg = tradeoff(sample(speed=SPEED, fp16=half), bench(times))
+    assert [row[0] for row in rows] == ["INT8", "FP16", "FP32"]
+    assert "not shown" not in note
+    assert all(f">{name}</text>" in svg for name in ("INT8", "FP16", "FP32"))
 
 
 def test_no_chart_of_one_point_or_without_a_speed_of_these_files():
-    assert effects.tradeoff(sample(speed=SPEED), bench({"int8": 1.0})).svg == ""
-    assert effects.tradeoff(sample(), bench({"int8": 1.0, "fp32": 2.0})).svg == ""
-    assert effects.tradeoff(sample(speed=SPEED), None).svg == ""
+    assert effects.tradeoff_blocks(sample(speed=SPEED), bench({"int8": 1.0})) == []
+    assert effects.tradeoff_blocks(sample(), bench({"int8": 1.0, "fp32": 2.0})) == []
+    assert effects.tradeoff_blocks(sample(speed=SPEED), None) == []
 
 
 def test_worst_linears_come_in_order():
-    worst = effects.worst_linears(printable(full()))
+    worst = effects.worst_linears(cleaned(full()))
     assert all(float(a[:-1]) >= float(b[:-1]) for (_, a), (_, b) in pairwise(worst))
     assert len(worst) == 3

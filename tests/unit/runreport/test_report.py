@@ -16,8 +16,9 @@ from rich.console import Console
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report import formats
 from qdqbench.eval.report import svg as plots
-from qdqbench.eval.runreport import charts, parity, report
-from qdqbench.eval.runreport import report as report_module
+from qdqbench.eval.report.document import Tile
+from qdqbench.eval.report.render import prose, render_screen
+from qdqbench.eval.runreport import charts, report
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow
@@ -334,7 +335,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
 def terminal(results: Results, width: int = 100) -> str:
     stream = StringIO()
     Console(file=stream, width=width, force_terminal=True, color_system=None).print(
-        report.summary_lines(results)
+        render_screen(report.run_report(results))
     )
     return stream.getvalue()
 
@@ -348,32 +349,32 @@ def one_line(text: str) -> str:
 def test_both_files_are_whole_and_run_nothing(case: str, rendered: Rendered) -> None:
     markdown, html = rendered(case)
     offline(html)
-    assert len(plain(markdown)) >= 5
+    assert len(plain(markdown)) >= 4
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_verdict_leads_both_reports_and_the_terminal(case: str, rendered: Rendered) -> None:
     results = CASES[case]()
     markdown, html = rendered(case)
-    said = wording.verdict(report_module.printable(results))
+    said = wording.run_verdict(formats.cleaned(results))
     text = one_line(Page(html).text)
     assert one_line(said.sentence) in text
     assert text.index(one_line(said.sentence)) < text.index("Accuracy by stage")
-    assert formats.text(said.sentence) in markdown.partition("## ")[0]
+    assert prose(said.sentence) in markdown.partition("## ")[0]
     assert said.title in terminal(results)
     for line in [*said.failures, *said.notes, *results.warnings]:
         assert one_line(formats.clean(line)) in text
-        assert formats.text(formats.clean(line)) in markdown
+        assert prose(formats.clean(line)) in markdown
 
 
 def test_the_verdict_of_a_run_without_a_gpu() -> None:
-    said = wording.verdict(sample())
+    said = wording.run_verdict(sample())
     assert said.sentence == (
         "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
         "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
         "ONNX file 0.39 of FP32; speed unknown until `qdqbench bench RUN`; gate passed."
     )
-    assert (said.state, said.title, said.failures) == ("passed", "Gate passed", [])
+    assert (said.state, said.title, said.failures) == ("good", "Gate passed", [])
     assert said.notes == [
         "The engine was built ahead of time, without running it; its outputs are not verified: no GPU on "
         "this machine; copy the engine to one and run qdqbench evaluate there."
@@ -382,7 +383,7 @@ def test_the_verdict_of_a_run_without_a_gpu() -> None:
 
 def test_the_verdict_cites_the_engine_when_it_ran() -> None:
     stages = sample().stages | {"engine": measured({"accuracy": 0.8945}, -0.0023)}
-    said = wording.verdict(sample(stages=stages))
+    said = wording.run_verdict(sample(stages=stages))
     assert "SST-2 accuracy 0.8945 ± 0.0103 in engine (TensorRT-RTX) against 0.8968 in FP32" in said.sentence
     assert said.notes == []
 
@@ -413,11 +414,11 @@ def test_the_verdict_cites_the_engine_when_it_ran() -> None:
     ],
 )
 def test_the_verdict_is_honest(case: str, part: str) -> None:
-    assert part in wording.verdict(CASES[case]()).sentence
+    assert part in wording.run_verdict(CASES[case]()).sentence
 
 
 def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
-    assert wording.verdict(mnli()).notes == [
+    assert wording.run_verdict(mnli()).notes == [
         "fake-quant was skipped: no reason was recorded.",
         "The engine was built ahead of time, without running it; its outputs are not verified: no reason was "
         "recorded.",
@@ -426,7 +427,7 @@ def test_a_stage_that_is_not_listed_is_not_passed_over() -> None:
 
 def test_int8_attention_is_part_of_the_verdict() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"attention_int8": 5, "expected_attention_int8": 6})
-    assert "INT8 attention in 5 of 6 layers" in wording.verdict(sample(engine=built)).sentence
+    assert "INT8 attention in 5 of 6 layers" in wording.run_verdict(sample(engine=built)).sentence
 
 
 def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> None:
@@ -437,7 +438,7 @@ def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> N
     ]
     markdown, page = written(sample(softmax=rows), tmp_path)
     assert "| `layer.0.self` | 384 | 0.5 | centred | 33.1 % | 1.2 % | 25.4 % |" in markdown
-    assert "| `layer.0.self` | 64 | 1 |  | 33.1 % | 1.2 % | 25.4 % |" in markdown
+    assert "| `layer.0.self` | 64 | 1 | | 33.1 % | 1.2 % | 25.4 % |" in markdown
     assert '<td class="num">384</td><td class="num">0.5</td><td>centred</td>' in page
     markdown, page = written(sample(), tmp_path)
     assert "INT8 softmax" not in markdown + page
@@ -445,19 +446,19 @@ def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> N
 
 def test_int8_residuals_are_part_of_the_verdict() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"int8_residuals": 11, "expected_int8_residuals": 12})
-    assert "; INT8 residuals in 11 of 12;" in wording.verdict(sample(engine=built)).sentence
+    assert "; INT8 residuals in 11 of 12;" in wording.run_verdict(sample(engine=built)).sentence
 
 
 def test_a_recipe_without_int8_is_not_called_unproven() -> None:
     built = engine(6, "bert.encoder").model_copy(update={"int8_gemms": 0, "expected_int8_gemms": 0})
-    said = wording.verdict(sample(engine=built, quantized_layers=[]))
+    said = wording.run_verdict(sample(engine=built, quantized_layers=[]))
     assert said.sentence.startswith("Nothing runs in INT8, as the recipe asks; SST-2")
 
 
 def test_a_failed_gate_names_every_reason_everywhere(rendered: Rendered) -> None:
     results = failed()
     markdown, html = rendered("failed")
-    assert 'class="verdict failed"' in html
+    assert 'class="verdict is-bad"' in html
     assert len(results.gate.failures) == 2
     for reason in map(issue_sentence, results.gate.failures):
         assert reason in one_line(Page(html).text)
@@ -482,22 +483,22 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     )
     unclear = drop.model_copy(update={"state": "cannot tell"})
     results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
-    said = wording.verdict(results)
-    assert (said.state, said.title) == ("cannot tell", "Nothing fails, but these samples cannot tell")
+    said = wording.run_verdict(results)
+    assert (said.state, said.title) == ("unclear", "Nothing fails, but these samples cannot tell")
     assert said.sentence.endswith("; gate: cannot tell.")
     markdown, html = written(results, tmp_path)
     assert note in markdown
     assert note in one_line(Page(html).text)
     assert note in one_line(terminal(results).replace("│", ""))
-    assert 'class="verdict cannot-tell"' in html
+    assert 'class="verdict is-unclear"' in html
     assert "It takes" not in html
     assert "it takes about 9,000 samples" in one_line(Page(html).text)
 
 
 def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
     unclear = GateIssue(code="engine", state="not judged", stage="engine", detail="no GPU")
-    said = wording.verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
-    assert (said.state, said.sign, said.title) == ("not judged", "?", "Graph passed, engine not run")
+    said = wording.run_verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
+    assert (said.state, said.title) == ("unclear", "Graph passed, engine not run")
 
 
 @pytest.mark.parametrize(
@@ -510,14 +511,18 @@ def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
 def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause: str, tile: bool) -> None:
     row = speedup(value)
     results = sample(speed=[row])
-    assert clause in wording.verdict(results).sentence
-    assert report._speed_tile(results)[1:] == (f"{value:.2f}x", "over FP16 engine at b32 s128", tile)
-    assert "speed unknown" in wording.verdict(sample()).sentence
+    assert clause in wording.run_verdict(results).sentence
+    state = "" if tile else "bad"
+    assert report._speed_tile(results) == Tile(
+        "speed", f"{value:.2f}x", "over FP16 engine at b32 s128", state
+    )
+    assert "speed unknown" in wording.run_verdict(sample()).sentence
     unclear = row.model_copy(update={"ci95_low": 0.7, "ci95_high": 1.4})
     said = f"INT8 not told apart from FP16 engine at b32 s128 ({value:.2f}x, [0.70, 1.40])"
     results = sample(speed=[unclear])
-    assert said in wording.verdict(results).sentence
-    assert report._speed_tile(results)[2:] == ("not told apart from FP16 engine at b32 s128", True)
+    assert said in wording.run_verdict(results).sentence
+    remark = "not told apart from FP16 engine at b32 s128"
+    assert report._speed_tile(results) == Tile("speed", f"{value:.2f}x", remark, "unclear")
 
 
 @pytest.mark.parametrize(
@@ -558,13 +563,13 @@ def test_speed_is_said_once_measured_and_slower_is_no_tick(value: float, clause:
 def test_a_failed_check_beside_a_passed_gate_is_red(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    said = wording.verdict(sample(**change))
+    said = wording.run_verdict(sample(**change))
     assert (said.state, said.title, said.failures) == (
-        "failed",
+        "bad",
         "A check does not hold",
         [reason],
     )
-    assert 'class="verdict failed"' in written(sample(**change), tmp_path)[1]
+    assert 'class="verdict is-bad"' in written(sample(**change), tmp_path)[1]
 
 
 def test_the_grid_reads_the_kernel_that_multiplies() -> None:
@@ -622,7 +627,7 @@ def test_without_an_engine_the_grid_is_a_plan(rendered: Rendered) -> None:
     assert grid.datatypes == {"FP16": 2, "INT8": 36}
     markdown, html = rendered("without_engine")
     assert "Planned, not proven" in html
-    assert "this is the plan and not a proof" in markdown
+    assert "Planned, not proven" in markdown
 
 
 @pytest.mark.parametrize(
@@ -651,7 +656,7 @@ def test_reports_are_two_files_and_the_same_on_every_run(rendered: Rendered, tmp
 def test_charts_carry_no_date_and_no_metadata() -> None:
     for svg in (
         charts.accuracy_svg(sample(), {}),
-        parity.parity_svg(sample()),
+        charts.parity_svg(sample()),
         charts.ranges_svg(sample(), "amax"),
     ):
         assert "<metadata" not in svg
@@ -682,13 +687,13 @@ def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
         nonfinite_shapes=[],
     )
     results = sample()
-    for error, shown in ((0.1, ("1 / 1", True)), (0.3, ("0 / 1", False))):
+    for error, shown in ((0.1, ("1 / 1", "")), (0.3, ("0 / 1", "bad"))):
         blocks = [block.model_copy(update={"error": error})]
         results.verification = Verification.model_construct(
             reference="fake_quant", blocks=blocks, blocks_not_checked=None, passed=False
         )
-        (tile,) = (row for row in report._tiles(results) if row[0] == "engine blocks")
-        assert (tile[1], tile[3]) == shown
+        (tile,) = (row for row in report._tiles(results) if row.title == "engine blocks")
+        assert (tile.value, tile.state) == shown
 
 
 @pytest.mark.parametrize("error", [0.0004, 0.0021, 0.0032, 0.0091, 0.03])
@@ -709,8 +714,8 @@ def test_inputs_that_share_a_tensor_share_a_line() -> None:
     assert ">query, key, value</text>" in svg
     assert ">attention output</text>" in svg
     assert charts.ranges_svg(bare(), "amax") == ""
-    assert parity.parity_svg(bare()) == ""
-    assert ">own limit, 100%</text>" in parity.parity_svg(sample())
+    assert charts.parity_svg(bare()) == ""
+    assert ">own limit, 100%</text>" in charts.parity_svg(sample())
 
 
 @given(st.text())
@@ -744,7 +749,7 @@ def test_notes_are_no_warnings(tmp_path: Path) -> None:
     shown = terminal(results)
     assert f"note: {note}" in shown
     markdown, html = written(results, tmp_path)
-    assert note in markdown.partition("## Notes")[2].partition("## Accuracy")[0]
+    assert note in markdown.partition("## Notes")[2].partition("## Accuracy by stage")[0]
     assert note in html
     assert "warning" not in shown
     assert "## Warnings" not in markdown

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.report import formats
-from qdqbench.eval.runreport import training_charts, training_report
+from qdqbench.eval.report.document import Block, Chart, Columns, Pairs, Table
+from qdqbench.eval.report.render import prose, render_screen
+from qdqbench.eval.runreport import training
 from qdqbench.eval.runreport import verdict as wording
-from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.tables.write import tables_markdown
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
@@ -180,14 +181,14 @@ CASES = {
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finetuning, Path]:
     folder = tmp_path_factory.mktemp("finetune")
     result = CASES[request.param]()
-    training_report.write_finetuning(result, folder)
+    training.write_finetuning(result, folder)
     return result, folder
 
 
 def shown(result: Finetuning, width: int = 110) -> str:
     stream = StringIO()
     console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    console.print(finetune_lines(result))
+    console.print(render_screen(training.finetuning_report(result)))
     return stream.getvalue()
 
 
@@ -200,12 +201,12 @@ def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> 
 
 def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
     result, folder = made
-    said = training_report.finetuning_view(result).headline
+    said = training.training_headline(formats.cleaned(result))
     text = one_line(Page((folder / "finetune.html").read_text(encoding="utf-8")).text)
     markdown = (folder / "finetune.md").read_text(encoding="utf-8")
     assert one_line(said) in text
     assert text.index(one_line(said)) < text.index("Seeds")
-    assert formats.text(said) in markdown.partition("## Seeds")[0]
+    assert prose(said) in markdown.partition("## Seeds")[0]
     for run in result.runs:
         if run.status == "failed":
             assert one_line(formats.clean(run.reason or "no reason was recorded")) in text
@@ -224,7 +225,7 @@ def test_markdown_tables_are_whole(made: tuple[Finetuning, Path]) -> None:
 
 def test_the_headline_has_mean_spread_best_and_failures() -> None:
     runs = [run_of(0), run_of(1), failed_run(2, reason="the training loss became NaN.")]
-    assert training_report.training_headline(finetuning(runs)) == (
+    assert training.training_headline(finetuning(runs)) == (
         "MRPC F1 0.8630 on average over 2 seeds, standard deviation 0.0028 (408 validation samples); best on "
         "its held-out rows: seed 1, 0.8650 ± 0.0155 on validation; 1 of 3 seeds FAILED: seed 2 (the training "
         "loss became NaN)."
@@ -234,31 +235,36 @@ def test_the_headline_has_mean_spread_best_and_failures() -> None:
 @pytest.mark.parametrize(
     ("case", "part", "status"),
     [
-        ("one seed", "MRPC F1 0.8890 ± 0.0155 (one seed, so no spread; 408 validation samples).", "passed"),
-        ("all failed", "No seed of 2 was trained to its end: seed 0 (training diverged:", "failed"),
-        ("all failed", "seed 1 (no reason was recorded).", "failed"),
-        ("five seeds", "1 of 5 seeds FAILED: seed 4 (training diverged", "partly"),
+        ("one seed", "MRPC F1 0.8890 ± 0.0155 (one seed, so no spread; 408 validation samples).", "good"),
+        ("all failed", "No seed of 2 was trained to its end: seed 0 (training diverged:", "bad"),
+        ("all failed", "seed 1 (no reason was recorded).", "bad"),
+        ("five seeds", "1 of 5 seeds FAILED: seed 4 (training diverged", "unclear"),
     ],
 )
 def test_the_headline_is_honest(case: str, part: str, status: str) -> None:
-    view = training_report.finetuning_view(CASES[case]())
-    assert part in view.headline
-    assert view.status == status
+    verdict = training.finetuning_report(CASES[case]()).verdict
+    assert verdict is not None
+    assert part in verdict.sentence
+    assert verdict.state == status
 
 
 def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
     result = finetuning([run_of(0), failed_run(1)])
     result.warnings.append("--limit 64: a part of the train split only")
-    assert training_report.finetuning_view(result).warnings == ["--limit 64: a part of the train split only"]
+    assert training.finetuning_report(result).warnings == ["--limit 64: a part of the train split only"]
     assert "warning: --limit 64" in shown(result)
 
 
 def test_the_row_of_a_seed() -> None:
     run = run_of(0, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
-    view = training_report.finetuning_view(finetuning([run]))
-    row = dict(zip(view.columns, view.lines[0].cells, strict=True))
+    table = seeds_table(finetuning([run]))
+    cells = [cell.text for cell in table.rows[0].cells]
+    row = dict(zip(table.columns, cells, strict=True))
     score = next(row.score for row in run.log if row.step == run.best_step and row.score is not None)
     assert row == {
+        "seed": "0",
+        "F1": "0.8610 ± 0.0155",
+        "accuracy": "0.8110 ± 0.0192",
         "samples": "408",
         "held-out F1": f"{score:.4f}",
         "steps": "276 of 460",
@@ -268,12 +274,9 @@ def test_the_row_of_a_seed() -> None:
         "trained on": "2 x NVIDIA H200, BF16",
         "stopped": "no gain in 3 evaluations",
     }
-    assert view.lines[0].metrics == ["0.8610 ± 0.0155", "0.8110 ± 0.0192"]
-    assert view.spread == []
-    assert training_report.finetuning_view(finetuning([run, run_of(1)])).spread == [
-        "0.8630 sd 0.0028",
-        "0.8125 sd 0.0021",
-    ]
+    assert table.foot == []
+    [mean] = seeds_table(finetuning([run, run_of(1)])).foot
+    assert [cell.text for cell in mean.cells] == ["mean", "0.8630 sd 0.0028", "0.8125 sd 0.0021", ""]
 
 
 def test_the_terminal_fits_one_screen_and_reads_no_markup() -> None:
@@ -283,12 +286,34 @@ def test_the_terminal_fits_one_screen_and_reads_no_markup() -> None:
     assert "[red]" in shown(hostile(), width=4000)
 
 
+def seeds_table(result: Finetuning) -> Table:
+    block = training.finetuning_report(result).sections[0].blocks[0]
+    assert isinstance(block, Table)
+    return block
+
+
+def columns_of(blocks: list[Block]) -> list[Columns]:
+    return [block for block in blocks if isinstance(block, Columns)]
+
+
+def charts_of(runs: list[TrainingRun]) -> list[str]:
+    parts = [part for block in columns_of(training.curve_blocks(runs)) for part in block.parts]
+    drawn = [each.draw() for part in parts for each in part if isinstance(each, Chart)]
+    return [svg for svg in drawn if svg]
+
+
+def facts_of(run: TrainingRun | None) -> dict[str, str]:
+    pairs = columns_of(training.training_blocks(run))[-1].parts[0][0]
+    assert isinstance(pairs, Pairs)
+    return dict(pairs.rows)
+
+
 def texts(svg: str) -> list[str]:
     return re.findall(r">([^<>\n]+)</text>", svg)
 
 
 def test_charts_show_loss_and_every_held_out_measure() -> None:
-    charts = training_charts.charts_of([run_of(0), run_of(1)])
+    charts = charts_of([run_of(0), run_of(1)])
     titles = [re.search(r'aria-label="([^"]+)"', chart)[1] for chart in charts]  # type: ignore[index]
     assert titles == [
         "training loss by step",
@@ -300,20 +325,20 @@ def test_charts_show_loss_and_every_held_out_measure() -> None:
         assert {"seed 0", "seed 1", "weights kept"} <= set(texts(chart))
     ids = re.findall(r'id="([^"]+)"', "".join(charts))
     assert len(ids) == len(set(ids))
-    assert charts == training_charts.charts_of([run_of(0), run_of(1)])
+    assert charts == charts_of([run_of(0), run_of(1)])
 
 
 def test_the_chart_of_a_qat_shows_where_it_began() -> None:
-    charts = training_charts.charts_of([run_of(0, log=log_of(0, first=True))])
+    charts = charts_of([run_of(0, log=log_of(0, first=True))])
     assert "before training (PTQ)" not in texts(charts[0])
     assert "before training (PTQ)" in texts(charts[1])
     assert "seed 0" not in texts(charts[1])
 
 
 def test_a_failed_seed_is_drawn_as_far_as_it_came_without_a_star() -> None:
-    charts = training_charts.charts_of([run_of(0), failed_run(1, log=log_of(1))])
+    charts = charts_of([run_of(0), failed_run(1, log=log_of(1))])
     assert "seed 1, failed" in texts(charts[0])
-    assert "weights kept" not in texts(training_charts.charts_of([failed_run(1, log=log_of(1))])[0])
+    assert "weights kept" not in texts(charts_of([failed_run(1, log=log_of(1))])[0])
 
 
 @pytest.mark.parametrize(
@@ -330,19 +355,15 @@ def test_the_score_is_named_after_the_measure_that_it_is(
 ) -> None:
     row = LogRow(step=5, epoch=1, score=score, values=values)
     run = run_of(0, log=[row])
-    assert training_charts.score_name([run]) == name
-    assert training_charts.points_of(run, name) == [(5, values.get(name, score))]
-    assert dict(training_report.section_of(run).facts)[
-        f"held-out {training_charts.labelled_measure(name)}"
-    ] == (  # type: ignore[union-attr]
-        f"{values.get(name, score):.4f}"
-    )
+    assert training.score_name([run]) == name
+    assert training.points_of(run, name) == [(5, values.get(name, score))]
+    assert facts_of(run)[f"held-out {training.labelled_measure(name)}"] == f"{values.get(name, score):.4f}"
 
 
 def test_a_log_without_a_number_gives_no_chart() -> None:
-    assert training_charts.charts_of([]) == []
+    assert charts_of([]) == []
     row = LogRow(step=1, epoch=1, loss=math.nan, score=None)
-    assert training_charts.charts_of([run_of(0, log=[row])]) == []
+    assert charts_of([run_of(0, log=[row])]) == []
 
 
 # QAT in the report of a run
@@ -375,7 +396,7 @@ def test_a_log_without_a_number_gives_no_chart() -> None:
     ],
 )
 def test_the_verdict_says_what_training_won_back(results: Results, clause: str) -> None:
-    said = wording.verdict(results)
+    said = wording.run_verdict(results)
     assert wording.qat_clause(results).startswith(clause)
     assert f"; {clause}" in said.sentence
     assert clause in one_line(terminal(results, width=1000))
@@ -389,7 +410,11 @@ def test_a_run_with_qat_shows_both_models_everywhere(tmp_path: Path) -> None:
     for place in (markdown, text, shown_text):
         assert place.index("FP32") < place.index("PTQ fake-quant") < place.index("QAT fake-quant")
     table = markdown.partition("## Accuracy")[2].partition("##")[0]
-    stages = [line.split("|")[1].strip() for line in table.splitlines() if re.match(r"\| .*0\.8", line)]
+    stages = [
+        line.split("|")[1].strip().partition(" (torch")[0]
+        for line in table.splitlines()
+        if re.match(r"\| .*0\.8", line)
+    ]
     assert stages == ["FP32", "PTQ fake-quant", "QAT fake-quant", "ONNX Runtime", "engine (TensorRT-RTX)"]
     chart = set(texts(html))
     assert {"PTQ fake-quant", "QAT fake-quant", "training loss", "before training (PTQ)"} <= chart
@@ -403,8 +428,8 @@ def test_a_run_with_qat_shows_both_models_everywhere(tmp_path: Path) -> None:
 
 def test_a_missing_ptq_stage_is_missed_only_with_qat() -> None:
     without = qat_run(stages=sample_run().stages)
-    assert "PTQ fake-quant was skipped: no reason was recorded." in wording.verdict(without).notes
-    assert not any("PTQ" in line for line in wording.verdict(sample_run()).notes)
+    assert "PTQ fake-quant was skipped: no reason was recorded." in wording.run_verdict(without).notes
+    assert not any("PTQ" in line for line in wording.run_verdict(sample_run()).notes)
     assert (sample_run().expected_stages, without.expected_stages) == (STAGES, QAT_STAGES)
 
 
@@ -414,18 +439,18 @@ def test_a_run_without_qat_does_not_speak_of_it(tmp_path: Path) -> None:
 
 
 def test_what_the_section_says_of_a_training() -> None:
-    facts = dict(training_report.section_of(qat_run().training).facts)  # type: ignore[union-attr]
+    facts = facts_of(qat_run().training)
     assert facts["steps"] == "460 of 460"
     assert facts["stopped"] == "after the last step"
     assert re.fullmatch(r"0\.0\d{3}, before training 0\.0\d{3}", facts[DISTANCE])
     assert facts["trained on"] == "NVIDIA H200, BF16"
     assert facts["rows"] == "3,301, and 367 held out"
-    assert training_report.section_of(None) is None
+    assert training.training_blocks(None) == []
 
 
 def test_training_that_gained_nothing_says_so() -> None:
     run = run_of(0, log=log_of(0, first=True)).model_copy(update={"best_step": 0, "stopped": "no gain"})
-    facts = dict(training_report.section_of(run).facts)  # type: ignore[union-attr]
+    facts = facts_of(run)
     assert facts["weights kept"] == "of step 0: the weights before training, so it gained nothing"
     assert "before training" not in facts[DISTANCE]
 

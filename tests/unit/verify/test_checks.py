@@ -606,7 +606,7 @@ def test_the_report_shows_it(right: bool, tmp_path: Path) -> None:
         assert "layer.0" in text
         assert ("not a number" in text) != right
         assert ("have NaN or infinite logits" in text) != right
-    assert ("This does not hold" in markdown) != right
+    assert ("## Engine outputs ✗" in markdown) != right
     assert ("1 / 1" if right else "0 / 1") in page.text
 
 

@@ -1,0 +1,140 @@
+"""What a bench is asked for, and its configs: fixed shapes, or a data set at a batch size."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from qdqbench.eval.bench.dataset import BatchedSplit
+from qdqbench.eval.bench.lanes import random_sets
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, Device, EngineShapes
+from qdqbench.eval.bench.rounds import ReadySystem
+from qdqbench.eval.bench.target import Target
+from qdqbench.quantize.activity.told import doing
+from qdqbench.quantize.core.arrays import Batch
+from qdqbench.quantize.core.errors import MissingDevice, QdqError
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.rundir.artifacts import engine_profiles
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.core.results import LayerRow
+
+INPUT_SETS = 8
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the user asked for."""
+
+    device: Device
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    splits: tuple[BatchedSplit, ...]  # of the data set, one for each batch size
+    streams: tuple[int, ...]
+    rounds: int
+    duration_s: float
+    iterations: int | None
+    baselines: bool
+    fp32: bool  # the FP32 engine too
+    engine_shapes: EngineShapes  # on a GPU
+    seed: int
+    keep_engines: bool = False
+    threads: int = 1  # of a system on a CPU
+    exclude: tuple[str, ...] = ()  # names of systems
+    build_only: bool = False
+    compile_s: float = 90.0  # for each shape and mode of torch.compile on a GPU
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured at once: a fixed shape, or a split."""
+
+    batch: int
+    length: int | None
+    split: BatchedSplit | None
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Every (batch, length) of one launch."""
+        return self.split.shapes if self.split else [(self.batch, self.length or 0)]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one launch."""
+        return self.split.sequences if self.split else self.batch
+
+    @property
+    def stem(self) -> str:
+        """For names of files."""
+        return f"b{self.batch}.{self.split.task}" if self.split else f"b{self.batch}.s{self.length}"
+
+
+def configs_of(options: BenchOptions) -> list[Config]:
+    """Return the grid, batches inside lengths, then the data set."""
+    fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
+    return fixed + [Config(split.batch, None, split) for split in options.splits]
+
+
+@dataclass
+class Entry:
+    """A system in a config: ready to be measured, or why not."""
+
+    row: BenchRow
+    system: ReadySystem | None = None
+    layers: "list[LayerRow]" = field(default_factory=list)
+    kernels: Callable[[], BenchKernels] | None = None  # of one inference; reads them, so only once measured
+
+
+def prepare_each(
+    prepare: Callable[[BenchSystem], Entry], systems: Sequence[BenchSystem], *, optional: Collection[str]
+) -> list[Entry]:
+    """Prepare every system; one that fails is an error, and of the `optional` (names) it is skipped.
+
+    Raises:
+        MissingDevice: what the bench is about cannot run here.
+    """
+    entries = []
+    for system in systems:
+        doing(f"preparing {system.name}")
+        may_skip = system.name in optional
+        try:
+            entries.append(prepare(system))
+        except Exception as error:
+            if isinstance(error, MissingDevice) and not may_skip:
+                raise
+            # compilers fail in a hundred ways, and a missing baseline is a gap in the table; a missing engine
+            # of ours is an error, whatever else is measured
+            if not may_skip and not isinstance(error, (QdqError, RuntimeError)):
+                raise
+            reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+            status: Literal["error", "skipped"] = "skipped" if may_skip else "error"
+            entries.append(Entry(BenchRow(system=system.name, status=status, reason=reason)))
+    return entries
+
+
+def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
+    """Return the optimization profiles of a config's engines: the recipe's ("recipe"), or exactly its shapes.
+
+    A split without buckets needs a range: from the smallest to the largest, best at the median.
+    """
+    if shapes == "recipe":
+        return engine_profiles(target.session)
+    if config.split is None or config.split.bucketed:
+        return [Profile(min=pair, opt=pair, max=pair) for pair in config.shapes]
+    rows, lengths = ([pair[axis] for pair in config.shapes] for axis in (0, 1))
+    middle = sorted(batch["input_ids"].shape[1] for batch in config.split.batches)
+    opt = (max(rows), middle[len(middle) // 2])
+    return [Profile(min=(min(rows), min(lengths)), opt=opt, max=(max(rows), max(lengths)))]
+
+
+def input_sets(target: Target, options: BenchOptions, config: Config) -> list[Batch]:
+    """Return random input sets of a fixed shape, or the split's batches."""
+    if config.split:
+        return config.split.batches
+    return random_sets(
+        inputs=target.family.inputs,
+        batch=config.batch,
+        length=config.length or 0,
+        vocabulary=target.vocabulary,
+        sets=INPUT_SETS,
+        seed=options.seed,
+    )

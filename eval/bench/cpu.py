@@ -1,0 +1,313 @@
+"""Systems of one config on a CPU: what each runs, with its threads pinned, and what proves its INT8.
+
+All but PyTorch and INT8 start from one FP32 export. All take any shape, as engines do on a CPU.
+"""
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.config import BenchOptions, Config, Entry, input_sets, prepare_each, profiles_of
+from qdqbench.eval.bench.lanes import HostLane, WallTimer, session_sets
+from qdqbench.eval.bench.results import BenchRow, BenchSystem
+from qdqbench.eval.bench.rounds import ReadySystem
+from qdqbench.eval.bench.systems import System, systems_of, why_absent
+from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
+from qdqbench.quantize.core.arrays import Batch, Float32
+from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.cpu import openvino
+from qdqbench.quantize.cpu.compiled import Compute, Run
+from qdqbench.quantize.cpu.runtimes import compiled, compute_type
+from qdqbench.quantize.encoders.inputs import MASK
+from qdqbench.quantize.engine.build import attention_count, build, gemm_names
+from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
+from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.kinds.kind import joined
+from qdqbench.quantize.machine.cpu import find_cpu
+from qdqbench.quantize.rundir.artifacts import expected_modules
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from qdqbench.quantize.core.results import EngineResult
+
+Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]
+NNCF_LONGEST = 128  # tokens of a random calibration sample
+
+
+@dataclass
+class CpuRuns:
+    """A system that can run."""
+
+    lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
+    detail: str
+    built: "EngineResult | None" = None
+
+
+@dataclass
+class CpuWork:
+    """What all configs of a bench share."""
+
+    graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
+    models: dict[str, Any] = field(default_factory=dict)  # quantized by others
+
+
+@dataclass(frozen=True)
+class CpuConfig:
+    """One config to prepare systems for."""
+
+    target: Target
+    options: BenchOptions
+    config: Config
+    work: CpuWork
+    stack: ExitStack  # frees what the config holds
+    torch_models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder for files of the bench."""
+        return self.target.session.folder / "bench"
+
+
+def prepare_on_cpu(  # noqa: PLR0913, PLR0917
+    target: Target,
+    options: BenchOptions,
+    config: Config,
+    work: CpuWork,
+    systems: Sequence[BenchSystem],
+    stack: ExitStack,
+) -> list[Entry]:
+    """Prepare every system and run it once; `stack` holds what must be freed after the config.
+
+    Raises:
+        MissingDevice: the runtime of the bench's own INT8 engine is not there.
+    """
+    import torch
+
+    here = CpuConfig(target, options, config, work, stack)
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    # past a limit of shapes dynamo silently falls back to eager
+    stack.callback(torch.compiler.reset)
+    pool = ThreadPoolExecutor(max(options.streams))
+    stack.callback(pool.shutdown)
+    table, timer = systems_of(target, options), WallTimer(pool=pool)
+    inputs = input_sets(target, options, config)
+    sets = [inputs] if config.split else [[batch] for batch in inputs]
+
+    def prepare(about: BenchSystem) -> Entry:
+        system = table[about.name]
+        if reason := why_absent(system):
+            return Entry(BenchRow(system=about.name, status="skipped", reason=reason))
+        runs = RUNS[system.kind](here, system)
+        streams = () if config.split else options.streams
+        lanes = {
+            count: [HostLane(run, sets) for run in runs.lanes(count)]
+            for count in dict.fromkeys((1, *streams))
+        }
+        for each in lanes.values():
+            each[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
+        built = runs.built
+        row = BenchRow(
+            system=about.name,
+            status="done",
+            detail=runs.detail,
+            int8_gemms=built.int8_gemms if built else None,
+            expected_int8_gemms=built.expected_int8_gemms if built else None,
+            not_int8=built.not_int8 if built else [],
+            engine_bytes=built.bytes if built else None,
+        )
+        more = {count: each for count, each in lanes.items() if count > 1 and len(each) == count}
+        ready = ReadySystem(about.name, about.precision, lanes[1], timer, more)
+        return Entry(row, ready, built.layers if built else [])
+
+    return prepare_each(
+        prepare, systems, optional=[name for name, system in table.items() if not system.is_engine]
+    )
+
+
+def _int8_runs(here: CpuConfig, system: System) -> CpuRuns:
+    """Return the INT8 engine of a runtime, from a graph in its own form; its kernels prove INT8."""
+    session, backend = here.target.session, cast("BackendName", system.library)
+    graph = _int8_graph(here, backend)
+    path = here.folder / f"int8.{backend}.{here.config.stem}.engine"
+    if not here.options.keep_engines:
+        layers = path.with_suffix(".layers.json")
+        for file in (path, sidecar_path(path), layers):
+            here.stack.callback(file.unlink, missing_ok=True)
+    modules = expected_modules(session)
+    gemms = [name for name in gemm_names(graph) if module_of(name) in modules]
+    compute = compute_type(backend, find_cpu(), session.recipe.precision.compute)
+    built = build(
+        graph,
+        path,
+        backend=backend,
+        profiles=profiles_of(here.target, here.options.engine_shapes, here.config),
+        expected_gemms=gemms,
+        expected_attention=attention_count(gemms, session.plan.attention),
+        layers_path=path.with_suffix(".layers.json"),
+        compute=compute,
+    )
+    lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
+    return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
+
+
+def _export_runs(here: CpuConfig, system: System) -> CpuRuns:
+    """Return the FP32 export in a runtime, computed in FP32 or BF16."""
+    backend, compute = cast("BackendName", system.library), cast("Compute", system.precision)
+    data = here.target.graphs["fp32"].read_bytes()
+    return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
+
+
+def _dynamic_runs(here: CpuConfig, _: System) -> CpuRuns:
+    """Return the FP32 export after ONNX Runtime's dynamic quantization of weights and activations."""
+    if "dynamic" not in here.work.models:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        path = here.folder / "model.dynamic.onnx"
+        path.parent.mkdir(exist_ok=True)
+        here.stack.callback(path.unlink, missing_ok=True)
+        with _silent():
+            quantize_dynamic(here.target.graphs["fp32"], path, weight_type=QuantType.QInt8, per_channel=True)
+        here.work.models["dynamic"] = path.read_bytes()
+    lanes = _compiled_lanes(here, "onnxruntime", here.work.models["dynamic"], "fp32")
+    return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
+
+
+def _nncf_runs(here: CpuConfig, _: System) -> CpuRuns:
+    """Return the FP32 export after `nncf.quantize`, calibrated on the samples of the run one by one."""
+    if "nncf" not in here.work.models:
+        import nncf as library
+
+        rows = list(_calibration_rows(here.target))
+        model = openvino.read_model(here.target.graphs["fp32"].read_bytes())
+        with _silent():
+            here.work.models["nncf"] = library.quantize(
+                model,
+                library.Dataset(rows),
+                model_type=library.ModelType.TRANSFORMER,
+                preset=library.QuantizationPreset.MIXED,
+                subset_size=len(rows),
+            )
+    compute: Compute = "bf16" if find_cpu().bf16 else "fp32"
+    lanes = _compiled_lanes(here, "openvino", here.work.models["nncf"], compute)
+    return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
+
+
+def _torch_runs(here: CpuConfig, system: System) -> CpuRuns:
+    """Return the model as it is in PyTorch, with SDPA attention."""
+    forward = peers.eager_forward(_torch_model(here, system))
+    return CpuRuns(
+        lambda streams: [_torch_lane(here, forward, streams)] * streams, "eager, SDPA, with the mask"
+    )
+
+
+def _compiled_runs(here: CpuConfig, system: System) -> CpuRuns:
+    """Return the model through Inductor, whose loops have their number of threads compiled in: one stream."""
+    dynamic_shapes = here.config.split is not None
+    forward = peers.compiled_forward(_torch_model(here, system), system.mode, dynamic=dynamic_shapes)
+    shapes = ", dynamic shapes" if dynamic_shapes else ""
+    return CpuRuns(
+        lambda _: [_torch_lane(here, forward, 1)],
+        f"torch.compile{shapes}, SDPA, with the mask",
+    )
+
+
+RUNS: dict[str, Callable[[CpuConfig, System], CpuRuns]] = {
+    "int8": _int8_runs,
+    "export": _export_runs,
+    "dynamic": _dynamic_runs,
+    "nncf": _nncf_runs,
+    "torch": _torch_runs,
+    "compile": _compiled_runs,
+}
+
+
+def _torch_model(here: CpuConfig, system: System) -> "PreTrainedModel":
+    precision = cast("peers.PeerPrecision", system.precision)
+    if precision not in here.torch_models:
+        model = here.target.session.new_model()
+        here.torch_models[precision] = peers.sdpa_model(model, precision, "cpu")
+    return here.torch_models[precision]
+
+
+def _torch_lane(here: CpuConfig, forward: "Callable[..., Any]", streams: int) -> Answer:
+    import torch
+
+    threads, names = max(1, here.options.threads // streams), here.target.family.inputs
+
+    def run(batch: Batch) -> Float32:
+        if torch.get_num_threads() != threads:  # each thread has a number of its own
+            torch.set_num_threads(threads)
+        with torch.inference_mode():
+            answers = forward(**{name: torch.from_numpy(batch[name]) for name in names})
+        return cast("Float32", answers.float().numpy())
+
+    return run
+
+
+def _compiled_lanes(
+    here: CpuConfig, backend: BackendName, model: Any, compute: Compute, *, blob: bool = False
+) -> Callable[[int], Sequence[Answer]]:
+    outputs = list(here.target.session.config.task.kind.outputs)
+
+    def lanes(streams: int) -> Sequence[Answer]:
+        model_lanes = compiled(
+            backend, model, blob=blob, compute=compute, threads=here.options.threads, streams=streams
+        )
+        return [partial(_answers, run, outputs) for run in model_lanes.lanes()]
+
+    return lanes
+
+
+def _answers(run: Run, outputs: Sequence[str], batch: Batch) -> Float32:
+    return np.asarray(joined(run(batch), outputs), dtype=np.float32)
+
+
+def _int8_graph(here: CpuConfig, backend: BackendName) -> Path:
+    """Return the INT8 graph in the form that a runtime wants; traced once for all runtimes."""
+    session, graphs = here.target.session, here.work.graphs
+    if not graphs:
+        recipe = session.recipe
+        traced = trace(session.fake_quant_model, recipe.export.opset, session.config.task.kind.outputs)
+        for name in CPU_BACKENDS:
+            graphs[name] = path = here.folder / f"model.int8.{name}.onnx"
+            path.parent.mkdir(exist_ok=True)
+            write_graph(traced, session.plan, ExportSettings.of(recipe, name), path)
+            if not here.options.keep_engines:
+                here.target.stack.callback(path.unlink, missing_ok=True)
+    return graphs[backend]
+
+
+def _calibration_rows(target: Target) -> Iterator[Batch]:
+    """Yield the run's calibration samples without padding; random token ids for a model without data."""
+    session = target.session
+    if target.about.kind == "run":
+        batches: Any = session.calibration_batches()
+    else:
+        length = min(NNCF_LONGEST, session.recipe.export.max_length)
+        batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
+    for batch in batches:
+        for row, length in enumerate(batch[MASK].sum(axis=1)):
+            yield {name: batch[name][row : row + 1, :length] for name in target.family.inputs}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """No bars, advice or log lines of a library that has no switch for all of them."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

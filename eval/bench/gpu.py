@@ -1,0 +1,424 @@
+"""Systems of one config on a GPU: engines and PyTorch, bound to its shapes and ready to be measured.
+
+Kernels are chosen for each profile by itself, so an engine of one profile runs what an engine of several runs
+in that profile. Engines of one profile are built in processes at the same time.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from qdqbench.eval.bench import peers
+from qdqbench.eval.bench.config import (
+    BenchOptions,
+    Config,
+    Entry,
+    configs_of,
+    input_sets,
+    prepare_each,
+    profiles_of,
+)
+from qdqbench.eval.bench.kernels import kernels_of
+from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, SplitLane, Step, to_device, to_pinned
+from qdqbench.eval.bench.prebuild import Background
+from qdqbench.eval.bench.results import BenchRow, BenchSystem
+from qdqbench.eval.bench.rounds import Lane, ReadySystem
+from qdqbench.eval.bench.systems import System, systems_of
+from qdqbench.eval.bench.target import Target
+from qdqbench.eval.bench.unpadded import (
+    Packing,
+    UnpaddedEncoder,
+    launch_counts,
+    pack_rows,
+    refusal,
+    unpadded_rows,
+)
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import Batch
+from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.limits import BackendChoice
+from qdqbench.quantize.core.results import EngineResult
+from qdqbench.quantize.core.strict import Strict, read
+from qdqbench.quantize.cpu.compiled import Compute
+from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.engine.profiles import Profile, choose_profile
+from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
+from qdqbench.quantize.rundir import artifacts
+from qdqbench.quantize.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BUILD_S = 600.0  # of an engine with its kernels
+SHAPES_AT_ONCE = 4  # of a split, that one process compiles
+WAIT_S = 0.5
+Pair = tuple[int, int]  # batch, length
+
+
+class EngineSpec(Strict):
+    """An engine to build."""
+
+    onnx: Path
+    engine: Path
+    backend: BackendChoice
+    profile: Profile
+    gemms: list[str]  # ONNX nodes that must run in INT8
+    attention: int
+    compute: Compute
+    shapes: list[Pair]  # that it will run
+
+    @property
+    def cache(self) -> Path:
+        """Return the file of kernels compiled just in time."""
+        return self.engine.with_suffix(".cache")
+
+    @property
+    def proof(self) -> Path:
+        """Return the file of what the build found."""
+        return self.engine.with_suffix(".proof.json")
+
+
+@dataclass
+class GpuWork:
+    """What all configs of a bench share."""
+
+    background: Background
+    models: "dict[str, PreTrainedModel]" = field(default_factory=dict)  # by precision
+    unpadded: UnpaddedEncoder | None = None
+    compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
+
+    def compile_failure(self, mode: str, pairs: Sequence[Pair]) -> str:
+        """Return why a mode was not compiled for all of these; empty where it was, or was not tried."""
+        tasks = (self.compiles.get((mode, pair), "") for pair in pairs)
+        failed = self.background.failed
+        return next((f"torch.compile: {failed[task]}" for task in tasks if task in failed), "")
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """One config to prepare systems for."""
+
+    target: Target
+    options: BenchOptions
+    config: Config
+    work: GpuWork
+    stack: ExitStack  # frees what the config holds
+    batches: list[Batch]
+    forwards: dict[str, Callable[..., Any]] = field(default_factory=dict)  # by precision and mode
+
+    def lanes(self, bind: Callable[[int, int, Any], Any]) -> tuple[list[Lane], str]:
+        """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
+        lanes: list[Lane] = []
+        detail, split = "", self.config.split
+        for _ in range(1 if split else max(self.options.streams)):
+            stream, bounds = None, {}
+            for pair in self.config.shapes:
+                bounds[pair] = bound = bind(*pair, stream)
+                stream = bound.stream  # all shapes of a lane share one stream
+                detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
+            if split is None:
+                lanes.append(DeviceLane(bound, [to_device(batch) for batch in self.batches]))
+                continue
+            steps = zip(self.batches, split.rows, strict=True)
+            lanes.append(
+                SplitLane(
+                    [Step(bounds[_shape(batch)], to_pinned(batch), np.arange(rows)) for batch, rows in steps]
+                )
+            )
+        return lanes, detail
+
+
+def start_compiles(work: GpuWork, run: Path, options: BenchOptions) -> None:
+    """Start to compile the models of a bench for all of its shapes, the slowest mode first."""
+    modes = {system.mode for system in systems_of(None, options).values() if system.mode}
+    for mode in sorted(modes, key=len, reverse=True):
+        for config in configs_of(options):
+            _compile(work, run, mode, config, options.compile_s)
+
+
+def start_export(
+    work: GpuWork, model: str, recipe: str, folder: Path, options: BenchOptions
+) -> Callable[[], None]:
+    """Start to export a model by another recipe into a folder; returns a function that waits for it."""
+    arguments = ["export", str(folder), model, recipe, str(options.seed), str(max(options.lengths))]
+    work.background.add(f"export {folder}", arguments, BUILD_S)
+    return partial(work.background.wait_for, f"export {folder}")
+
+
+def prebuild(
+    work: GpuWork, target: Target, options: BenchOptions, backend: str, announce: Callable[[str], None]
+) -> None:
+    """Build and compile in processes, as far as nothing is timed meanwhile; waits for all of it.
+
+    Args:
+        backend: builder of engines; TensorRT's times kernels, which nothing may disturb.
+    """
+    target.stack.callback(work.models.clear)
+    if options.splits:
+        start_compiles(work, target.session.folder, replace(options, lengths=()))
+    specs = _all_engines(target, options)
+    if not options.keep_engines:
+        target.stack.callback(_forget_markers, target.session.folder / "bench")
+        for spec in specs:
+            for path in (spec.proof, spec.cache, sidecar_path(spec.engine), spec.engine):
+                target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
+    if backend != "tensorrt":
+        for spec in (each for each in specs if not (each.proof.is_file() and each.cache.is_file())):
+            spec.engine.parent.mkdir(parents=True, exist_ok=True)
+            work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
+    while left := work.background.left:
+        announce(f"{left} builds and compilations are under way or wait")
+        time.sleep(WAIT_S)
+
+
+def prepare_on_gpu(  # noqa: PLR0913, PLR0917
+    target: Target,
+    options: BenchOptions,
+    config: Config,
+    work: GpuWork,
+    systems: Sequence[BenchSystem],
+    stack: ExitStack,
+) -> list[Entry]:
+    """Bind every system to a config; `stack` holds what must be freed after it.
+
+    Raises:
+        MissingDevice: there is no GPU, or nothing that builds for it.
+    """
+    import torch
+
+    table, timer = systems_of(target, options), CudaTimer()
+    here = GpuConfig(target, options, config, work, stack, input_sets(target, options, config))
+    stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
+    stack.enter_context(peers.tf32_allowed())
+    # past a limit of shapes dynamo silently falls back to eager
+    stack.callback(torch.compiler.reset)
+
+    def prepare(about: BenchSystem) -> Entry:
+        system = table[about.name]
+        if system.is_engine:
+            return _prepare_engine(here, system, timer)
+        make = _unpadded_lanes if system.kind == "unpadded" else _padded_lanes
+        lanes, detail = make(here, system, timer)
+        row = BenchRow(system=system.name, status="done", detail=detail)
+        ready = ReadySystem(system.name, system.precision, lanes, timer)
+        return Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
+
+    optional = [name for name, system in table.items() if not system.is_engine or system.recipe]
+    return prepare_each(prepare, systems, optional=optional)
+
+
+def _padded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
+    """Bind PyTorch to the shapes of a config.
+
+    Raises:
+        CheckFailed: it was not compiled in time.
+    """
+    if reason := here.work.compile_failure(system.mode, here.config.shapes):
+        raise CheckFailed(reason)
+    if system.mode:
+        each = ", for each shape" if here.config.split else ""
+        how = f"torch.compile mode {system.mode}{each}, with the mask"
+    else:
+        how = f"eager, SDPA{', TF32 allowed' if system.precision == 'fp32' else ''}, with the mask"
+    key, precision = f"{system.precision} {system.mode}", cast("peers.PeerPrecision", system.precision)
+    if key not in here.forwards:
+        models = here.work.models
+        if precision not in models:
+            models[precision] = peers.sdpa_model(here.target.session.new_model(), precision, "cuda")
+        here.forwards[key] = (
+            peers.compiled_forward(models[precision], system.mode, dynamic=False)
+            if system.mode
+            else peers.eager_forward(models[precision])
+        )
+
+    def bind(batch: int, length: int, stream: Any) -> peers.TorchRun:
+        inputs = peers.example(here.target.family.inputs, batch, length, "cuda")
+        return peers.TorchRun(here.forwards[key], inputs, how, graph=system.graph, stream=stream)
+
+    return here.lanes(bind)
+
+
+def _unpadded_lanes(here: GpuConfig, system: System, timer: CudaTimer) -> tuple[list[Lane], str]:
+    """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time.
+
+    Raises:
+        UserError: the model's family has no unpadded form.
+    """
+    session, split = here.target.session, here.config.split
+    if reason := refusal(session.fp32_model.config.model_type, here.target.family.name):
+        raise UserError(reason)
+    if here.work.unpadded is None:
+        precision = cast("peers.PeerPrecision", system.precision)
+        here.work.unpadded = UnpaddedEncoder(peers.sdpa_model(session.new_model(), precision, "cuda"))
+    encoder = here.work.unpadded
+    if split is None:
+        packings = [pack_rows(unpadded_rows(batch), 1, encoder.positions_of) for batch in here.batches]
+        sets = [to_device({PACKED: packing.launches[0]}) for packing in packings]
+        how = f"packed tokens, varlen attention, torch.compile, {packings[0].tokens} tokens a launch"
+        runs = [
+            _bind_packed(encoder, packings[0], how, here.config) for _ in range(max(here.options.streams))
+        ]
+        return [DeviceLane(run, sets) for run in runs], runs[0].detail
+    counted = zip(here.batches, split.rows, strict=True)
+    rows = [row for batch, count in counted for row in unpadded_rows(batch)[:count]]
+    best: tuple[float, Lane, str] | None = None
+    for count in launch_counts(split.real_tokens, len(rows)):
+        packing = pack_rows(rows, count, encoder.positions_of)
+        launches = f"{len(packing.launches)} launches of {packing.tokens} tokens"
+        run = _bind_packed(
+            encoder, packing, f"packed tokens, varlen attention, torch.compile, {launches}", here.config
+        )
+        lane = SplitLane(
+            [
+                Step(
+                    run,
+                    to_pinned({PACKED: flat}),
+                    packing.first_tokens(number) if encoder.of_tokens else np.arange(packing.counts[number]),
+                )
+                for number, flat in enumerate(packing.launches)
+            ]
+        )
+        ms = statistics.median(timer.latencies(lane, TRIED)[1:])
+        if best is None or ms < best[0]:
+            best = (ms, lane, run.detail)
+    assert best is not None
+    return [best[1]], f"{best[2]}, the fastest size"
+
+
+PACKED = "packed"  # the one input of the unpadded encoder
+TRIED = 6  # launches of each size; the first one is not counted
+
+
+def _bind_packed(encoder: UnpaddedEncoder, packing: Packing, how: str, config: Config) -> peers.TorchRun:
+    """Return a CUDA graph of a launch; at a fixed shape answers of tokens are [B, L, width]."""
+
+    def forward(packed: Any) -> Any:
+        answers = encoder.forward(packed, tokens=packing.tokens, longest=packing.longest)
+        if encoder.of_tokens and config.length is not None:
+            answers = answers[: config.batch * config.length].view(config.batch, config.length, -1)
+        return answers
+
+    return peers.TorchRun(forward, to_device({PACKED: packing.launches[0]}), how)
+
+
+def _prepare_engine(here: GpuConfig, system: System, timer: CudaTimer) -> Entry:
+    specs = specs_of(here.target, system, here.config)
+    single = {spec.engine: spec for spec in specs.values()}
+    proofs = [build_engine(spec) for spec in single.values()]
+    loaded = {
+        path: here.stack.enter_context(Engine(path, spec.onnx, runtime_cache=spec.cache))
+        for path, spec in single.items()
+    }
+
+    def bind(batch: int, length: int, stream: Any) -> Any:
+        engine = loaded[specs[batch, length].engine]
+        return engine.bind(batch, length, stream=stream, graph=True)
+
+    lanes, detail = here.lanes(bind)
+    int8, (first, *more) = system.kind == "int8", loaded.values()
+    row = BenchRow(
+        system=system.name,
+        status="done",
+        detail=f"{detail}, {system.shapes} profile",
+        int8_gemms=min(proof.int8_gemms for proof in proofs) if int8 else None,
+        expected_int8_gemms=proofs[0].expected_int8_gemms if int8 else None,
+        not_int8=sorted({node for proof in proofs for node in proof.not_int8}),
+        engine_bytes=None if more else first.memory.engine_bytes,
+        activation_bytes=None if more else first.memory.activation_bytes,
+    )
+    return Entry(row, ReadySystem(system.name, system.precision, lanes, timer), proofs[0].layers)
+
+
+def specs_of(target: Target, system: System, config: Config) -> dict[Pair, EngineSpec]:
+    """Return the engine that each (batch, length) of a config runs in.
+
+    Raises:
+        CheckFailed: no profile of the recipe takes one.
+    """
+    owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
+    session, specs = owner.session, dict[Pair, EngineSpec]()
+    profiles = profiles_of(owner, system.shapes, config)
+    gemms, attention = (owner.gemms, len(session.plan.attention)) if int8 else ([], 0)
+    for pair in config.shapes:
+        profile = profiles[choose_profile(profiles, *pair)]
+        sizes = "-".join("x".join(map(str, size)) for size in (profile.min, profile.opt, profile.max))
+        specs[pair] = EngineSpec(
+            onnx=owner.graphs[system.precision],
+            engine=session.folder / "bench" / f"{system.precision}.{sizes}.engine",
+            backend=session.recipe.engine.backend,
+            profile=profile,
+            gemms=gemms,
+            attention=attention,
+            compute=artifacts.cpu_compute(session.recipe),
+            shapes=[pair],
+        )
+    return specs
+
+
+def build_engine(spec: EngineSpec) -> EngineResult:
+    """Build an engine, or take one that is there from the same graph, version and machine.
+
+    Raises:
+        UserError, CheckFailed, MissingDevice: it cannot be built.
+    """
+    with suppress(UserError):
+        check_sidecar(spec.engine, spec.onnx)
+        return read(spec.proof, EngineResult, "proof of an engine", "build it again")
+    result = build(
+        spec.onnx,
+        spec.engine,
+        backend=spec.backend,
+        profiles=[spec.profile],
+        expected_gemms=spec.gemms,
+        expected_attention=spec.attention,
+        layers_path=spec.engine.with_suffix(".layers.json"),
+        compute=spec.compute,
+    )
+    files.write_json(spec.proof, result.model_dump(mode="json"))
+    return result
+
+
+def marker(folder: Path, mode: str, pair: Pair) -> Path:
+    """Return the file that says that Inductor's cache has a mode of torch.compile for a shape."""
+    return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
+
+
+def _compile(work: GpuWork, run: Path, mode: str, config: Config, seconds: float) -> None:
+    """Start to compile a config's shapes, some in a process where it has many."""
+    size, folder = SHAPES_AT_ONCE if config.split else 1, run / "bench"
+    left = [pair for pair in config.shapes if not marker(folder, mode, pair).is_file()]
+    for first in range(0, len(left), size):
+        pairs = left[first : first + size]
+        task = f"{mode} {pairs}"
+        work.compiles |= {(mode, pair): task for pair in pairs}
+        work.background.add(task, ["compile", str(run), mode, json.dumps(pairs)], seconds * len(pairs))
+
+
+def _forget_markers(folder: Path) -> None:
+    for path in folder.glob("*.compiled"):
+        path.unlink(missing_ok=True)
+
+
+def _all_engines(target: Target, options: BenchOptions) -> list[EngineSpec]:
+    """Return every engine of a bench once, with all shapes that it will run; those of many profiles first."""
+    specs: dict[Path, EngineSpec] = {}
+    for system in systems_of(target, options).values():
+        for config in configs_of(options) if system.is_engine else ():
+            with suppress(CheckFailed):  # no profile of the recipe takes it: the config says so
+                for spec in specs_of(target, system, config).values():
+                    known = specs.setdefault(spec.engine, spec)
+                    known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
+    return list(specs.values())
+
+
+def _shape(batch: Mapping[str, Any]) -> Pair:
+    rows, length = batch["input_ids"].shape
+    return rows, length

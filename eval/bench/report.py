@@ -1,0 +1,419 @@
+"""The report of a bench: its page, Markdown and screen, a section of the run's report, and rows of tables."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.bench.results import (
+    BENCH_FILE,
+    OURS,
+    Bench,
+    BenchConfig,
+    BenchRow,
+    config_label,
+    headline_of,
+    over_fastest,
+    read_bench,
+    row_of,
+    speedup_of,
+)
+from qdqbench.eval.report.document import (
+    EVERYWHERE,
+    SCREEN,
+    Block,
+    Bullets,
+    Cell,
+    Chart,
+    Columns,
+    Fold,
+    Prose,
+    Report,
+    Row,
+    Section,
+    State,
+    Table,
+    Tile,
+    Verdict,
+    page_of,
+    row,
+)
+from qdqbench.eval.report.formats import cleaned, count_of, flat, label, model_label, size
+from qdqbench.eval.report.render import write_report
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.speedup import Speedup
+
+SCREEN_CONFIGS = 4  # columns of configs that a terminal has room for
+NAMED_RATIOS = (  # that tables show besides the headline
+    ("int8", "fp16"),
+    ("int8-exact", "fp16-exact"),
+    ("int8", "compile-fp16"),
+    ("int8", "unpadded-fp16"),
+    ("int8", "nncf-openvino"),
+)
+ENGINE_SHAPES = {
+    "both": "engines for the recipe's shapes and for each shape alone",
+    "exact": "engines for each shape alone",
+    "recipe": "engines for the recipe's shapes",
+}
+Rows = list[tuple[str, list[Cell]]]
+
+
+@dataclass(frozen=True)
+class BenchView:
+    """The bench of a run directory for its report."""
+
+    errors: list[str]
+    measured: Bench | None = None  # None: unreadable
+
+
+def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
+    """Write `bench.md` and `bench.html`; of a run directory the caller writes the run's own report again.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    return write_report(bench_report(bench), folder, "bench")
+
+
+def bench_report(bench: Bench) -> Report:
+    """Return what a bench shows on its own page and on a terminal."""
+    bench = cleaned(bench)
+    ratios = [headline_of(bench.systems, config) for config in bench.configs]
+    facts = {"Settings": flat(bench.settings.model_dump()), "Model": flat(bench.target.model_dump())}
+    title = f"{model_label(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
+    page = page_of(bench, "speed", title, [str(bench.recipe.get("name", "recipe"))], BENCH_FILE, facts=facts)
+    return Report(
+        page=page,
+        verdict=_verdict(bench, ratios),
+        tiles=[
+            Tile(config_text(bench, config), f"{ratio.value:.2f}x", _over(bench, config, ratio),
+                 "bad" if ratio.verdict == "slower" else "")
+            for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
+            if ratio is not None
+        ],
+        warnings=bench.warnings,
+        notes=bench.notes,
+        sections=[Section("speed", "Speed", _tables(bench))],
+    )  # fmt: skip
+
+
+def bench_blocks(view: BenchView) -> list[Block]:
+    """Return a bench as a section of the run's report."""
+    if view.measured is None:
+        return [Bullets(view.errors, "bad")]
+    bench = cleaned(view.measured)
+    random = " (random weights)" if bench.target.random_weights else ""
+    blocks: list[Block] = [Bullets(lines, "bad")] if (lines := [*view.errors, *slow_lines(bench)]) else []
+    blocks.append(f"{bench.target.name}{random}, {bench.recipe.get('name', 'recipe')}. {hardware(bench)}.")
+    blocks += [Prose(line, "unclear") for line in (*bench.warnings, *bench.notes)]
+    return [*blocks, *_tables(bench)]
+
+
+def bench_of(folder: Path) -> BenchView | None:
+    """Return the bench of a run directory for its report; None where there is none.
+
+    A bench that is not readable, or of other ONNX files than those there now, says so in an error.
+    """
+    if not (folder / BENCH_FILE).is_file():
+        return None
+    try:
+        bench = read_bench(folder / BENCH_FILE)
+    except UserError as error:
+        return BenchView([str(error)])
+    if stale := stale_files(bench, folder):
+        again = f"{', '.join(stale)} changed after this bench: its figures are of other files, measure again"
+        bench = bench.model_copy(update={"errors": [again, *bench.errors]})
+    return BenchView(bench.errors, bench)
+
+
+def stale_files(bench: Bench, folder: Path) -> list[str]:
+    """Return the files of a run directory that are not those that were measured."""
+    return [
+        name
+        for name, digest in bench.target.files.items()
+        if (folder / name).is_file() and files.sha256(folder / name) != digest
+    ]
+
+
+def without_systems(bench: Bench, names: set[str], warning: str) -> Bench:
+    """Return a bench without the figures of some systems, and a warning in their place."""
+    rest = [system for system in bench.systems if system.name not in names]
+
+    def left(config: BenchConfig) -> BenchConfig:
+        rows = [row for row in config.rows if row.system not in names]
+        ratios = [ratio for ratio in config.speedups if not {ratio.system, ratio.baseline} & names]
+        kept = config.model_copy(update={"rows": rows, "speedups": ratios})
+        return kept.model_copy(update={"headline": headline_of(rest, kept)})
+
+    return bench.model_copy(
+        update={
+            "configs": [left(config) for config in bench.configs],
+            "systems": rest,
+            "warnings": [*bench.warnings, warning],
+        }
+    )
+
+
+def hardware(bench: Bench) -> str:
+    """Return the GPU or CPU, its driver and the versions that made the numbers."""
+    found = bench.environment
+    if bench.device == "cpu":
+        cpu = bench.cpu
+        features = f"; {', '.join(cpu.features) or 'instruction sets unknown'}" if cpu else ""
+        where = f"CPU: {found.get('cpu', 'unknown')} ({found.get('cores', '?')} cores{features})"
+        where += f", {count_of(count, 'thread')}" if (count := bench.settings.threads) else ""
+    else:
+        where = (
+            f"{found.get('gpu', 'GPU')} (compute capability {bench.compute_capability}), "
+            f"driver {found.get('driver') or 'unknown'}"
+        )
+    used = dict.fromkeys(system.backend.partition(" ") for system in bench.systems)
+    return ", ".join([where, *(f"{label(name)} {version}".strip() for name, _, version in used)])
+
+
+def clocks(bench: Bench) -> str:
+    """Return clock, power and temperature of the GPU, or that nothing read them; of a CPU its load."""
+    if bench.device == "cpu":
+        loads = (bench.cpu.load_before, bench.cpu.load_after) if bench.cpu else (None, None)
+        if None in loads:
+            return "clock and power: not read on a CPU"
+        return f"load average {loads[0]:g} before, {loads[1]:g} after; clock and power: not read on a CPU"
+    rows = [row for config in bench.configs for row in config.rows if row.status == "done"]
+    parts = []
+    for name, unit in (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "°C")):
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        if values:
+            parts.append(f"{min(values):.0f} to {max(values):.0f} {unit}")
+    return f"clock and power while measured: {', '.join(parts) or 'not read'}"
+
+
+def slow_lines(bench: Bench) -> list[str]:
+    """Return where INT8 is slower than the fastest other system or its FP16 engine, and why by the layers."""
+    labels = {system.name: system.label for system in bench.systems}
+    lines = []
+    for config in bench.configs:
+        first, same_backend = headline_of(bench.systems, config), speedup_of(config, "int8", "fp16")
+        ratios = [first, same_backend if same_backend != first else None]
+        if bench.device == "cpu":
+            ratios = [ratio for ratio in config.speedups if ratio.system == "int8"]
+        for ratio in ratios:
+            if ratio is not None and ratio.verdict == "slower":
+                reasons = config.slow_reasons if ratio == same_backend else []
+                what = f"{labels[ratio.system]} is slower than {labels[ratio.baseline]}"
+                why = f": {'; '.join(reasons)}" if reasons else ""
+                lines.append(f"{config_text(bench, config)}: {what}, {ratio.value:.2f}x{why}")
+    return lines
+
+
+def method(bench: Bench) -> str:
+    """Return how it was measured, in a few sentences."""
+    chosen = bench.settings
+    effort = f"{chosen.iterations} launches" if chosen.iterations else f"{chosen.duration_s:g} s per system"
+    kinds = {config.kind for config in bench.configs}
+    inputs = f"{chosen.input_sets} random input sets" if "fixed" in kinds else "the rows of the split"
+    if bench.device == "gpu":
+        timed, engines = "CUDA events around each launch", f"{ENGINE_SHAPES[chosen.engine_shapes]}; "
+        timed += ", copies from and to the host included for a data set" if "dataset" in kinds else ""
+    else:
+        timed = (
+            "wall time of each call and CPU time of all threads, after a rest and calls that are not timed"
+        )
+        engines = f"threads: {chosen.threads} for all streams of a system, engines for any shape; "
+    return (
+        f"{chosen.rounds} interleaved rounds in one process ({effort}), order balanced, {timed}; "
+        f"{inputs}, seed {chosen.seed}; {engines}INT8 scales from "
+        f"{bench.target.calibration}. A speed-up is the ratio of the medians over rounds with its 95% "
+        "bootstrap interval over rounds; logits of every system were checked before and after."
+    )
+
+
+def config_text(bench: Bench, config: BenchConfig) -> str:
+    """Return the shape; of a data set with the split's size and padding."""
+    name = config_label(config, label(bench.settings.dataset or ""))
+    if config.kind == "fixed":
+        return name
+    padding = 1 - config.real_tokens / config.padded_tokens
+    return f"{name} ({config.sequences} sequences, {padding:.0%} padding)"
+
+
+def ratio_cell(ratio: Speedup | None) -> Cell:
+    """Return a speed-up with its interval; bad where both are below 1."""
+    if ratio is None:
+        return Cell()
+    interval = f" [{ratio.ci95_low:.2f}, {ratio.ci95_high:.2f}]" if ratio.ci95_low is not None else ""
+    shown = "" if ratio.verdict == "faster" else f" {ratio.verdict}"
+    state: State = "bad" if ratio.verdict == "slower" else ""
+    return Cell(f"{ratio.value:.2f}x{interval}{shown}", state, short=f"{ratio.value:.2f}x")
+
+
+def milliseconds(value: float | None) -> str:
+    """Return four significant digits, without an exponent."""
+    return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def latency_cell(bench: Bench, config: BenchConfig, name: str) -> Cell:
+    """Return the median of a system, bad where it is not in its best form, or why there is none."""
+    if (found := row_of(config, name)) is not None:
+        precision = next(system.precision for system in bench.systems if system.name == name)
+        text = milliseconds(found.median_ms)
+        if not found.in_best_form:
+            return Cell(f"{text} unfused", "bad")
+        return Cell(f"{text} FP32", "bad") if found.fp32_gemms(precision) else Cell(text)
+    failed = any(row.system == name and row.status == "error" for row in config.rows)
+    return Cell("error", "bad") if failed else Cell("not measured")
+
+
+def latency_rows(bench: Bench) -> Rows:
+    """Return medians of every system, by config."""
+    return [
+        (system.label, [latency_cell(bench, config, system.name) for config in bench.configs])
+        for system in bench.systems
+    ]
+
+
+def headline_title(bench: Bench) -> str:
+    """Return what INT8 is compared with before all else."""
+    if bench.device == "cpu":
+        return "INT8 over the fastest FP32 or BF16"
+    engines_alone = len({system.backend for system in bench.systems}) == 1
+    return f"INT8 over the fastest FP16{' engine' if engines_alone else ''}"
+
+
+def headline_cells(bench: Bench, config: BenchConfig) -> list[Cell]:
+    """Return the speed-up of INT8 over the fastest system without it, and both with their medians."""
+    if (best := headline_of(bench.systems, config)) is None:
+        return [Cell("not measured"), Cell(), Cell()]
+    return [ratio_cell(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
+
+
+def ratio_rows(bench: Bench) -> Rows:
+    """Return other ratios that tables show, by config: of engines, other recipes, other quantizers."""
+    labels = {system.name: system.label for system in bench.systems}
+    measured = {(ratio.system, ratio.baseline) for config in bench.configs for ratio in config.speedups}
+    others = [name for name in labels if name.startswith("int8-") and name not in OURS]
+    rows = [
+        (f"{labels[a]} over {labels[b]}", [ratio_cell(speedup_of(config, a, b)) for config in bench.configs])
+        for a, b in NAMED_RATIOS
+        if (a, b) in measured
+    ]
+    title = headline_title(bench).removeprefix("INT8 ")
+    return rows + [
+        (
+            f"{labels[name]} {title}",
+            [ratio_cell(over_fastest(bench.systems, config, name)) for config in bench.configs],
+        )
+        for name in others
+        if bench.device == "gpu"
+    ]
+
+
+def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> Verdict:
+    shapes = count_of(len(bench.configs), "shape")
+    verdicts = [ratio.verdict for ratio in ratios if ratio is not None]
+    slow, sentence = slow_lines(bench), hardware(bench)
+    failures = [*bench.errors, *slow]
+    if bench.errors or not bench.configs:
+        title = "The measurement has errors" if bench.errors else "Nothing was measured"
+        return Verdict("bad", title, sentence, failures)
+    if count := verdicts.count("slower"):
+        return Verdict("bad", f"INT8 is slower at {count} of {shapes}", sentence, failures)
+    if count := verdicts.count("inconclusive"):
+        return Verdict("unclear", f"Inconclusive at {count} of {shapes}", sentence, failures)
+    if slow:
+        return Verdict("", "INT8 is as fast", sentence, failures)
+    return Verdict("good", "INT8 is faster", sentence, failures)
+
+
+def _tables(bench: Bench) -> list[Block]:
+    """Return tables, charts and method."""
+    names = [config_text(bench, config) for config in bench.configs]
+    heads = [
+        row(name, *headline_cells(bench, config)) for name, config in zip(names, bench.configs, strict=True)
+    ]
+    medians = [*latency_rows(bench), *ratio_rows(bench)]
+    details = [_detail(bench, config, each) for config in bench.configs for each in config.rows]
+    parts = range(0, len(names), SCREEN_CONFIGS)
+    draw: list[Callable[[Bench], str]] = [latency_svg, speedup_svg, throughput_svg]
+    every = Table(_detail_columns(bench), details, texts=(0, 1), look="sortable")
+    interrupted = Prose("Interrupted: only the shapes that were finished are here.", "unclear", EVERYWHERE)
+    return [
+        *([] if bench.complete else [interrupted]),
+        Table(
+            ["shape", headline_title(bench), "INT8, ms", "baseline, ms"],
+            heads,
+            look="full cards",
+            on=EVERYWHERE,
+        ),
+        Table(
+            ["median latency, ms", *names], [row(name, *cells) for name, cells in medians], look="full names"
+        ),
+        *(
+            Table(
+                ["median, ms", *names[part : part + SCREEN_CONFIGS]],
+                [row(name, *cells[part : part + SCREEN_CONFIGS]) for name, cells in medians],
+                on=SCREEN,
+            )
+            for part in parts
+        ),
+        Prose(clocks(bench), on=EVERYWHERE),
+        Columns([[Chart(partial(each, bench))] for each in draw]),
+        Fold(f"Percentiles, throughput, clock and power of all {len(details)} measurements", [every]),
+        Prose(f"{method(bench)} Measured by `{bench.command}`; every number is in `{BENCH_FILE}`.", "quiet"),
+    ]
+
+
+def _detail_columns(bench: Bench) -> list[str]:
+    streams = [f"{count_of(count, 'stream')}, seq/s" for count in bench.settings.streams]
+    device = ["MHz", "W", "°C"] if bench.device == "gpu" else ["CPU ms"]
+    return [
+        "shape", "system", "p50 ms", "p90 ms", "p99 ms", "launches", "seq/s", *streams, *device,
+        "logit error", "INT8 GEMMs", "engine", "how",
+    ]  # fmt: skip
+
+
+def _detail(bench: Bench, config: BenchConfig, each: BenchRow) -> Row:
+    labels = {system.name: system.label for system in bench.systems}
+    first = [config_label(config, label(bench.settings.dataset or "")), labels[each.system]]
+    if each.status != "done":
+        state: State = "bad" if each.status == "error" else ""
+        blank = [""] * (len(_detail_columns(bench)) - 3)
+        return row(*first, *blank, Cell(f"{each.status}: {each.reason}", state))
+    rates = {rate.streams: f"{rate.sequences_per_s:,.0f}" for rate in each.throughput}
+    device = [each.clock_mhz, each.power_w, each.temperature_c] if bench.device == "gpu" else [each.cpu_ms]
+    digits = 0 if bench.device == "gpu" else 1
+    error = "" if each.rel_error is None else f"{each.rel_error:.2g}"
+    proof = "" if each.int8_gemms is None else f"{each.int8_gemms}/{each.expected_int8_gemms}"
+    return row(
+        *first,
+        *(milliseconds(value) for value in (each.p50_ms, each.p90_ms, each.p99_ms)),
+        str(each.launches),
+        f"{each.sequences_per_s:,.0f}",
+        *(rates.get(count, "") for count in bench.settings.streams),
+        *("not read" if value is None else f"{value:.{digits}f}" for value in device),
+        "reference" if each.system == config.reference else error,
+        Cell(proof, "bad" if each.not_int8 else ""),
+        "" if each.engine_bytes is None else size(each.engine_bytes),
+        _how(each),
+    )
+
+
+def _how(each: BenchRow) -> str:
+    """Return how a system ran, with what its kernels prove."""
+    if each.kernels is None:
+        return each.detail or ""
+    fused, wide = each.kernels.fused_attention, each.kernels.fp32_gemms
+    return f"{each.detail}; {fused} fused attention kernels, {wide} GEMMs in FP32"
+
+
+def _named(bench: Bench, config: BenchConfig, name: str) -> Cell:
+    """Return the label of a system and its median."""
+    labels = {system.name: system.label for system in bench.systems}
+    cell = latency_cell(bench, config, name)
+    return Cell(f"{labels[name]} {cell.text}", cell.state)
+
+
+def _over(bench: Bench, config: BenchConfig, ratio: Speedup) -> str:
+    return f"over {_named(bench, config, ratio.baseline).text} ms"

@@ -1,0 +1,308 @@
+"""Time systems against each other: interleaved rounds in a balanced order, and their statistics.
+
+Nothing here knows of GPUs: a system can be fed and launched, and a timer times it. So the whole loop is
+tested with fakes of known times.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from qdqbench.quantize.activity.told import doing, timed
+from qdqbench.quantize.core.arrays import Float32
+from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.speedup import Speedup
+
+T = TypeVar("T")
+SLOW_MS = 250.0  # a launch this long warms itself up
+WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this system's own
+MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
+LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
+ROUND_RESAMPLES = 2000
+# A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
+MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
+
+
+class Lane(Protocol):
+    """One inference at a fixed shape, with buffers of its own (on a GPU: and a stream)."""
+
+    input_sets: int  # different inputs that it rotates through
+
+    def feed(self, number: int) -> None:
+        """Put the input set `number` (modulo their count) into the buffers."""
+
+    def launch(self) -> None:
+        """Start one inference; need not wait for it."""
+
+    def fetch(self) -> Float32:
+        """Logits of the last launch, [sequences, num_labels]; waits for it."""
+
+
+class Timer(Protocol):
+    """How a kind of device is timed."""
+
+    def latencies(self, lane: Lane, count: int) -> list[float]:
+        """Milliseconds of each of `count` launches in a row, a new input set before each (not timed)."""
+
+    def wall(self, lanes: Sequence[Lane], count: int) -> float:
+        """Seconds until `count` launches of every lane, all lanes at once, are done."""
+
+
+@dataclass(frozen=True)
+class ReadySystem:
+    """Something to measure: one lane per stream, all alike."""
+
+    name: str
+    precision: str  # int8, fp16, bf16 or fp32
+    lanes: Sequence[Lane]
+    timer: Timer
+    shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
+
+    def at(self, streams: int) -> Sequence[Lane]:
+        """Return the lanes of that many streams; fewer where it does not have them."""
+        return self.shared.get(streams, self.lanes[:streams])
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure one config."""
+
+    rounds: int
+    duration_s: float  # of latency launches per system, over all rounds
+    iterations: int | None = None  # launches per round instead of a duration
+    streams: tuple[int, ...] = (1,)
+    least: int = 5  # launches per round, where they take at most twice the seconds
+    rest_s: float = 0.0  # before each burst
+
+
+@dataclass(frozen=True)
+class Burst:
+    """One system's turn in one round."""
+
+    latencies_ms: list[float]
+    launches_per_s: dict[int, float]  # by number of streams
+    start: float  # time.time(), for the clocks that were read meanwhile
+    end: float
+    cpu_ms: float = 0.0  # CPU time of all threads of this process, each launch of the latencies
+
+
+@dataclass
+class Measured:
+    """What a system's rounds say."""
+
+    bursts: list[Burst] = field(default_factory=list)
+
+    @property
+    def launches(self) -> list[float]:
+        """Every latency in milliseconds, of all rounds."""
+        return [value for burst in self.bursts for value in burst.latencies_ms]
+
+    @property
+    def round_ms(self) -> list[float]:
+        """Median latency of each round."""
+        return [float(np.median(burst.latencies_ms)) for burst in self.bursts]
+
+    @property
+    def median_ms(self) -> float:
+        """Median over rounds of the rounds' medians: one disturbed round moves nothing."""
+        return float(np.median(self.round_ms))
+
+    def percentile(self, percent: float) -> float:
+        """A percentile of all launches, milliseconds."""
+        return float(np.percentile(self.launches, percent))
+
+    def throughput(self, streams: int) -> list[float]:
+        """Launches per second in each round with that many streams; nothing where it has fewer."""
+        return [burst.launches_per_s[streams] for burst in self.bursts if streams in burst.launches_per_s]
+
+    @property
+    def cpu_ms(self) -> list[float]:
+        """CPU time of a launch in each round, milliseconds."""
+        return [burst.cpu_ms for burst in self.bursts]
+
+
+def rotation(count: int, rounds: int) -> list[list[int]]:
+    """Order of `count` systems in each round: Williams designs (1949), balanced by place and neighbor.
+
+    Over `count` rounds (twice that for an odd count) each system stands equally often at each place, and
+    directly after each other one: what a predecessor does to clocks and caches falls on all alike.
+    """
+    first, low, high = [0], 1, count - 1
+    while low <= high:
+        first.append(low)
+        if low != high:
+            first.append(high)
+        low, high = low + 1, high - 1
+    rows = [[(place + shift) % count for place in first] for shift in range(count)]
+    if count % 2:
+        rows += [row[::-1] for row in rows]
+    return [rows[number % len(rows)] for number in range(rounds)]
+
+
+def measure_rounds(
+    systems: Sequence[ReadySystem],
+    effort: Effort,
+    *,
+    now: Callable[[], float] = time.time,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Measured]:
+    """Time all systems in interleaved rounds, in one process.
+
+    Args:
+        systems: each with at least as many lanes as the largest number of streams.
+        now: wall clock, seconds.
+        progress: called with the number of each round that begins, from 1, and how many there are.
+
+    Raises:
+        CheckFailed: a system fails while it runs; names it.
+    """
+    if not systems:
+        return {}
+    pace = {c.name: _guarded(c, partial(_pace, c, effort)) for c in systems}
+    results = {system.name: Measured() for system in systems}
+    for number, order in enumerate(rotation(len(systems), effort.rounds)):
+        progress(number + 1, effort.rounds)
+        for position in order:
+            system = systems[position]
+            doing("rounds", number, effort.rounds)
+            with timed():
+                burst = _guarded(system, partial(_burst, system, pace[system.name], effort, now))
+            results[system.name].bursts.append(burst)
+    return results
+
+
+def compare_rounds(  # noqa: PLR0913, PLR0917
+    system: str,
+    baseline: str,
+    config: str,
+    system_rounds: Sequence[float],
+    baseline_rounds: Sequence[float],
+    seed: int = 0,
+) -> Speedup:
+    """Return the ratio of the medians of rounds (milliseconds), with 95% by paired bootstrap over rounds."""
+    own, base = np.asarray(system_rounds), np.asarray(baseline_rounds)
+    own_ms, base_ms = float(np.median(own)), float(np.median(base))
+    value, low, high = base_ms / own_ms, None, None
+    if len(base) >= 3:
+        rows = np.random.default_rng(seed).integers(0, len(base), (ROUND_RESAMPLES, len(base)))
+        ratios = np.median(base[rows], axis=1) / np.median(own[rows], axis=1)
+        # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
+        low, high = (float(edge) for edge in np.percentile(ratios, [2.5, 97.5]))
+        low, high = min(low, value), max(high, value)
+    return Speedup(
+        system=system,
+        baseline=baseline,
+        config=config,
+        value=value,
+        ci95_low=low,
+        ci95_high=high,
+        system_ms=own_ms,
+        baseline_ms=base_ms,
+    )
+
+
+def read_outputs(system: ReadySystem) -> tuple[Float32, str | None]:
+    """Logits of two input sets, and what is wrong with them on any lane: not finite, or all the same."""
+    per_lane = []
+    for lane in [*system.lanes, *(lane for lanes in system.shared.values() for lane in lanes)]:
+        parts = []
+        for number in range(min(2, lane.input_sets)):
+            lane.feed(number)
+            lane.launch()
+            parts.append(np.array(lane.fetch(), dtype=np.float32))
+        per_lane.append(np.concatenate(parts))
+    for values in per_lane:
+        if bad := int((~np.isfinite(values)).any(axis=1).sum()):
+            return per_lane[0], f"NaN or infinite logits for {bad} of {len(values)} inputs"
+        if not np.ptp(values, axis=0).any():
+            return per_lane[0], f"the same logits for all of {len(values)} different inputs"
+    return per_lane[0], None
+
+
+def relative_error(values: Float32, reference: Float32) -> float:
+    """Norm of the difference over the norm of the reference, in float64; inf where the reference is zero."""
+    base = np.linalg.norm(reference.astype(np.float64))
+    difference = float(np.linalg.norm(values.astype(np.float64) - reference))
+    return difference / float(base) if base else math.inf
+
+
+def check_outputs(
+    systems: Sequence[ReadySystem], references: Sequence[str]
+) -> tuple[dict[str, str], dict[str, float], str | None]:
+    """Errors by system, relative errors of the sound ones, and the system that they refer to.
+
+    Args:
+        systems: all of them, on the same input sets.
+        references: names, best first, of systems that may serve as the reference.
+    """
+    outputs = {c.name: _guarded(c, partial(read_outputs, c)) for c in systems}
+    errors = {name: error for name, (_, error) in outputs.items() if error}
+    sound = [name for name in references if name in outputs and name not in errors]
+    if not sound:
+        return errors, {}, None
+    reference, differences = sound[0], {}
+    for system in systems:
+        name = system.name
+        if name in errors or name == reference:
+            continue
+        difference = relative_error(outputs[name][0], outputs[reference][0])
+        differences[name] = difference
+        limit = MAX_REL_ERROR[system.precision]
+        if not difference <= limit:
+            errors[name] = (
+                f"its logits are {difference:.2g} (relative) from those of {reference}, the limit is "
+                f"{limit:g}"
+            )
+    return errors, differences, reference
+
+
+def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
+    """Launches of every burst, warm ones and timed ones, from the time that a warm launch takes.
+
+    Long launches are fewer: none of their bursts takes much more than twice its share of the seconds.
+    """
+    lane, timer = system.lanes[0], system.timer
+    each = timer.latencies(lane, 1)[0]
+    warm = WARM_LAUNCHES if each < SLOW_MS else 0
+    if warm:
+        timer.latencies(lane, warm)
+    if effort.iterations is not None:
+        return warm, effort.iterations
+    if warm:
+        each = max(float(np.median(timer.latencies(lane, warm))), 1e-6)
+    share = 1000 * effort.duration_s / effort.rounds
+    least = max(2, min(effort.least, math.ceil(2 * share / each)))
+    wanted = math.ceil(share / each)
+    return min(warm, wanted), max(min(least, effort.least), min(wanted, MOST_LAUNCHES))
+
+
+def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort, now: Callable[[], float]) -> Burst:
+    lanes, timer, (warm, count) = system.lanes, system.timer, pace
+    time.sleep(effort.rest_s)
+    if warm:
+        timer.latencies(lanes[0], warm)
+    start, spent = now(), time.process_time()
+    latencies = timer.latencies(lanes[0], count)
+    spent = time.process_time() - spent
+    rates = {}
+    for streams in effort.streams:
+        if len(lanes := system.at(streams)) < streams:
+            continue
+        each = max(min(count, effort.least), math.ceil(count / streams))
+        timer.wall(lanes, 1)  # the other streams are cold
+        rates[streams] = each * streams / timer.wall(lanes, each)
+    return Burst(latencies, rates, start, now(), 1000 * spent / count)
+
+
+def _guarded(system: ReadySystem, work: Callable[[], T]) -> T:
+    """An error on a device poisons the process, so it ends the bench, with the system's name."""
+    try:
+        return work()
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:300]
+        raise CheckFailed(f"{system.name} failed while it was measured: {what}") from error

@@ -1,0 +1,114 @@
+"""A speed is one figure: in results.json, the verdict, the tile, the section, and the bench's own pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qdqbench.eval.bench.charts import speedup_svg
+from qdqbench.eval.bench.report import write_bench_reports
+from qdqbench.eval.bench.results import Bench, write_bench
+from qdqbench.eval.report.formats import size
+from qdqbench.eval.runreport.report import missing_engines, refresh_reports
+from qdqbench.eval.runreport.verdict import run_verdict
+from qdqbench.quantize.core.results import Results, read_results
+
+from ..runreport.test_report import sample as sample_run
+from .test_results import sample_bench
+
+
+def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Results, dict[str, str]]:
+    """Results after a bench, and every page by its name."""
+    (folder / "results.json").write_text(sample_run(**changes).model_dump_json())
+    write_bench(folder / "bench.json", bench)
+    written = [*(write_bench_reports(bench, folder) if own else []), *refresh_reports(folder)[0]]
+    found = read_results(folder)
+    texts = {path.name: path.read_text(encoding="utf-8") for path in written}
+    return found, {name: re.sub(r"\\([\[\]])", r"\1", text) for name, text in texts.items()}
+
+
+def a_bench(kind: str) -> Bench:
+    bench = sample_bench()
+    for cell in bench.configs:
+        for ratio in cell.speedups:
+            if kind != "slower" and ratio.verdict == "slower":
+                ratio.value, ratio.ci95_low, ratio.ci95_high = 1.01, 1.005, 1.02
+            if kind == "unclear":
+                ratio.ci95_low = 0.99
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark"), [("slower", "✗"), ("faster", "✓"), ("unclear", ""), ("below the gate", "✗")]
+)
+def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path: Path) -> None:
+    bench = a_bench(kind)
+    gate = sample_run().gate.model_copy(update={"min_speedup": 9.0 if kind == "below the gate" else None})
+    results, pages = told(bench, tmp_path, gate=gate)
+
+    heading = re.search(r"<h2>Speed(.*?)</h2>", pages["report.html"])
+    assert heading is not None
+    assert re.sub(r"<.*?>", "", heading[1]).strip() == mark
+    said = run_verdict(results).sentence
+    least, most = (choose(results.speed, key=lambda row: row.value) for choose in (min, max))
+    for row in (least, most):
+        assert f"{row.value:.2f}x" in said
+        assert row.baseline in said
+    assert ("SLOWER" in said) == (kind == "slower")
+    tile = re.search(r"<span>speed</span><b(.*?)>(.*?)</b><span>(.*?)</span>", pages["report.html"])
+    assert tile is not None
+    assert tile[2].split()[0] == f"{least.value:.2f}x"
+    assert ("bad" in tile[1]) == (mark == "✗")
+    assert least.baseline in tile[3]
+    assert len(results.speed) == len(bench.configs)
+    for row in results.speed:
+        interval = "" if row.ci95_low is None else f" [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
+        for text in pages.values():
+            assert f"{row.value:.2f}x{interval}" in text
+            assert (f"{row.value:.2f}x{interval} slower" in text) == (row.verdict == "slower")
+            unclear = f"{row.value:.2f}x{interval} inconclusive" in text
+            assert unclear == (row.verdict == "inconclusive")
+
+
+def test_the_axes_of_the_bench_say_what_they_are(tmp_path: Path) -> None:
+    _, pages = told(sample_bench(), tmp_path)
+    for name in ("bench.html", "report.html"):
+        for words in ("ms, log scale", "times as fast, log scale", "1 = as fast", "the fastest without INT8",
+                      "sequences/s, log scale"):  # fmt: skip
+            assert f">{words}</text>" in pages[name]
+    ticks = re.findall(r'ytick_\d+".*?<text[^>]*>([^<]*)</text>', speedup_svg(sample_bench()), re.DOTALL)
+    assert sum(bool(re.fullmatch(r"[\d.]+", tick)) for tick in ticks) >= 2
+
+
+def test_an_engine_stands_beside_those_without_int8(tmp_path: Path) -> None:
+    """Sizes are those that the bench built, and what was not built is said, with the command."""
+    bench = sample_bench()
+    for row in (row for cell in bench.configs for row in cell.rows):
+        row.engine_bytes = None
+    before, pages = told(bench, tmp_path, own=False)
+    assert before.twins == []
+    tile = re.compile(r"<span>engine</span><b>(.*?)</b><span>(.*?)</span>")
+    assert before.engine is not None
+    own = size(before.engine.bytes)
+    assert tile.findall(re.sub("</?code>", "`", pages["report.html"])) == [
+        (own, "FP16 and FP32 not built: `qdqbench bench RUN` builds them")
+    ]
+    row = next(row for row in bench.configs[0].rows if row.system == "fp16")
+    row.engine_bytes = 45_600_000
+    results, pages = told(bench, tmp_path, own=False)
+    assert [(row.precision, row.bytes) for row in results.twins] == [("fp16", 45_600_000)]
+    [(number, remark)] = tile.findall(re.sub("</?code>", "`", pages["report.html"]))
+    assert number == own
+    assert remark == "FP16 45.6 MB, FP32 not built: `qdqbench bench RUN` builds them"
+    for text in (pages["report.html"], pages["report.md"]):
+        assert "45.6 MB" in text
+        assert own in text
+
+
+def test_a_bench_on_a_cpu_is_not_promised_to_build_engines() -> None:
+    """It compiles the others in memory, so that a note on files of them would stay for ever."""
+    results = sample_run()
+    assert results.engine is not None
+    assert missing_engines(results)
+    results.engine.backend = "openvino"
+    assert missing_engines(results) == ""

@@ -1,0 +1,327 @@
+"""A bench is shown as it was measured: labelled, flagged where INT8 does not pay, on every kind of page."""
+
+import json
+import xml.etree.ElementTree as ET
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.bench.report import (
+    bench_of,
+    bench_report,
+    clocks,
+    config_text,
+    headline_cells,
+    headline_title,
+    latency_rows,
+    milliseconds,
+    ratio_cell,
+    ratio_rows,
+    slow_lines,
+    write_bench_reports,
+)
+from qdqbench.eval.bench.results import (
+    BenchKernels,
+    BenchRow,
+    BenchSystem,
+    compute_speedups,
+    headline_of,
+    write_bench,
+)
+from qdqbench.eval.report.document import Cell
+from qdqbench.eval.report.render import render_screen
+from qdqbench.eval.runreport.report import refresh_reports, write_reports
+from qdqbench.quantize.core.files import sha256
+
+from ...support.pages import HOSTILE, offline, plain
+from ...support.records import speedup
+from ..runreport.test_report import sample as sample_run
+from .test_results import REASON, sample_bench, sample_row
+
+
+def terminal(bench, width=120):
+    stream = StringIO()
+    Console(file=stream, width=width).print(render_screen(bench_report(bench)))
+    return stream.getvalue()
+
+
+def pages(bench, folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in write_bench_reports(bench, folder)}
+
+
+def test_random_weights_are_called_that_everywhere(tmp_path):
+    bench = sample_bench()
+    for text in (terminal(bench), *pages(bench, tmp_path).values()):
+        assert "bert-base (random weights)" in text
+    assert json.loads(bench.model_dump_json())["target"]["random_weights"]
+    assert "random weights" in latency_svg(bench)
+
+
+def column(bench, shape):
+    """Cells of one shape by the name of the row, the headline with them."""
+    place = [config_text(bench, config) for config in bench.configs].index(shape)
+    cells = {name: cells[place] for name, cells in [*latency_rows(bench), *ratio_rows(bench)]}
+    return cells | {headline_title(bench): headline_cells(bench, bench.configs[place])}
+
+
+def test_the_headline_is_over_the_fastest_fp16_contestant(tmp_path):
+    bench = sample_bench()
+    ratio, ours, over = column(bench, "b1 s128")["INT8 over the fastest FP16"]
+    assert ratio.state == "bad"
+    assert ratio.text.startswith("0.90x [")
+    assert ratio.text.endswith(" slower")
+    assert (ours, over) == (Cell("INT8 engine 0.8"), Cell("FP16 engine 0.72"))
+    ratio, ours, over = column(bench, "b8 s128")["INT8 over the fastest FP16"]
+    assert ratio.text.startswith("1.60x [")
+    assert over.text == "torch.compile FP16 1.6"
+    for text in (terminal(bench), *pages(bench, tmp_path).values()):
+        assert "INT8 over the fastest FP16" in text
+        assert "torch.compile FP16 1.6" in text
+    assert all(cell.headline == headline_of(bench.systems, cell) for cell in bench.configs)
+    assert [cell.headline.baseline for cell in bench.configs] == ["fp16", "compile-fp16", "fp16"]
+
+
+def test_the_fastest_int8_engine_is_the_one_that_is_compared():
+    bench = sample_bench()
+    exact = BenchSystem(name="int8-exact", label="INT8 engine, exact shape", precision="int8", backend="")
+    bench.systems.insert(1, exact)
+    cell = bench.configs[0]
+    cell.rows.insert(1, sample_row("int8-exact", 0.6, 1))
+    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    found = headline_of(bench.systems, cell)
+    assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
+    assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
+    assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
+    assert slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
+
+
+def test_another_recipe_is_over_the_fastest_fp16_too():
+    bench = sample_bench()
+    mine = BenchSystem(name="int8-mine", label="INT8 engine, mine", precision="int8", backend="")
+    bench.systems.insert(1, mine)
+    cell = bench.configs[0]
+    cell.rows.insert(1, sample_row("int8-mine", 0.6, 1))
+    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
+    assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
+    assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
+
+
+def test_other_ratios_stand_under_it():
+    marks = column(sample_bench(), "b1 s128")
+    assert marks["INT8 engine"] == Cell("0.8")
+    assert marks["INT8 engine over FP16 engine"].state == "bad"
+    assert marks["INT8 engine over torch.compile FP16"].text.startswith("1.25x")
+    assert marks["INT8 engine over torch.compile FP16"].state == ""
+    others = column(sample_bench(), "b32 s128")
+    assert {cell.state for name, cell in others.items() if "fastest" not in name} == {""}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "sign"),
+    [
+        (BenchKernels(names={"sgemm": 24}, fused_attention=0, fp32_gemms=24), " unfused"),
+        (BenchKernels(names={"sgemm": 1}, fused_attention=12, fp32_gemms=1), " FP32"),
+        (BenchKernels(names={"flash_fwd": 12}, fused_attention=12, fp32_gemms=0), ""),
+    ],
+)  # fmt: skip
+def test_a_baseline_whose_attention_was_not_fused_is_marked(tmp_path, kernels, sign):
+    bench = sample_bench()
+    row = bench.configs[0].rows[4]
+    row.kernels = kernels
+    assert column(bench, "b1 s128")["PyTorch FP16 SDPA"] == Cell(f"5.2{sign}", "bad" if sign else "")
+    proof = f"{kernels.fused_attention} fused attention kernels, {kernels.fp32_gemms} GEMMs in FP32"
+    made = pages(bench, tmp_path)
+    assert all(f"5.2{sign}" in text for text in (terminal(bench), *made.values()))
+    assert all(proof in text for text in made.values())
+
+
+def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
+    bench = sample_bench()
+    (line,) = slow_lines(bench)
+    assert line.startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
+    assert line.endswith(REASON)
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        assert REASON in text
+    html = (tmp_path / "bench.html").read_text(encoding="utf-8")
+    assert f"<li>{line}</li>" in html.partition("<nav")[0]
+
+
+def test_a_slow_down_within_the_spread_is_inconclusive():
+    bench = sample_bench()
+    for ratio in bench.configs[0].speedups:
+        ratio.ci95_high = 1.02 if ratio.verdict == "slower" else ratio.ci95_high
+    assert slow_lines(bench) == []
+    ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
+    assert ratio == Cell("0.90x [0.90, 1.02] inconclusive", short="0.90x")
+    assert bench_report(bench).verdict.state == "unclear"
+
+
+def test_notes_on_the_gpu_and_the_clock_stand_beside_the_figures(tmp_path):
+    bench = sample_bench()
+    assert clocks(bench) == "clock and power while measured: 1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        assert "9.0 is not officially supported" in text
+        assert "1755 to 1755 MHz" in text
+        assert "NVIDIA H200" in text
+        assert "TensorRT-RTX 1.4.0.76" in text
+        assert "torch 2.11.0" in text
+
+
+def test_what_failed_then_warnings_then_notes_in_one_order(tmp_path):
+    said = {"errors": ["an error here"], "warnings": ["a warning here"], "notes": ["a note here"]}
+    words = ["an error here", REASON, "a warning here", "a note here"]
+    bench = sample_bench(**said)
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        places = [text.index(each) for each in words]
+        assert places == sorted(places)
+
+
+def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
+    bench = sample_bench()
+    for cell in bench.configs:
+        for row in cell.rows:
+            row.clock_mhz = row.power_w = row.temperature_c = None
+    assert clocks(bench) == "clock and power while measured: not read"
+    for text in pages(bench, tmp_path).values():
+        assert "not read" in text
+
+
+def test_an_error_is_a_line_and_never_a_number(tmp_path):
+    bench = sample_bench(errors=["b1 s128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
+    bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason="NaN or infinite logits")
+    bench.configs[0].speedups = []
+    bench.configs[0].headline = None
+    bench.configs[1].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason="no C compiler")
+    first, second = column(bench, "b1 s128"), column(bench, "b8 s128")
+    assert first["INT8 engine"] == Cell("error", "bad")
+    assert first["INT8 engine over FP16 engine"] == Cell()
+    assert first["INT8 over the fastest FP16"][0] == Cell("not measured")
+    assert second["torch.compile FP16"] == Cell("not measured")
+    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+        assert "NaN or infinite logits" in text
+    assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
+
+
+def test_an_interrupted_bench_says_so(tmp_path):
+    for text in pages(sample_bench(complete=False), tmp_path).values():
+        assert "Interrupted" in text
+
+
+@pytest.mark.parametrize("chart", [latency_svg, speedup_svg, throughput_svg])
+def test_charts_are_whole_and_the_same_every_time(chart):
+    bench = sample_bench()
+    svg = chart(bench)
+    ET.fromstring(svg)
+    assert svg == chart(bench)
+    assert "torch.compile FP16" in svg
+    assert "<metadata" not in svg
+    assert chart(bench.model_copy(update={"configs": []})) == ""
+
+
+def test_charts_have_a_panel_per_length_and_stream_counts():
+    bench = sample_bench()
+    bench.configs += [cell.model_copy(update={"length": 64}) for cell in bench.configs]
+    assert "64 tokens" in latency_svg(bench)
+    assert "128 tokens" in latency_svg(bench)
+    assert ">2 streams</text>" in throughput_svg(bench)
+
+
+def test_charts_without_what_they_show_are_empty():
+    bench = sample_bench()
+    for cell in bench.configs:
+        cell.speedups = []
+        for row in cell.rows:
+            row.throughput = []
+    assert speedup_svg(bench) == throughput_svg(bench) == ""
+    assert latency_svg(bench)
+
+
+def test_names_cannot_break_a_page(tmp_path):
+    bench = sample_bench(errors=[HOSTILE], notes=[HOSTILE], warnings=[HOSTILE], command=HOSTILE)
+    bench.target.name = HOSTILE
+    made = pages(bench, tmp_path)
+    offline(made["bench.html"])
+    plain(made["bench.md"])
+    terminal(bench)
+
+
+def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
+    lines = [
+        line for line in pages(sample_bench(), tmp_path)["bench.md"].splitlines() if line.startswith("|")
+    ]
+    widths = [line.count("|") for line in lines]
+    assert widths[:5] == [5] * 5  # header, rule, three shapes
+    assert widths[5:15] == [5] * 10  # header, rule, six contestants, two ratios
+    assert widths[15:35] == [widths[15]] * (2 + 18)
+
+
+def test_a_run_gets_a_section(tmp_path):
+    run = sample_run()
+    (tmp_path / "results.json").write_text(run.model_dump_json())
+    write_bench(tmp_path / "bench.json", sample_bench())
+    written, why = refresh_reports(tmp_path)
+    assert why is None
+    made = {path.name: path.read_text(encoding="utf-8") for path in written}
+    assert set(made) == {"report.md", "report.html"}
+    assert '<section id="speed"' in made["report.html"]
+    assert "## Speed" in made["report.md"]
+    assert made["report.html"].count("<svg") >= 3
+    for needle in ("1.25x", "torch.compile FP16", REASON):
+        assert needle in made["report.html"]
+        assert needle in made["report.md"]
+
+
+def test_a_run_without_a_bench_has_no_section(tmp_path):
+    assert bench_of(tmp_path) is None
+    for path in write_reports(sample_run(), tmp_path):
+        assert "Speed" not in path.read_text(encoding="utf-8")
+
+
+def test_a_bench_of_other_files_is_marked_stale(tmp_path):
+    model = tmp_path / "model.int8.onnx"
+    model.write_bytes(b"one")
+    bench = sample_bench()
+    bench.target.files = {model.name: sha256(model)}
+    write_bench(tmp_path / "bench.json", bench)
+    assert bench_of(tmp_path).errors == []
+    model.write_bytes(b"another")
+    assert "model.int8.onnx changed after this bench" in bench_of(tmp_path).errors[0]
+
+
+def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):
+    (tmp_path / "bench.json").write_text("{}")
+    for path in write_reports(sample_run(), tmp_path):
+        assert "is no bench result of this version" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["{}", "no JSON"])
+def test_results_of_another_version_do_not_lose_the_bench(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    written, why = refresh_reports(tmp_path)
+    assert written == []
+    assert why.startswith("results.json is not of this version")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, ""),
+        (0.67123, "0.6712"),
+        (9.94, "9.94"),
+        (31.52, "31.52"),
+        (1234.5, "1234"),
+        (123456.7, "123457"),
+    ],
+)
+def test_milliseconds(value, expected):
+    assert milliseconds(value) == expected
+
+
+def test_a_ratio_without_an_interval():
+    ratio = speedup(2, system="a", baseline="b")
+    assert ratio_cell(ratio) == Cell("2.00x", short="2.00x")
+    assert ratio_cell(None) == Cell()

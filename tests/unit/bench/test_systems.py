@@ -1,0 +1,73 @@
+"""Who takes part on a CPU: what was asked for, what is installed, and why the rest cannot."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from qdqbench.eval.bench import systems as table
+from qdqbench.eval.bench.systems import TABLE, describe_systems, own_backend, why_absent
+from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.engine import backend as engine_backend
+from qdqbench.quantize.machine.cpu import Cpu
+from qdqbench.quantize.recipe.schema import load_recipe
+
+from ...support.tiny_bert import recipe_with
+from .test_run import OPTIONS as ON_GPU
+
+ALL = {system.name: system for system in TABLE if system.device == "cpu"}
+OPTIONS = replace(ON_GPU, device="cpu")
+
+
+def target_of(recipe):
+    return SimpleNamespace(session=SimpleNamespace(recipe=recipe), extra={})
+
+
+def names(recipe, **changes):
+    return [about.name for about in describe_systems(target_of(recipe), replace(OPTIONS, **changes), "")]
+
+
+def test_the_engine_of_the_recipes_backend_comes_first():
+    ours = recipe_with(engine={"backend": "onnxruntime"})
+    listed = describe_systems(target_of(ours), OPTIONS, "")
+    assert (listed[0].name, listed[0].label) == ("int8", "INT8 ONNX Runtime")
+    assert listed[1].name == "int8-openvino"
+    assert {about.name for about in listed[2:]} == set(ALL) - {"int8-openvino", "int8-onnxruntime"}
+
+
+def test_without_peers_and_without_fp32():
+    ours = recipe_with(engine={"backend": "onnxruntime"})
+    assert names(ours, baselines=False) == [
+        "int8", "int8-openvino", "bf16-openvino", "fp32-openvino", "fp32-onnxruntime",
+    ]  # fmt: skip
+    assert names(ours, baselines=False, fp32=False) == ["int8", "int8-openvino", "bf16-openvino"]
+
+
+def test_a_recipe_that_does_not_quantize_has_no_int8_engine():
+    made = names(load_recipe("bert-fp16"))
+    assert not {"int8", "int8-openvino", "int8-onnxruntime"} & set(made)
+
+
+def test_a_backend_that_is_not_installed_is_a_missing_device_with_the_command(monkeypatch):
+    monkeypatch.setattr(engine_backend, "_import", lambda name: None)
+    with pytest.raises(MissingDevice, match=r"openvino is not installed; pip install 'qdqbench\[openvino\]'"):
+        own_backend("openvino")
+
+
+def test_a_recipe_for_a_gpu_takes_the_first_runtime_of_this_machine(monkeypatch):
+    monkeypatch.setattr(table, "find_spec", lambda name: name == "onnxruntime")
+    assert own_backend("tensorrt_rtx") == own_backend("auto") == "onnxruntime"
+
+
+def test_why_one_cannot_take_part(monkeypatch):
+    cpu = Cpu("old", 2, ("avx2",))
+    monkeypatch.setattr(table, "find_cpu", lambda: cpu)
+    monkeypatch.setattr(table.shutil, "which", lambda name: None)
+    installed = {"openvino": "2026.4", "torch": "2.13"}
+    monkeypatch.setattr(table, "_version", lambda library: installed.get(library, ""))
+    assert why_absent(ALL["fp32-openvino"]) is None
+    assert why_absent(ALL["nncf-openvino"]) == "nncf is not installed: pip install nncf"
+    assert why_absent(ALL["bf16-openvino"]) == "this CPU multiplies no BF16"
+    assert why_absent(ALL["compile-fp32"]) == "torch.compile needs a C++ compiler, such as g++"
+    installed.clear()
+    assert "pip install 'qdqbench[openvino]'" in str(why_absent(ALL["int8-openvino"]))
