@@ -43,10 +43,7 @@ def write_report(report: Report, folder: Path, name: str) -> list[Path]:
     Raises:
         UserError: the folder cannot be written.
     """
-    texts = {
-        folder / f"{name}.md": render_markdown(report),
-        folder / f"{name}.html": render_html(report),
-    }
+    texts = {folder / f"{name}.md": render_markdown(report), folder / f"{name}.html": render_html(report)}
     for path, content in texts.items():
         write_text(path, content)
     return list(texts)

@@ -6,17 +6,12 @@ from pathlib import Path
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.bench.report import BenchView, bench_blocks, bench_of
 from qdqbench.eval.gate.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
-from qdqbench.eval.report import formats
 from qdqbench.eval.report.document import (
-    PAGE,
     SCREEN,
-    TEXT,
     Block,
-    Bullets,
     Cell,
     Chart,
     Columns,
-    Fold,
     Prose,
     Report,
     Row,
@@ -33,13 +28,22 @@ from qdqbench.eval.report.render import write_report
 from qdqbench.eval.runreport import charts
 from qdqbench.eval.runreport.effects import effect_sections, evaluate_fp16_blocks, tradeoff_blocks
 from qdqbench.eval.runreport.handoff import refresh, where_to_begin
+from qdqbench.eval.runreport.proof import (
+    bad_unless,
+    device_text,
+    findings_section,
+    lengths_sections,
+    outputs_section,
+    parity_section,
+    precision_section,
+    ranges_section,
+)
 from qdqbench.eval.runreport.training import training_blocks
 from qdqbench.eval.runreport.verdict import (
     delta_text,
     headline,
     last_measured,
     metric_text,
-    nearest_text,
     noise_text,
     part_text,
     qat_clause,
@@ -50,18 +54,9 @@ from qdqbench.eval.runreport.verdict import (
     stage_name,
     worst_first,
 )
-from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, Comparison, Parity
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import (
-    RESULTS_FILE,
-    EngineResult,
-    Results,
-    StageResult,
-    Verification,
-    read_results,
-    write_results,
-)
-from qdqbench.quantize.engine.facts import facts_of
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, StageResult, read_results, write_results
 from qdqbench.quantize.kinds.embedding import AGREEMENT
 
 ACCURACY = (
@@ -75,20 +70,6 @@ EMBEDDINGS = (
     "Each text's embedding against FP32's of the same text: mean and 1st percentile of their cosine, and "
     "how many of its 10 nearest texts (by cosine, among these texts) are still among the 10 nearest. No "
     "label is needed."
-)
-OUTPUTS = (
-    "The engine on {} against {}, block by block with the reference's own input fed to each. A block fails "
-    "over what quantization itself costs in it, or where one offset and factor per channel explain more of "
-    "its error than noise can."
-)
-RANGES = (
-    "What calibration saw at each quantizer. A large amax / rms means that a few outliers set the step for "
-    "all other values: there clipping, SmoothQuant, an FP16 island or QAT pays first."
-)
-SOFTMAX = (
-    "What INT8 costs each softmax on calibration samples, everything else in FP32: attention that rounds "
-    "to zero or is clipped, and the error of the attention's output. Where the values are centred, what a "
-    "row loses is given back as their mean."
 )
 TOGETHER = (
     "Stages may run side by side, so that a run takes less than they add up to. Peak memory is that of the "
@@ -173,13 +154,13 @@ def run_report(results: Results, bench: BenchView | None = None, folder: Path | 
             _accuracy_section(results),
             *effect_sections(results, "answers"),
             *(training if results.training else []),
-            _precision_section(results),
+            precision_section(results),
             *effect_sections(results, "layers"),
-            _parity_section(results),
-            *_lengths_section(results),
-            _outputs_section(results),
-            _ranges_section(results),
-            _findings_section(results),
+            parity_section(results),
+            *lengths_sections(results),
+            outputs_section(results),
+            ranges_section(results),
+            findings_section(results),
             *speed,
             _cost_section(results),
         ],
@@ -200,7 +181,7 @@ def _tiles(results: Results) -> list[Tile]:
     if engine is not None and engine.expected_int8_gemms:
         count, asked = engine.int8_gemms, engine.expected_int8_gemms
         holds = count >= asked and not engine.not_int8
-        tiles.append(Tile("INT8 linears", f"{count} / {asked}", "in the engine", _bad_unless(holds)))
+        tiles.append(Tile("INT8 linears", f"{count} / {asked}", "in the engine", bad_unless(holds)))
     elif engine is None and planned:
         tiles.append(Tile("INT8 linears", str(planned), "planned, not proven"))
     last, gain = last_measured(results), results.qat_vs_ptq
@@ -221,18 +202,10 @@ def _tiles(results: Results) -> list[Tile]:
     return tiles
 
 
-def _bad_unless(holds: bool) -> State:
-    return "" if holds else "bad"
-
-
-def _mark(holds: bool) -> Cell:
-    return Cell(state="good" if holds else "bad")
-
-
 def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> Tile:
     error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
     remark = error + ("within noise" if versus.within_noise else "beyond noise")
-    return Tile(title, f"{versus.delta[metric]:+.4f}", remark, _bad_unless(holds))
+    return Tile(title, f"{versus.delta[metric]:+.4f}", remark, bad_unless(holds))
 
 
 def _speed_tile(results: Results) -> Tile:
@@ -266,13 +239,13 @@ def _proof_tiles(results: Results) -> list[Tile]:
     if (parity := results.parity) is not None and parity.rows:
         worst = worst_first(parity)[0]
         remark = f"of its own limit: {remark_of(worst)}"
-        tiles.append(Tile("layer parity", part_text(worst), remark, _bad_unless(parity.passed)))
+        tiles.append(Tile("layer parity", part_text(worst), remark, bad_unless(parity.passed)))
     if (verified := results.verification) is not None:
         held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
-        remark = f"follow {label(verified.reference)} on {_device_text(results.engine)}"
+        remark = f"follow {label(verified.reference)} on {device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked
-        state = _bad_unless(all(row.holds for row in verified.blocks))
+        state = bad_unless(all(row.holds for row in verified.blocks))
         tiles.append(Tile("engine blocks", held, remark, state))
     return tiles
 
@@ -287,10 +260,6 @@ def missing_engines(results: Results) -> str:
     known = {row.precision for row in results.twins}
     lacking = [precision.upper() for precision in ("fp16", "fp32") if precision not in known]
     return f"{' and '.join(lacking)} not built: `qdqbench bench RUN` builds them" if lacking else ""
-
-
-def _device_text(engine: EngineResult | None) -> str:
-    return "this CPU" if engine is not None and engine.on_cpu else "the GPU"
 
 
 # Accuracy
@@ -373,340 +342,6 @@ def _stages_screen(results: Results) -> Table:
         delta = delta_text(stage) if versus else ""
         rows.append(row(stage_name(results, name), headline(stage) or stage.status, delta, differ))
     return Table(["stage", "result", "against FP32", "differ"], rows, on=SCREEN)
-
-
-# Engine
-
-
-def _precision_section(results: Results) -> Section:
-    grid, engine = charts.precision_grid(results), results.engine
-    color = {"INT8", "FP16", "FP32", "BF16"}
-
-    def cell(each: charts.GridCell | None) -> Cell:
-        if each is None:
-            return Cell()
-        look = f"cell {each.datatype if each.datatype in color else 'other'}"
-        return Cell(each.datatype, _bad_unless(each.as_asked), look=look, tip=each.note)
-
-    rows = [row(str(layer), *map(cell, cells)) for layer, cells in grid.rows]
-    kinds = Table(["layer", *grid.kinds], rows, texts=range(len(grid.kinds) + 1), look="grid")
-    legend = [
-        row(charts_key(name, name if name in color else "other"), formats.count_of(count, "module"))
-        for name, count in grid.datatypes.items()
-    ]
-    about = "“attention” stands for the products of q, k, v and the softmax."
-    if grid.proven:
-        about += (
-            " ✗ marks what the recipe asks in INT8 and the engine runs in something else. Point at a cell or "
-            "tap it to see its kernel."
-        )
-    outside = [f"`{module}` {each.datatype}{'' if each.as_asked else ' ✗'}" for module, each in grid.outside]
-    side: list[Block] = [Table(["", ""], legend, look="legend", on=PAGE), Prose(about, "quiet")]
-    if outside:
-        side.append(f"Outside the encoder layers: {', '.join(outside)}.")
-    blocks: list[Block] = [_precision_text(results, engine)]
-    blocks.append(Columns([[kinds] if rows else [], side], look="side"))
-    if engine is not None:
-        if engine.not_int8:
-            blocks.append(Prose("Not in INT8 although the recipe asks for it:", "bad"))
-            blocks.append(Bullets([f"`{node}`" for node in engine.not_int8]))
-        blocks += _kernel_blocks(engine)
-    return Section("precision", "Which layer runs in what", blocks)
-
-
-def charts_key(name: str, look: str) -> Cell:
-    """Return a datatype in its color."""
-    return Cell(name, look=f"cell {look}")
-
-
-def _precision_text(results: Results, engine: EngineResult | None) -> Block:
-    if engine is None:
-        return Prose(
-            "Planned, not proven: no engine was built, so this is what the ONNX file asks for.", "unclear"
-        )
-    where = f"compute capability {', '.join(engine.compute_capability)}"
-    if engine.on_cpu:
-        where = str(results.environment.get("cpu", "CPU"))
-    ahead = ", built ahead of time" if engine.ahead_of_time else ""
-    text = (
-        f"Read from the layer table of the {label(engine.backend)} {engine.version} engine, kernel by kernel "
-        f"({where}{ahead})."
-    )
-    if (gpu := results.gpu_engine) is not None:
-        text += (
-            f" An engine for GPUs was built ahead of time too ({label(gpu.backend)} {gpu.version}, compute "
-            f"capability {', '.join(gpu.compute_capability)}): {gpu.int8_gemms} of "
-            f"{gpu.expected_int8_gemms} matrix products in INT8."
-        )
-    if engine.expected_attention_int8:
-        text += f" INT8 attention: {engine.attention_int8} of {engine.expected_attention_int8}."
-    return f"{text} Attentions that one fused kernel computes: {engine.attention_fused}."
-
-
-def _kernel_blocks(engine: EngineResult) -> list[Block]:
-    facts = facts_of(engine.layers)
-    several = facts.profiles > 1
-    counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
-    rows = [
-        row(
-            str(number),
-            Cell(each.kind, note=each.kernel or ""),
-            *(
-                Cell(formats.types(names), look="nowrap")
-                for names in (each.inputs, each.constants, each.outputs)
-            ),
-            Cell(each.name, note="\n".join(each.onnx), code=True),
-        )
-        for number, each in enumerate(engine.layers, 1)
-    ]
-    columns = ["#", "type", "inputs", "constants", "outputs", "kernel and the ONNX nodes it covers"]
-    title = f"The whole layer table, {len(rows)} rows{f' of {facts.profiles} profiles' if several else ''}"
-    return [
-        f"{facts.count}{'. Of one profile: ' if several else ': '}{counts}.",
-        Fold(title, [Table(columns, rows, texts=range(1, 6), look="sortable")], PAGE),
-        Prose("The full table is in `report.html` and `results.json`.", on=TEXT),
-    ]
-
-
-def _parity_section(results: Results) -> Section:
-    parity = results.parity
-    if parity is None:
-        return Section("parity", "Layer parity", [Prose("Not measured.", "quiet")])
-    padding = "with" if parity.padded else "without"
-    text = (
-        "ONNX Runtime against the fake-quant model, layer by layer, with the same inputs fed to both "
-        f"({parity.n} samples, {padding} padding). {_limits_text(parity)}; a linear's own output may be off "
-        f"by at most {MAX_OUTPUT_ERROR:.2g} (relative). Largest logit difference: "
-        f"{parity.logits_max_abs_diff:.3g}."
-    )
-    if (ends := parity.end_to_end) is not None:
-        answers = "" if ends.disagreements is None else f" and in {ends.disagreements} answers"
-        text += (
-            " End to end on the whole split ONNX Runtime and fake-quant differ by "
-            f"{ends.mean_abs_logit_diff:.3g} in the mean logit{answers}: rounding flips add up from layer "
-            "to layer, so this judges nothing by itself."
-        )
-    ordered = worst_first(parity)
-    nearest = [
-        row(code(each.name), Cell(part_text(each), _bad_unless(each.holds)), nearest_text(each))
-        for each in ordered[:6]
-    ]
-    rows = [
-        row(
-            code(each.name),
-            part_text(each),
-            f"{100 * each.share:.3f}%",
-            f"{100 * each.limit:.3f}%",
-            str(each.max_step),
-            str(each.step_limit),
-            "" if each.output_rel_error is None else f"{each.output_rel_error:.2g}",
-            "" if each.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}",
-            f"{each.codes:,}",
-            f"{each.differing:,}",
-            _mark(each.holds),
-        )
-        for each in ordered
-    ]
-    columns = [
-        "tensor", "part of its limit", "share that differs", "limit", "largest step", "limit", "output error",
-        "limit", "codes", "differing", "",
-    ]  # fmt: skip
-    few = Table(["nearest to its own limit", "part of it", "which limit"], nearest, "", (0, 2), "", on=PAGE)
-    every = Table(columns, rows, texts=(0, -1), look="sortable")
-    return Section(
-        "parity",
-        "Layer parity",
-        [
-            text,
-            Columns([[Chart(partial(charts.parity_svg, results))], [few]]),
-            Fold(f"All {len(rows)} tensors, the nearest to its own limit first", [every]),
-        ],
-        "good" if parity.passed else "bad",
-    )
-
-
-def _limits_text(parity: Parity) -> str:
-    """Return the limits of differing codes and steps of all tensors."""
-    shares = sorted({each.limit for each in parity.rows} or {parity.limit_fraction})
-    steps = sorted({each.step_limit for each in parity.rows} or {parity.limit_step})
-    codes = f"{100 * shares[0]:.3g}%"
-    if len(shares) > 1:
-        own = sum(each.limit > shares[0] for each in parity.rows)
-        codes += f" (up to {100 * shares[-1]:.3g}% in {own} tensors where FP16 rounding alone moves more)"
-    return f"At most {codes} of the INT8 codes may differ, by at most {' or '.join(map(str, steps))}"
-
-
-def _lengths_section(results: Results) -> list[Section]:
-    if (found := results.lengths) is None:
-        return []
-    calibrated = results.data.get("calibration")
-    seen = f" Calibration saw a median of {calibrated['lengths']['p50']}." if calibrated else ""
-    own = " A CPU's kernels take every length, so that each batch is padded to its own longest row."
-    text = (
-        f"The engine's profiles follow the evaluation data (`shapes: auto`). {found.rows} rows of "
-        f"{', '.join(found.splits)}: {found.shortest} to {found.longest} tokens, median {found.median:g}, "
-        f"nine of ten at most {found.p90}.{seen} Of the tokens of the engine's batches "
-        f"{100 * found.padding:.1f}% are padding; padded to the longest row it would be "
-        f"{100 * found.longest_padding:.1f}%.{'' if found.buckets else own}"
-    )
-    blocks: list[Block] = [text, Chart(partial(charts.lengths_svg, results))]
-    if found.buckets:
-        rows = [
-            row(
-                str(each.length),
-                str(each.rows),
-                str(each.tokens),
-                f"{100 - 100 * each.tokens / (each.rows * each.length):.1f}%",
-            )
-            for each in found.buckets
-        ]
-        blocks.append(Table(["padded to", "rows", "tokens", "padding"], rows, texts=(), look=""))
-    blocks.append(Prose(f"Profiles: {'; '.join(found.profiles)}.", "quiet"))
-    return [Section("lengths", "Lengths", blocks)]
-
-
-def _outputs_section(results: Results) -> Section:
-    if (found := results.verification) is None:
-        return Section("outputs", "Engine outputs", [Prose("Not verified.", "quiet")])
-    share = formats.share_text
-    blocks: list[Block] = [OUTPUTS.format(_device_text(results.engine), label(found.reference))]
-    if found.blocks_not_checked:
-        blocks.append(Prose(f"The blocks were not checked: {found.blocks_not_checked}.", "bad"))
-    else:
-        rows = [
-            row(
-                each.name,
-                str(each.n),
-                share(each.error),
-                share(each.limit),
-                share(each.quantization_error),
-                f"{share(each.position_error)} of {share(each.position_limit)}",
-                f"{share(each.systematic_error)} of {share(each.systematic_limit)}",
-                str(each.nonfinite),
-                _mark(each.holds),
-            )
-            for each in found.blocks
-        ]
-        columns = [
-            "block", "positions", "error", "limit", "quantization costs", "worst position", "systematic",
-            "NaN or infinite", "",
-        ]  # fmt: skip
-        blocks.append(Table(columns, rows, texts=(0, -1), look=""))
-    blocks += _answer_blocks(found)
-    rows = [
-        row(
-            str(each.batch),
-            str(each.length),
-            each.what,
-            formats.number(each.max_abs_logit_diff),
-            str(each.nonfinite),
-        )
-        for each in found.shapes
-    ]
-    columns = ["batch", "length", "samples", "largest logit difference", "NaN or infinite"]
-    shapes = Table(columns, rows, texts=(2,), look="sortable")
-    blocks.append(Fold(f"All {formats.count_of(len(rows), 'shape')}", [shapes]))
-    return Section("outputs", "Engine outputs", blocks, "good" if found.passed else "bad")
-
-
-def _answer_blocks(found: Verification) -> list[Block]:
-    answers, padding, number = found.answers, found.padding, formats.number
-    if answers.nonfinite:
-        text = f"On {answers.n} samples (seed {found.seed}) {answers.nonfinite} have NaN or infinite logits."
-    else:
-        differ = "" if answers.disagreements is None else f", {answers.disagreements} answers differ"
-        text = (
-            f"On {answers.n} samples (seed {found.seed}): {label(answers.metric)} "
-            f"{-(answers.drop or 0):+.4f} against {label(found.reference)}{differ}, mean logit difference "
-            f"{number(answers.mean_abs_logit_diff)} (quantization itself costs "
-            f"{number(answers.quantization_mean_abs_logit_diff)}), Kolmogorov-Smirnov "
-            f"{number(answers.ks_statistic)} (p {number(answers.ks_p)})."
-        )
-    alone = (
-        f"{padding.n} samples alone, padded and in a large batch differ by "
-        f"{number(padding.max_abs_logit_diff)} at most (limit {number(padding.max_limit)})."
-    )
-    return [Prose(text, _bad_unless(answers.holds)), Prose(alone, _bad_unless(padding.holds))]
-
-
-def _ranges_section(results: Results) -> Section:
-    blocks: list[Block] = []
-    if results.quantizers:
-        outliers = [each for each in results.quantizers if each.amax_over_rms is not None]
-        outliers.sort(key=lambda each: -(each.amax_over_rms or 0.0))
-        largest = ", ".join(
-            f"`{each.module}` ({each.kind}) {each.amax_over_rms:.0f}" for each in outliers[:3]
-        )
-        text = RANGES
-        if results.training and results.training.settings.get("amax") == "learnt":
-            text += (
-                " With learnt amax, amax is what training made of it, and the root mean square what "
-                "calibration saw."
-            )
-        draws = [partial(charts.ranges_svg, results, measure) for measure in ("amax", "amax_over_rms")]
-        blocks = [
-            f"{text} Largest: {largest}." if largest else text,
-            Columns([[Chart(draw)] for draw in draws]),
-            Fold(
-                f"All {len(results.quantizers)} quantizers", [_quantizers_table(results, weights=True)], PAGE
-            ),
-            Fold("Activations", [_quantizers_table(results, weights=False)], TEXT),
-        ]
-    else:
-        blocks.append(Prose("Nothing was calibrated.", "quiet"))
-    if results.softmax:
-        rows = [
-            row(
-                code(each.module),
-                str(each.length),
-                f"{each.amax:.3g}",
-                "centred" if each.centered else "",
-                *(f"{100 * value:.1f} %" for value in (each.zeroed, each.clipped, each.error)),
-            )
-            for each in results.softmax
-        ]
-        columns = ["attention", "to tokens", "amax", "values", "to zero", "clipped", "error of the output"]
-        blocks.append(Table(columns, rows, "INT8 softmax", texts=(0, 3), look=""))
-        blocks.append(Prose(SOFTMAX, "quiet"))
-    return Section("ranges", "Activation ranges", blocks)
-
-
-def _quantizers_table(results: Results, *, weights: bool) -> Table:
-    rows = [
-        row(
-            code(each.module),
-            each.kind,
-            "per tensor" if each.axis is None else f"per channel, axis {each.axis}",
-            f"{each.amax:.4g}",
-            "" if each.axis is None else f"{each.amax_min:.4g}",
-            "" if each.amax_over_rms is None else f"{each.amax_over_rms:.1f}",
-        )
-        for each in results.quantizers
-        if weights or each.kind != "weight"
-    ]
-    columns = ["module", "quantizer", "axis", "amax", "smallest amax", "amax / rms"]
-    return Table(columns, rows, texts=(0, 1, 2), look="sortable")
-
-
-def _findings_section(results: Results) -> Section:
-    rows = [
-        row(
-            Cell(each.code, code=True, look="nowrap"),
-            Cell(each.severity, "bad" if each.severity == "error" else "unclear"),
-            each.why,
-            each.fix,
-            code(each.node),
-        )
-        for each in results.findings
-    ]
-    if not rows:
-        return Section("findings", "Findings of `check`", ["None."], "good")
-    columns = ["code", "severity", "why", "fix", "node"]
-    return Section(
-        "findings",
-        "Findings of `check`",
-        [Table(columns, rows, texts=range(5), look="full cards sortable")],
-    )
 
 
 # Speed and cost

@@ -273,10 +273,7 @@ def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
         remark = " (chooses the weights)" if name == chosen else ""
         title = f"held-out {labelled_measure(name)}{remark}"
         draws.append(partial(curves_svg, runs, f"held-out-{number}", title, name))
-    return [
-        Columns([[Chart(draw)] for draw in draws]),
-        Prose("The curves are in the page.", on=("text",)),
-    ]
+    return [Columns([[Chart(draw)] for draw in draws]), Prose("The curves are in the page.", on=("text",))]
 
 
 def labelled_measure(name: str) -> str:

@@ -35,6 +35,7 @@ MODULES = [
     "eval.gate.baseline",
     "eval.gate.gate",
     "eval.runreport.effects",
+    "eval.runreport.proof",
     "eval.runreport.report",
     "eval.runreport.training",
     "eval.runreport.verdict",
