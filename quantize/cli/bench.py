@@ -92,41 +92,32 @@ class Wanted:
 
 
 @grouped
-def bench(  # noqa: PLR0913  (a command's options)
+def bench(
     target: Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)] = None,
     *,
     wanted: Wanted,
-    trtexec: Annotated[
-        bool, typer.Option("--trtexec", help="Measure nothing: take the times that trtexec exported.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder; none: that of the run, or one in runs/.")] = None,
     replace: Replace = False,
     json: Json = False,
 ) -> None:
     """INT8 against its twins, PyTorch and other quantizers, on a GPU or a CPU: interleaved and verified."""
     from qdqbench.eval.api.bench import bench as measure
-    from qdqbench.eval.api.trtexec import trtexec_bench
     from qdqbench.eval.benchreport.report import bench_summary
     from qdqbench.eval.runreport.report import too_slow
-    from qdqbench.quantize.core.errors import CheckFailed, UserError
+    from qdqbench.quantize.core.errors import CheckFailed
 
     written: list[Path] = []
-    if trtexec:
-        if target is None or out is not None or wanted != Wanted():
-            raise UserError("--trtexec takes what trtexec measured of a run; give the run directory alone")
-        found = trtexec_bench(target, written=written.append, command=command_line())
-    else:
-        with status() as announce:
-            found = measure(
-                target,
-                **asdict(wanted),
-                out=out,
-                replace=replace,
-                note=note,
-                progress=announce,
-                written=written.append,
-                command=command_line(),
-            )
+    with status() as announce:
+        found = measure(
+            target,
+            **asdict(wanted),
+            out=out,
+            replace=replace,
+            note=note,
+            progress=announce,
+            written=written.append,
+            command=command_line(),
+        )
     if wanted.prepare and json:
         show_json(found)
         return
