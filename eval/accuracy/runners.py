@@ -13,7 +13,7 @@ from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
-from qdqbench.quantize.machine.process import most_threads
+from qdqbench.quantize.machine.cpu import quota
 from qdqbench.quantize.tasks.batches import sorted_batches
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def session_of(model: bytes, name: str) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as machine/process.py
-    options.intra_op_num_threads = most_threads() or 0  # 0: as many as it chooses
+    options.intra_op_num_threads = quota() or 0  # 0: as many as it chooses
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:

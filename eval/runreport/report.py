@@ -179,7 +179,7 @@ def _tiles(results: Results) -> list[tuple[str, str, str, bool]]:
     if results.timings:
         peak = max(row.peak_rss_bytes for row in results.timings.values())
         total = seconds(sum(row.wall_s for row in results.timings.values()))
-        tiles.append(("stages, added up", total, f"may run side by side; peak memory {size(peak)}", True))
+        tiles.append(("stages, added up", total, f"peak memory {size(peak)}", True))
     return tiles
 
 

@@ -53,22 +53,18 @@ class StageProgress:
     said: str = ""  # what is to know before it begins
     number: int = 1  # of the stage, among
     of: int = 1  # those that are gone through
-    beside: bool = False  # others may start before it is done
 
 
 def follow(
     session: Session, progress: Callable[[StageProgress], None], until: str | None = None
 ) -> Callable[[str, bool], None]:
     """Tell `progress` what the session does on its way to a stage; the result is told which stage starts."""
-    stages = {stage.name: bool(stage.beside) for stage in planned(session, until)}
-    names = [*stages, *(["report"] if until in REPORTED else [])]
+    names = [stage.name for stage in planned(session, until)]
+    names += ["report"] if until in REPORTED else []
 
     def start(name: str, reused: bool) -> None:
         number = names.index(name) + 1 if name in names else 1
-        now = StageProgress(
-            name, reused=reused, number=number, of=len(names), beside=not reused and stages.get(name, False)
-        )
-        # of this stage also where others start meanwhile
+        now = StageProgress(name, reused=reused, number=number, of=len(names))
         session.progress = lambda done, total: progress(replace(now, done=done, total=total))
         session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
         progress(now)

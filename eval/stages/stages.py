@@ -230,33 +230,20 @@ def stages(session: Session) -> dict[str, Stage]:
     if trains:
         calibrated = (*calibrated, "qat")
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
-    last = ("build", "verify", "engine")
-    behind = ("export", "check", "onnxruntime", "parity", FP16_STAGE, "gpu_build", "build")
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
-        Stage("baseline", baseline, first, _evaluation, beside=("quantize",)): True,
+        Stage("baseline", baseline, first, _evaluation): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
         Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation): trains,  # QAT is compared with it
         Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
-        Stage("fake_quant", fake_quant, calibrated, _evaluation, beside=behind): quantized,
+        Stage("fake_quant", fake_quant, calibrated, _evaluation): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
+        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
         Stage(
-            "onnxruntime",
-            onnxruntime,
-            (*first, "export"),
-            _evaluation,
-            beside=("parity", FP16_STAGE, "gpu_build", *last),
-        ): True,
-        Stage(
-            "parity",
-            parity,
-            (*calibrated, "export"),
-            lambda s: [_evaluation(s), s.config.seed],
-            beside=(FP16_STAGE, "gpu_build", *last),
+            "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation, beside=("gpu_build", *last)): quantized,
-        # here, while what fake_quant computes is waited for
+        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation): quantized,
         Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
         Stage("build", build_stage, ("export",), _built): True,
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,

@@ -159,18 +159,15 @@ def time_left() -> Iterator[Callable[[float, float, str], None]]:
 def stages() -> Iterator[Callable[["StageProgress"], None]]:
     """One bar per stage."""
     with _display("spinner", "{task.description:<28}", 20, "elapsed") as shown:
-        bars: dict[str, tuple[Any, bool]] = {}  # of stages that go on, and whether others may start meanwhile
-        latest = ""  # stage that began last: those beside it are not what is done now
+        bar: Any = None  # of the stage that runs
 
-        def finish(*, all_of_them: bool) -> None:
-            for name, (bar, beside) in [*bars.items()]:
-                if all_of_them or not beside:
-                    shown.update(bar, total=1, completed=1)
-                    del bars[name]
+        def finish() -> None:
+            if bar is not None:
+                shown.update(bar, total=1, completed=1)
             shown.note = ""
 
         def show(now: "StageProgress") -> None:
-            nonlocal latest
+            nonlocal bar
             if now.alarm:
                 shown.say(f"✗ {now.alarm}. The run goes on; Ctrl-C ends it", "bold red")
                 return
@@ -179,24 +176,19 @@ def stages() -> Iterator[Callable[["StageProgress"], None]]:
                 return
             name = f"stage {now.number} of {now.of}: {now.stage}"
             if not now.total:
-                finish(all_of_them=False)
-                latest = now.stage
+                finish()
                 text, total = (f"{name} (unchanged)", 1) if now.reused else (name, None)
-                bars[now.stage] = shown.add(text, total), now.beside
+                bar = shown.add(text, total)
                 shown.begin(name)
                 return
             if now.row and now.row.loss is not None:
                 shown.note = f"loss {now.row.loss:.4g}"
                 shown.now.what = f"{name}, {shown.note}"
-            if now.stage in bars:
-                shown.update(bars[now.stage][0], completed=now.done, total=now.total)
-                if now.beside and now.done >= now.total:
-                    del bars[now.stage]  # its time stands
-            if now.stage == latest:
-                shown.hear("", now.done, now.total)
+            shown.update(bar, completed=now.done, total=now.total)
+            shown.hear("", now.done, now.total)
 
         yield show
-        finish(all_of_them=True)
+        finish()
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def report(
 
 
 def profile(folder: RunFolder, json: Json = False) -> None:
-    """Wall time, CPU time and peak memory of each stage of a finished run; wall times may overlap."""
+    """Wall time, CPU time and peak memory of each stage of a finished run."""
     from qdqbench.quantize.core.results import read_results
 
     found = read_results(folder)

@@ -14,9 +14,8 @@ import gc
 import os
 import platform
 import sys
-import threading
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import MutableMapping
+from contextlib import suppress
 
 from qdqbench.quantize.machine.cpu import quota
 
@@ -25,7 +24,6 @@ KEPT_BYTES = 2**28
 GRACE_S = 3.0  # until a child is killed
 NEW_OBJECTS = 100_000  # before Python looks for cycles among them; it comes with 700
 IMPORTED = 10 * NEW_OBJECTS  # the same until stages run: of imports nothing is garbage
-_here = threading.local()
 
 
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -37,46 +35,6 @@ def share_cores(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (most := quota()) is not None:
         environ.setdefault("OMP_NUM_THREADS", str(most))
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Torch, and what asks `most_threads`, have this thread alone in the block; others keep theirs."""
-    import torch
-
-    before, _here.threads = torch.get_num_threads(), 1
-    torch.set_num_threads(1)  # of this thread, and of those that never ran a kernel
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        del _here.threads
-
-
-def lend_core(cores: int) -> None:
-    """Leave one of torch's cores in this thread to a thread beside it, until `take_back_core`."""
-    import torch
-
-    torch.set_num_threads(max(1, cores - 1))  # more threads than cores wait for each other
-    _here.lent = True
-
-
-def take_back_core(cores: int) -> None:
-    """Give torch in this thread all of its cores again."""
-    import torch
-
-    torch.set_num_threads(cores)
-    _here.lent = False
-
-
-def shares_cores() -> bool:
-    """Whether torch has fewer cores in this thread than it was given, as another one has or had the rest."""
-    return getattr(_here, "lent", False) or hasattr(_here, "threads")
-
-
-def most_threads() -> int | None:
-    """Threads that a library may start for work of this thread; None: as many as it chooses."""
-    return getattr(_here, "threads", None) or quota()
 
 
 def end_children() -> None:

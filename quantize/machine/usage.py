@@ -8,10 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MEMORY_INTERVAL_S = 0.05  # every 10 ms it took 2.6 % of a core
-# threads that count for themselves: their clocks, and seconds on these when they began
-_apart: dict[int, tuple[int, float]] = {}
-_ended: list[float] = [0.0]  # seconds of those that ended
-_changing = threading.Lock()
 Progress = Callable[[float, float, str], None]  # what is done, what there is in all, what is next
 
 
@@ -20,7 +16,7 @@ class Usage:
     """Filled when the measured block ends."""
 
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # of all threads but those `apart`, and of processes that ended meanwhile
+    cpu_s: float = 0.0  # of all threads, and of processes that ended in the block
     peak_rss_bytes: int = 0
 
 
@@ -47,29 +43,7 @@ def measured() -> Iterator[Usage]:
         cost.peak_rss_bytes = max(cost.peak_rss_bytes, process.memory_info().rss)
 
 
-@contextmanager
-def apart() -> Iterator[None]:
-    """What this thread uses in the block counts for what it measures itself, not for what others measure.
-
-    It is all that works for it: threads that it starts would count for the others. Not on every system.
-    """
-    ident = threading.get_ident()
-    clock, began = time.pthread_getcpuclockid(ident), time.thread_time()
-    with _changing:
-        _apart[ident] = clock, began
-    try:
-        yield
-    finally:
-        with _changing:
-            del _apart[ident]
-            _ended[0] += time.thread_time() - began
-
-
 def _cpu_s() -> float:
-    """User and system time of this process so far, and of its children that have ended; or of one `apart`."""
-    with _changing:
-        if threading.get_ident() in _apart:
-            return time.thread_time()
-        others = _ended[0] + sum(time.clock_gettime(clock) - began for clock, began in _apart.values())
+    """User and system time of this process so far, and of its children that have ended."""
     used = os.times()
-    return used.user + used.system + used.children_user + used.children_system - others
+    return used.user + used.system + used.children_user + used.children_system

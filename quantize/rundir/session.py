@@ -1,6 +1,5 @@
 """One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,15 +109,6 @@ class Session:
     alarm: Callable[[str], None] = lambda text: None  # told what makes the rest of a run worth nothing
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
-
-    def aside(self) -> "Session":
-        """This run for a stage in another thread: what it notes and loads is its own, its models too."""
-        self.eval_splits  # noqa: B018  (a tokenizer works for one thread at a time)
-        other = copy.copy(self)
-        other.notes, other.warnings = [*self.notes], [*self.warnings]
-        other.__dict__.pop("fake_quant_model", None)
-        other.__dict__.pop("fp32_model", None)  # stages watch layers by hooks
-        return other
 
     @property
     def recipe(self) -> Recipe:

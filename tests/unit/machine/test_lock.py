@@ -13,10 +13,6 @@ import pytest
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine.lock import HOLDER, held
-from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.pipeline import open_run, run_stages
-from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
-from qdqbench.quantize.tasks.task import GLUE
 
 CODE = """
 import sys
@@ -91,17 +87,3 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*--out"), held(tmp_path / "file"):
         pass
-
-
-def test_a_run_is_neither_reconfigured_nor_run_by_two(tmp_path: Path) -> None:
-    config = RunConfig(recipe=load_recipe("bert-fp16"), model="m", task=GLUE["sst2"], data="d")
-    open_run(config, tmp_path)
-    before = (tmp_path / CONFIG).read_bytes()
-    other = config.model_copy(update={"seed": 1})
-    with another(tmp_path):
-        with pytest.raises(UserError, match="is in use by process"):
-            open_run(other, tmp_path)
-        with pytest.raises(UserError, match="is in use by process"):
-            run_stages(Session(other, tmp_path), [])
-    assert (tmp_path / CONFIG).read_bytes() == before
-    assert run_stages(Session(other, tmp_path), []) == {}
