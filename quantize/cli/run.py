@@ -9,7 +9,7 @@ import typer
 from qdqbench.quantize.cli import options, progress
 from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json, show
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -56,12 +56,6 @@ def qat(  # noqa: PLR0913  (a command's options)
     subject: options.Subject,
     out: options.RunOut = None,
     replace: options.Replace = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
-    ] = False,
-    with_ptq: Annotated[
-        bool, typer.Option("--with-ptq", help="A plan that runs PTQ first, for what there is to win back.")
-    ] = False,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
     shapes: options.ShapesOfData = None,
@@ -84,12 +78,8 @@ def qat(  # noqa: PLR0913  (a command's options)
     settings_of(session)  # before anything is written
     purpose = purpose_of("run", session)
     ready = partial(require_inputs, session)
-    anew = replace and not plan  # which removes nothing
-    with claimed(folder, purpose, replace=anew, ready=ready, say=options.note):
-        if plan or with_ptq:
-            _plan(session, with_ptq, json)
-        else:
-            _train(session, json)
+    with claimed(folder, purpose, replace=replace, ready=ready, say=options.note):
+        _train(session, json)
 
 
 def _train(session: "Session", json: bool) -> None:
@@ -105,17 +95,6 @@ def _train(session: "Session", json: bool) -> None:
             results = run_until(session, None, follow(session, shown))
         assert results is not None
         answer(results, session.folder, json=json)
-
-
-def _plan(session: "Session", with_ptq: bool, json: bool) -> None:
-    from qdqbench.eval.runs.qat_plan import make_plan
-    from qdqbench.eval.runs.qat_plan_lines import plan_lines
-    from qdqbench.eval.runs.run import follow
-
-    with progress.stages() as shown:
-        found = make_plan(session, follow(session, shown, "ptq"), with_ptq=with_ptq)
-    if found is not None:  # None: not the main process
-        show(found, json, plan_lines)
 
 
 def stage_command(target: str, text: str) -> Callable[..., None]:

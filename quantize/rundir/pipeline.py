@@ -145,16 +145,6 @@ def made_otherwise(folder: Path, names: Iterable[str]) -> str:
     return f"{', '.join(stale)} made again: what is there was made with {other}"
 
 
-def unchanged(session: Session, stages: Iterable[Stage]) -> bool:
-    """Whether all of these stages would be reused."""
-    manifest = _read(session.folder / STAGES_FILE)
-    for stage in stages:
-        done = manifest.stages.get(stage.name)
-        if done is None or done.key != _key(session, stage, manifest) or not _intact(session.folder, done):
-            return False
-    return True
-
-
 def forget_others(folder: Path, known: Iterable[str]) -> None:
     """Remove the files of stages that this run does not have: an earlier recipe in the folder left them."""
     path = folder / STAGES_FILE
