@@ -22,9 +22,9 @@ from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.artifacts import backend_of
-from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder, taken_up
 from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped
+from qdqbench.quantize.rundir.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.rundir.session import RunConfig, Session
 
 StageCallback = Callable[[StageProgress], None]
@@ -136,7 +136,7 @@ def start(  # noqa: PLR0913
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
     Args:
-        replace, say: as of `claimed`.
+        replace, say: as of `owned_folder`.
 
     Raises:
         UserError: the folder holds something else.
@@ -145,9 +145,9 @@ def start(  # noqa: PLR0913
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
     session = Session(config, folder)
-    with claimed(
+    with owned_folder(
         folder,
-        purpose_of("run", session),
+        identity_of("run", session),
         replace=replace,
         ready=lambda: require_inputs(session, until),
         say=say,
@@ -170,7 +170,7 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
         UserError: no run directory, or no such stage.
         MissingDevice: it ended with the engine, and nothing here can build it.
     """
-    with taken_up(folder) as session:
+    with open_session(folder) as session:
         return _go(session, until, progress)
 
 
@@ -202,7 +202,7 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
 
 def build_made(folder: str | Path, progress: StageCallback = silent) -> Made:
     """As `build`, with all that its stages have made."""
-    with taken_up(folder) as session:
+    with open_session(folder) as session:
         here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
         made = _go(session, "verify" if here else "build", progress)
     assert isinstance(made, Made)

@@ -17,8 +17,8 @@ from qdqbench.quantize.core.results import read_results
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
+from qdqbench.quantize.rundir.ownership import locked_folder
 from qdqbench.quantize.tasks.sources import source_fingerprint
 
 LEDGER = "steps.json"  # finished steps, to go on from
@@ -48,7 +48,7 @@ def run_ladder(ladder: Ladder, recipes: Sequence[Recipe], budget_s: float, comma
         UserError: bad input, or a folder of another model or task.
         MissingDevice: nothing here can build what the recipes ask for.
     """
-    with held(ladder.folder):
+    with locked_folder(ladder.folder):
         known = _taken_up(ladder, recipes)
         _save(ladder, known, known.steps)
         steps = climb(

@@ -17,7 +17,6 @@ from qdqbench.quantize.core.results import RESULTS_FILE, Timing, write_results
 from qdqbench.quantize.deploy.folder import remove
 from qdqbench.quantize.deploy.write import DEPLOY
 from qdqbench.quantize.engine.profiles import require_room
-from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.pipeline import (
@@ -101,6 +100,7 @@ def run_until(
     """Run up to a stage; with `until` None or "report", everything and the report.
 
     Args:
+        session: in a folder that this process holds.
         until: a stage, "evaluate" for the four evaluations, or "report".
         show: called with a stage's name as it starts, and whether what is there is used again.
 
@@ -108,28 +108,26 @@ def run_until(
         The results where the report was written, else None.
 
     Raises:
-        UserError: no stage of that name in this run, data that the recipe's engine would not take, or
-            another process is at this run.
+        UserError: no stage of that name in this run, or data that the recipe's engine would not take.
     """
     needed = planned(session, until)
-    with held(session.folder):
-        # another run may have been here since this one was opened
-        files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
-        forget_others(session.folder, stages(session))
-        files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-        if said := made_otherwise(session.folder, [stage.name for stage in needed]):
-            session.say(said)
-        if said := cannot_hold(session.recipe):
-            session.alarm(said)
-        timings = _run(session, needed, show)
-        if until not in REPORTED:
-            return None
-        show("report", False)
-        results = collect(session, timings)
-        results.warnings[:0] = hand_off(session, results)
-        write_results(session.folder, results)
-        write_reports(results, session.folder)
-        return results
+    # another run may have been here since this one was opened
+    files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
+    forget_others(session.folder, stages(session))
+    files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+    if said := made_otherwise(session.folder, [stage.name for stage in needed]):
+        session.say(said)
+    if said := cannot_hold(session.recipe):
+        session.alarm(said)
+    timings = _run(session, needed, show)
+    if until not in REPORTED:
+        return None
+    show("report", False)
+    results = collect(session, timings)
+    results.warnings[:0] = hand_off(session, results)
+    write_results(session.folder, results)
+    write_reports(results, session.folder)
+    return results
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:

@@ -38,7 +38,7 @@ def run(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
     from qdqbench.eval.api.runs import start
-    from qdqbench.quantize.rundir.claim import run_folder
+    from qdqbench.quantize.rundir.ownership import run_folder
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
@@ -67,7 +67,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     """Quantization-aware training, then on to engine and report; on one GPU or many."""
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.qat.stage import settings_of
-    from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
+    from qdqbench.quantize.rundir.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.rundir.session import Session
 
     config = subject.config(
@@ -76,9 +76,9 @@ def qat(  # noqa: PLR0913  (a command's options)
     folder = run_folder("run", config, out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written
-    purpose = purpose_of("run", session)
+    identity = identity_of("run", session)
     ready = partial(require_inputs, session)
-    with claimed(folder, purpose, replace=replace, ready=ready, say=options.note):
+    with owned_folder(folder, identity, replace=replace, ready=ready, say=options.note):
         _train(session, json)
 
 

@@ -13,7 +13,6 @@ from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.machine import interrupt
 from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.machine.process import keep_imported
 from qdqbench.quantize.machine.usage import measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
@@ -51,17 +50,16 @@ class _Manifest(Strict):
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
-    """Start or take up a run directory and record its configuration.
+    """Start or resume a run directory inside a folder that this process holds, and record its configuration.
 
     Raises:
-        UserError: the folder holds something that is not a run, or another process is at it.
+        UserError: the folder holds something that is not a run.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
         raise UserError(f"{folder} holds other files than a run; give --out an empty or new folder")
-    with held(folder):
-        files.write_json(folder / CONFIG, config.model_dump(mode="json"))
+    files.write_json(folder / CONFIG, config.model_dump(mode="json"))
     return Session(config, folder)
 
 

@@ -64,7 +64,8 @@ def read_config(folder: Path) -> RunConfig:
         raise UserError(
             f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
         )
-    return read(path, RunConfig, "run configuration", "start a new run in another folder")
+    again = f"run the command that started it again with --out {folder}, which keeps its finished stages"
+    return read(path, RunConfig, "run configuration", again)
 
 
 def require_fit(recipe: Recipe, model: str, config: Any) -> None:

@@ -69,7 +69,7 @@ def auto(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.api.auto import auto as climb
     from qdqbench.eval.auto.screen import auto_summary
     from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.rundir.claim import default_folder
+    from qdqbench.quantize.rundir.ownership import default_folder
 
     folder = out or default_folder("auto", subject.model, subject.found_task().name)
     with progress.status() as say:

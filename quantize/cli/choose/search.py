@@ -77,7 +77,7 @@ def search(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.search.report import search_summary
     from qdqbench.eval.search.worker import SearchOptions
     from qdqbench.quantize.core.errors import CheckFailed, UserError
-    from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
+    from qdqbench.quantize.rundir.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.rundir.session import Session
 
     if wanted.latency not in ("auto", "engine", "model"):
@@ -91,8 +91,8 @@ def search(  # noqa: PLR0913  (a command's options)
         _require_own(folder, wanted.study or f"{config.recipe.name}-{config.task.name}")
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(wanted))
-    purpose, anew = purpose_of("search", session), replace and not plan  # which removes nothing
-    with claimed(folder, purpose, replace=anew, ready=session.require_inputs, say=given.note):
+    identity, anew = identity_of("search", session), replace and not plan  # which removes nothing
+    with owned_folder(folder, identity, replace=anew, ready=session.require_inputs, say=given.note):
         if plan:
             _plan(session, options, folder, json=json)
             return
@@ -141,7 +141,7 @@ def _require_own(out: Path, study: str) -> None:
     if (out / SEARCH_FILE).is_file() and (known := read_search(out / SEARCH_FILE).study) != study:
         raise UserError(
             f"{out} holds the finished search {known!r}, and this is {study!r}; give another --out, or "
-            "--replace to remove it and start anew"
+            "--replace to move it to a folder next to it and start over"
         )
 
 

@@ -40,7 +40,7 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
     from qdqbench.eval.sensitivity.report import sensitivity_summary
     from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.rundir.claim import run_folder
+    from qdqbench.quantize.rundir.ownership import run_folder
 
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
     folder = run_folder("sensitivity", config, out)
@@ -57,14 +57,14 @@ def _opened(
 ) -> "Iterator[tuple[Session, Progress]]":
     """A session that nobody else is at, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.rundir.claim import claimed, purpose_of
+    from qdqbench.quantize.rundir.ownership import identity_of, owned_folder
     from qdqbench.quantize.rundir.session import Session
 
     session = Session(config, folder)
-    purpose = purpose_of(kind, session)
+    identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
     with (
-        claimed(folder, purpose, replace=replace, ready=ready, say=options.note),
+        owned_folder(folder, identity, replace=replace, ready=ready, say=options.note),
         time_left() as told,
     ):
         session.progress = lambda done, total: told(done, total, "embedded default")
@@ -117,7 +117,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     """Compare calibration methods in one table; writes the recipe with the best one."""
     from qdqbench.eval.methods.report import methods_summary
     from qdqbench.eval.methods.results import METHODS_RECIPE
-    from qdqbench.quantize.rundir.claim import run_folder
+    from qdqbench.quantize.rundir.ownership import run_folder
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed, limit=limit

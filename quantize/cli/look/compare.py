@@ -20,12 +20,12 @@ def compare(
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
     from qdqbench.eval.compare.compare import compare_runs
     from qdqbench.eval.compare.report import PAGE, comparison_summary, write_comparison
-    from qdqbench.quantize.rundir.claim import Purpose, claimed
+    from qdqbench.quantize.rundir.ownership import RunIdentity, owned_folder
 
     compared = cache(partial(compare_runs, runs, command_line()))
     with status() as say:
         say("comparing")
-        with claimed(out, Purpose(kind=PAGE), replace=replace, ready=compared, say=options.note):
+        with owned_folder(out, RunIdentity(kind=PAGE), replace=replace, ready=compared, say=options.note):
             found = compared()
             written = write_comparison(found, out)
     show(found, json, comparison_summary, *(f"page: {path}" for path in written if path.suffix == ".html"))

@@ -13,7 +13,6 @@ import pytest
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.machine import interrupt
-from qdqbench.quantize.machine.lock import LOCK
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import (
     STAGES_FILE,
@@ -160,7 +159,6 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line: Line) -> None:
     assert {p.name for p in line.session.folder.iterdir()} == {
         CONFIG,
         STAGES_FILE,
-        LOCK,
         "a.txt",
         "b.txt",
         "c.txt",
