@@ -10,8 +10,7 @@ from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.artifacts import backend_of
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built
+from qdqbench.quantize.rundir.artifacts import Skipped, backend_of, read_built
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.task import SECOND
 

@@ -13,7 +13,7 @@ from qdqbench.eval.runs.collect import collect, scored
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import RESULTS_FILE, Timing, write_results
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, Timing, write_results
 from qdqbench.quantize.deploy.folder import remove
 from qdqbench.quantize.deploy.write import DEPLOY
 from qdqbench.quantize.engine.profiles import require_room
@@ -30,7 +30,6 @@ from qdqbench.quantize.rundir.pipeline import (
 from qdqbench.quantize.rundir.session import CONFIG, Session
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.core.training_results import LogRow
 
 BASELINE = "baseline"
@@ -96,7 +95,7 @@ def planned(session: Session, until: str | None) -> list[Stage]:
 
 def run_until(
     session: Session, until: str | None = None, show: Callable[[str, bool], None] = lambda name, reused: None
-) -> "Results | None":
+) -> Results:
     """Run up to a stage; with `until` None or "report", everything and the report.
 
     Args:
@@ -105,11 +104,26 @@ def run_until(
         show: called with a stage's name as it starts, and whether what is there is used again.
 
     Returns:
-        The results where the report was written, else None.
+        The results, those of a report with `until` None.
 
     Raises:
         UserError: no stage of that name in this run, or data that the recipe's engine would not take.
     """
+    timings = run_to(session, until, show)
+    if until not in REPORTED:
+        return collect(session, timings, until)
+    show("report", False)
+    results = collect(session, timings)
+    results.warnings[:0] = hand_off(session, results)
+    write_results(session.folder, results)
+    write_reports(results, session.folder)
+    return results
+
+
+def run_to(
+    session: Session, until: str | None, show: Callable[[str, bool], None] = lambda name, reused: None
+) -> dict[str, Timing]:
+    """Run up to a stage as `run_until` does, without results; return what its stages cost."""
     needed = planned(session, until)
     # another run may have been here since this one was opened
     files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
@@ -119,15 +133,7 @@ def run_until(
         session.say(said)
     if said := cannot_hold(session.recipe):
         session.alarm(said)
-    timings = _run(session, needed, show)
-    if until not in REPORTED:
-        return None
-    show("report", False)
-    results = collect(session, timings)
-    results.warnings[:0] = hand_off(session, results)
-    write_results(session.folder, results)
-    write_reports(results, session.folder)
-    return results
+    return _run(session, needed, show)
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:

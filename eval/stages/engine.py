@@ -18,25 +18,23 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.artifacts import (
+    BUILD,
+    ENGINE,
     GPU,
     GPU_INT8,
+    VERIFY,
+    EngineRun,
+    Skipped,
     backend_of,
     cpu_compute,
     engine_profiles,
     expected_gemms,
     graph_path,
-)
-from qdqbench.quantize.rundir.lengths import length_edges
-from qdqbench.quantize.rundir.outcomes import (
-    BUILD,
-    ENGINE,
-    VERIFY,
-    Ran,
-    Skipped,
     read_built,
     read_verified,
-    record,
+    write_outcome,
 )
+from qdqbench.quantize.rundir.lengths import length_edges
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.runtime.opened import open_runner
 
@@ -73,8 +71,8 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             progress=lambda phase, fraction: doing(phase, fraction, 1),
         )
     except MissingDevice as error:
-        return [record(out / BUILD, Skipped(skipped=str(error)))]
-    return [record(out / BUILD, result), path, sidecar_path(path), layers]
+        return [write_outcome(out / BUILD, Skipped(skipped=str(error)))]
+    return [write_outcome(out / BUILD, result), path, sidecar_path(path), layers]
 
 
 def verify_stage(session: Session) -> list[Path]:
@@ -85,7 +83,7 @@ def verify_stage(session: Session) -> list[Path]:
             found = verify_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [record(session.folder / VERIFY, found or Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / VERIFY, found or Skipped(skipped=str(reason)))]
 
 
 def cannot_run(session: Session) -> str | None:
@@ -121,7 +119,7 @@ def engine_stage(session: Session) -> list[Path]:
             return _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [record(session.folder / ENGINE, Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / ENGINE, Skipped(skipped=str(reason)))]
 
 
 def _run_engine(session: Session) -> list[Path]:
@@ -138,8 +136,8 @@ def _run_engine(session: Session) -> list[Path]:
         logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=length_edges(session))
         memory = runner.engine.memory
     session.warnings += [line for line in runner.engine.notes if line not in session.warnings]
-    done = Ran(detail=f"{detail}; {memory}", memory=asdict(memory))
-    return [record(session.folder / ENGINE, done), logits]
+    done = EngineRun(detail=f"{detail}; {memory}", memory=asdict(memory))
+    return [write_outcome(session.folder / ENGINE, done), logits]
 
 
 def _finite(found: Verification | Skipped) -> bool:

@@ -37,8 +37,8 @@ from qdqbench.quantize.rundir.artifacts import (
     graph_bytes,
     graph_path,
     proves_for_gpu,
+    write_outcome,
 )
-from qdqbench.quantize.rundir.outcomes import record
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
@@ -144,7 +144,10 @@ def parity(session: Session) -> list[Path]:
         moved = shifted_states(session.ptq_record, plan)
         with session.fp32_shifted() as fp32:
             errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
-    return [record(session.folder / "parity.json", found), record(session.folder / LAYER_ERRORS, errors)]
+    return [
+        write_outcome(session.folder / "parity.json", found),
+        write_outcome(session.folder / LAYER_ERRORS, errors),
+    ]
 
 
 def onnxruntime(session: Session) -> list[Path]:

@@ -44,8 +44,7 @@ from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built
+from qdqbench.quantize.rundir.artifacts import Skipped, expected_gemms, graph_path, read_built
 from qdqbench.quantize.runtime.opened import open_runner
 
 if TYPE_CHECKING:

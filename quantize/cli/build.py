@@ -10,8 +10,8 @@ verify = stage_command("verify", "Verify what the engine computes, where it runs
 
 def build(folder: RunFolder, json: Json = False) -> None:
     """Build the engine, prove its INT8 layers, verify its outputs where it runs."""
-    from qdqbench.eval.api.runs import build_made
+    from qdqbench.eval.api.runs import build as build_engine
 
     with progress.stages() as shown:
-        found = build_made(folder, shown)
+        found = build_engine(folder, shown)
     answer(found, folder, json=json)

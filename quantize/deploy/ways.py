@@ -7,8 +7,7 @@ from pathlib import Path
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import EngineResult, Results
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
-from qdqbench.quantize.rundir.artifacts import GPU
-from qdqbench.quantize.rundir.outcomes import engine_file
+from qdqbench.quantize.rundir.artifacts import GPU, engine_file
 
 TITLES: dict[BackendName, str] = {
     "onnxruntime": "ONNX Runtime",

@@ -1,9 +1,13 @@
-"""What several stages of a run share: the graph that it is about, what must be INT8 there, and evaluation."""
+"""What several stages of a run share: its graphs, what must be INT8 there, and what stages record."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.core.results import EngineResult, Verification
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.cpu.compiled import Compute
 from qdqbench.quantize.cpu.runtimes import compute_type
 from qdqbench.quantize.engine.backend import preferred_backend
@@ -20,6 +24,7 @@ LAYER_ERRORS = "layer_errors.json"  # of the fake-quant model against FP32
 REWRITES = "rewrites.json"  # how often each rewrite of a graph was made, by file
 GPU = "gpu"  # folder of the engine for GPUs, in a run whose own engine is for this CPU
 GPU_INT8 = f"{GPU}/{INT8}"
+BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"  # outcomes of these stages
 
 
 def graph_path(session: Session) -> Path:
@@ -95,3 +100,76 @@ def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
         return graph
     beside = session.folder / GPU_INT8
     return beside if beside.is_file() else None
+
+
+class Skipped(Strict):
+    """Why a stage has no result."""
+
+    skipped: str
+
+
+class EngineRun(Strict):
+    """How the engine was evaluated; its answers are logits/engine.npz."""
+
+    detail: str  # what ran, on what, with how much memory
+    memory: dict[str, Any]  # `EngineMemory`
+
+
+Result = TypeVar("Result", bound=Strict)
+
+
+def write_outcome(path: Path, outcome: Strict) -> Path:
+    """Write the outcome of a stage, and return its path."""
+    files.write_json(path, outcome.model_dump(mode="json"))
+    return path
+
+
+def read_built(folder: Path) -> EngineResult | Skipped:
+    """Return the engine of a run directory.
+
+    Raises:
+        UserError: it was not asked for yet, or the record is of another version.
+    """
+    if not (folder / BUILD).is_file():
+        raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
+    return _read_outcome(folder / BUILD, EngineResult)
+
+
+def engine_file(folder: Path, built: EngineResult) -> Path:
+    """Return the path of a run directory's engine.
+
+    Raises:
+        UserError: the record names a file elsewhere.
+    """
+    if Path(built.file).name != built.file:
+        raise UserError(
+            f"{folder / BUILD} names an engine outside of the run, {built.file!r}; run "
+            f"`qdqbench build {folder}` again"
+        )
+    return folder / "engine" / built.file
+
+
+def read_verified(folder: Path) -> Verification | Skipped:
+    """Return the verification of a run directory's engine; skipped where nobody asked.
+
+    Raises:
+        UserError: the record is of another version.
+    """
+    path = folder / VERIFY
+    return _read_outcome(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
+
+
+def read_engine_run(folder: Path) -> EngineRun | Skipped:
+    """Return how the engine of a run directory was evaluated.
+
+    Raises:
+        UserError: the record is of another version.
+    """
+    return _read_outcome(folder / ENGINE, EngineRun)
+
+
+def _read_outcome(path: Path, schema: type[Result]) -> Result | Skipped:
+    value = files.read_json(path)
+    skipped = isinstance(value, dict) and "skipped" in value
+    about = "record of a stage", f"run `qdqbench build {path.parent}` again"
+    return read(path, Skipped, *about) if skipped else read(path, schema, *about)

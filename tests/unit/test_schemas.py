@@ -11,7 +11,6 @@ from qdqbench.eval.auto.results import Auto
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.compare.results import Compared
 from qdqbench.eval.methods.results import Methods
-from qdqbench.eval.runs.made import Made
 from qdqbench.eval.runs.study_results import Study
 from qdqbench.eval.search.results import Search
 from qdqbench.eval.sensitivity.results import Sensitivity
@@ -22,7 +21,7 @@ from qdqbench.quantize.core.training_results import Finetuning
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = schemas.__name__
 PAGES: dict[str, tuple[Any, ...]] = {
-    "results": (Results, Made, Finetuning, Bench),
+    "results": (Results, Finetuning, Bench),
     "search": (Search,),
     "sensitivity": (Sensitivity,),
     "methods": (Methods,),
