@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
@@ -45,12 +45,12 @@ def predict(  # noqa: PLR0913
         CheckFailed: NaN or infinite logits.
     """
     parts: list[tuple[Int64, Float32]] = []
-    doing("answering", 0, encoded.rows)
+    report_phase("answering", 0, encoded.rows)
     done = 0
     for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id, edges=edges):
         parts.append((rows, encoded.kept(rows, run(batch)[: len(rows)])))
         done += len(rows)
-        doing("answering", done, encoded.rows)
+        report_phase("answering", done, encoded.rows)
         progress(len(rows))
     answers = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
     for rows, values in parts:

@@ -15,8 +15,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import read_results
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import environment, made_with, now
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.rundir.ownership import locked_folder
 from qdqbench.quantize.tasks.sources import source_fingerprint

@@ -19,10 +19,10 @@ from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.eval.search.latency import measured_source, modelled, runs_here
 from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.worker import SearchOptions
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
@@ -83,7 +83,7 @@ class Ladder:
             if now.said:
                 self.say(now.said)
             elif now.total:
-                doing("", now.done, now.total)
+                report_phase("", now.done, now.total)
             else:
                 self.say(f"{name}: stage {now.number} of {now.of}, {now.stage}")
 

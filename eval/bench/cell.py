@@ -11,9 +11,9 @@ from qdqbench.eval.bench.loop import Contestant
 from qdqbench.eval.bench.real import RealSplit
 from qdqbench.eval.bench.results import BenchContestant, BenchKernels, BenchRow
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 
@@ -115,7 +115,7 @@ def gather(
     """
     entries = []
     for about in listed:
-        doing(f"making {about.name}")
+        report_phase(f"making {about.name}")
         peer = about.name in peers
         try:
             entries.append(maker(about))

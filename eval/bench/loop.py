@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from qdqbench.quantize.activity.told import doing, timed
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.progress import measuring, report_phase
 
 T = TypeVar("T")
 SLOW_MS = 250.0  # a launch this long warms itself up
@@ -177,8 +177,8 @@ def measure(
         progress(number + 1, effort.rounds)
         for position in order:
             contestant = contestants[position]
-            doing("rounds", number, effort.rounds)
-            with timed():
+            report_phase("rounds", number, effort.rounds)
+            with measuring():
                 burst = _guarded(contestant, partial(_burst, contestant, pace[contestant.name], effort, now))
             found[contestant.name].bursts.append(burst)
     return found

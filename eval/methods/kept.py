@@ -7,7 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.rundir.ledger import Ledger
 from qdqbench.quantize.rundir.session import Session
 

@@ -23,8 +23,8 @@ from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32, Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.progress import Progress
 from qdqbench.quantize.kinds.encoded import Encoded
-from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.rundir.ledger import Ledger
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics

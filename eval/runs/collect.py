@@ -20,13 +20,13 @@ from qdqbench.eval.gate.gate import gate_of
 from qdqbench.eval.gate.speed import speed_of, twins_of
 from qdqbench.eval.runreport.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison, Gate, LayerErrors, Parity
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import FileRow, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
@@ -70,7 +70,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         outcomes["verify"] = read_verified(folder)
     skipped = {name: each.skipped for name, each in outcomes.items() if isinstance(each, Skipped)}
     outcomes = {name: each for name, each in outcomes.items() if name not in skipped}
-    doing("scoring")
+    report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
     planned = whole or "quantize" in timings  # else the model need not be loaded
     calibrated = _calibration_record(session, timings)

@@ -17,7 +17,7 @@ from qdqbench.eval.search.trial import Workspace, explained, hash_of, plan_key
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.rundir.artifacts import backend_of

@@ -27,8 +27,7 @@ from qdqbench.eval.search.trial import explained
 from qdqbench.eval.search.trials import trials_of
 from qdqbench.eval.search.worker import Worker
 from qdqbench.quantize.core import files
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.machine.identity import versions
+from qdqbench.quantize.machine.environment import environment, now, versions
 from qdqbench.quantize.recipe.schema import parse_recipe, short_yaml
 
 SEARCH_RECIPE = "recipe.yaml"

@@ -16,7 +16,7 @@ from qdqbench.eval.search.results import Source
 from qdqbench.eval.search.start import SAMPLES, own_ranking
 from qdqbench.eval.search.study import counted, decided, default_storage
 from qdqbench.eval.search.trial import Workspace
-from qdqbench.quantize.activity.pulse import duration
+from qdqbench.quantize.core.progress import duration
 from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.machine.quiet import quiet

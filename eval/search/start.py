@@ -16,7 +16,7 @@ from qdqbench.quantize.rundir.session import Session
 if TYPE_CHECKING:
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.results import Sensitivity
-    from qdqbench.quantize.machine.usage import Progress
+    from qdqbench.quantize.core.progress import Progress
 
 SAMPLES = 128  # enough to tell the worst units from the others
 PREFIXES = (8, 4, 2)  # of the ranking: an eighth, a quarter and half of the units out of INT8

@@ -17,7 +17,7 @@ from qdqbench.quantize.calibrate.narrow import narrowed, without_corrections
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record, write_record
 from qdqbench.quantize.core.arrays import Floats
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session

@@ -42,7 +42,7 @@ from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import parse_recipe, short_yaml
 from qdqbench.quantize.rundir.session import Session

@@ -26,10 +26,10 @@ from qdqbench.eval.sensitivity.suffixes import Held, Suffixes, watch_norms
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
+from qdqbench.quantize.core.progress import Progress
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.kinds.encoded import Encoded
-from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.usage import Progress
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.rundir.ledger import Ledger
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics

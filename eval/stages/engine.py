@@ -5,10 +5,10 @@ from pathlib import Path
 
 from qdqbench.eval.accuracy.logits import evaluate_stage
 from qdqbench.eval.verify.engine import verify_engine
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import EngineResult, Verification
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.build import attention_count
@@ -68,7 +68,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
             compute=cpu_compute(session.recipe),
             note=session.warnings.append,
-            progress=lambda phase, fraction: doing(phase, fraction, 1),
+            progress=lambda phase, fraction: report_phase(phase, fraction, 1),
         )
     except MissingDevice as error:
         return [write_outcome(out / BUILD, Skipped(skipped=str(error)))]
@@ -130,7 +130,7 @@ def _run_engine(session: Session) -> list[Path]:
     detail = f"{built.backend} {built.version} on {device}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
     graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
-    doing("loading the engine")
+    report_phase("loading the engine")
     with open_runner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=length_edges(session))

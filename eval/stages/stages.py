@@ -12,11 +12,11 @@ from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import evaluating, onnxruntime_runner, placed, torch_runner
 from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_stage, verify_stage
 from qdqbench.eval.verify.layer_errors import layer_errors
-from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import read_record, shifted_states, write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.progress import report_phase, track
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.machine.cpu import find_cpu
@@ -104,7 +104,7 @@ def export_stage(session: Session) -> list[Path]:
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
     files.require_room(folder, graph_bytes(session), "model.*.onnx")
-    doing("tracing")
+    report_phase("tracing")
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs = [
         (twin, ExportSettings.of(recipe, backend, "fp32"), folder / FP32),
@@ -116,7 +116,7 @@ def export_stage(session: Session) -> list[Path]:
         if proves_for_gpu(recipe):
             jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
     done = {}
-    for model, settings, path in counted("writing graphs", jobs):
+    for model, settings, path in track("writing graphs", jobs):
         done[str(path.relative_to(folder))] = write_graph(
             model, session.plan, settings, path, session.warnings
         )

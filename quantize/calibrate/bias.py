@@ -17,9 +17,9 @@ from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.activity.told import counted
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.core.progress import track
 from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off, rounded_weights
 from qdqbench.quantize.families.family import Family
@@ -58,7 +58,7 @@ def correct_biases(
         with quantizers_off(model):
             exact, given = _calls(model, runs, _some(batches))
         states = exact
-        for name, times in counted("bias correction", runs.items()):
+        for name, times in track("bias correction", runs.items()):
             run = partial(run_layer, model, name, times, given[name])
             groups = _steps(name, linears, family)
             with quantizers_off(model), mean_outputs(model, chain.from_iterable(groups)) as targets:

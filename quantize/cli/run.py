@@ -84,13 +84,13 @@ def qat(  # noqa: PLR0913  (a command's options)
 
 def _train(session: "Session", json: bool) -> None:
     from qdqbench.eval.runs.run import follow, run_to, run_until
-    from qdqbench.quantize.machine.process import leads
+    from qdqbench.quantize.machine.process import is_main_process
     from qdqbench.quantize.qat.stage import train_on_all
 
     with progress.stages() as shown:
         start = follow(session, shown)
         train_on_all(session, lambda stage: run_to(session, stage, start))
-    if leads():
+    if is_main_process():
         with progress.stages() as shown:
             results = run_until(session, None, follow(session, shown))
         answer(results, session.folder, json=json)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.process import leads
+from qdqbench.quantize.machine.environment import made_with
+from qdqbench.quantize.machine.process import is_main_process
 from qdqbench.quantize.qat.files import write_trained
 from qdqbench.quantize.recipe.training import Qat
 from qdqbench.quantize.rundir.session import Session
@@ -63,11 +63,11 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """
     from accelerate.utils import broadcast_object_list
 
-    if leads():
+    if is_main_process():
         lead("ptq")
     with group():
         accelerator = new_accelerator(settings_of(session).precision)
-        if not leads():
+        if not is_main_process():
             if broadcast_object_list([None])[0]:
                 train_quantized(session, accelerator)
             return

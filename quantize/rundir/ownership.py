@@ -22,7 +22,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.encoders.identity import model_fingerprint
-from qdqbench.quantize.machine.process import leads
+from qdqbench.quantize.machine.process import is_main_process
 from qdqbench.quantize.machine.secrets import hide_credentials
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session, read_config
 
@@ -158,7 +158,7 @@ def owned_folder(
         UserError: the folder belongs to another run, holds other files, is in use or cannot be written; or as
             `ready` raises.
     """
-    if not leads():
+    if not is_main_process():
         yield
         return
     _require_owner(folder, identity, replace)  # before a lock is written into a folder of somebody else
@@ -200,7 +200,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it, or the folder cannot be written.
     """
-    if not leads():
+    if not is_main_process():
         yield
         return
     created = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -243,9 +243,8 @@ def _require_owner(folder: Path, identity: RunIdentity, replace: bool) -> RunIde
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not names - {LOCK, HOLDER}:
         return None
-    if MARK not in names:
+    if (owner := _read_owner(folder)) is None:
         raise UserError(f"{folder} holds other files than a {kind}; give --out an empty or new folder")
-    owner = read(folder / MARK, RunIdentity, "mark of a folder", "give another --out")
     if not replace and not owner.same(identity):
         wanted = identity.describe(owner)
         if identity.kind != owner.kind:
@@ -255,6 +254,17 @@ def _require_owner(folder: Path, identity: RunIdentity, replace: bool) -> RunIde
             f"--replace to move that to {_unused(folder)} and start over"
         )
     return owner
+
+
+def _read_owner(folder: Path) -> RunIdentity | None:
+    """Return the identity in a folder; of a run without a mark, such as a step of `auto`, by its settings."""
+    if (folder / MARK).is_file():
+        return read(folder / MARK, RunIdentity, "mark of a folder", "give another --out")
+    if not (folder / CONFIG).is_file():
+        return None
+    config = read_config(folder)
+    model = model_location(config.model, config.revision)
+    return RunIdentity(kind="run", recipe=config.recipe.name, model=model, task=config.task.name)
 
 
 def _describe(folder: Path, owner: RunIdentity) -> str:

@@ -11,10 +11,8 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.machine import interrupt
-from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.process import keep_imported
-from qdqbench.quantize.machine.usage import measured
+from qdqbench.quantize.machine.environment import made_with
+from qdqbench.quantize.machine.process import freeze_gc, interruption, measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
 STAGES_FILE = "stages.json"
@@ -79,10 +77,10 @@ def run_stages(
         Cost of each stage; a reused one has the cost of the run that made it.
     """
     timings: dict[str, Timing] = {}
-    keep_imported()
+    freeze_gc()
     manifest = _read(session.folder / STAGES_FILE)
     for stage in stages:
-        interrupt.raise_if_interrupted()
+        interruption.raise_if_pending()
         key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
         reused = done is not None and done.key == key and _intact(session.folder, done)
         announce(stage.name, reused)
@@ -94,7 +92,7 @@ def run_stages(
         session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
         timings[stage.name] = timing(done, reused=reused)
         stage.recorded(session)
-        interrupt.raise_if_interrupted()
+        interruption.raise_if_pending()
     return timings
 
 

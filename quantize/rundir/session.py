@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import biased
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.encoders.identity import embedding_notes, model_fingerprint
@@ -144,7 +144,7 @@ class Session:
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
         asked = self.config
-        doing("loading the model")
+        report_phase("loading the model")
         model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
         config = model.config
         require_teachable(self.recipe, asked.task)
@@ -190,7 +190,7 @@ class Session:
     def new_qat_model(self) -> "PreTrainedModel":
         """The trained fake-quant model, rebuilt from the files of the QAT stage."""
         name = str(self.folder / QAT / "model")
-        doing("loading the model")
+        report_phase("loading the model")
         model = load_model(name, kind=self.config.task.kind)
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, name)
@@ -258,7 +258,7 @@ class Session:
         """Evaluation splits with their tokens (MNLI has two)."""
         task, found = self.config.task, {}
         for name in task.eval_splits:
-            doing(f"reading {name}")
+            report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
                 require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.train import checkpoints
@@ -182,7 +182,7 @@ def _advance(
     norms: list[Any] = []
     seen, start, epoch, batches = 0, time.perf_counter(), -1, []
     while state.step < until:
-        doing("training", state.step, steps)
+        report_phase("training", state.step, steps)
         if state.step // per_epoch != epoch:
             epoch = state.step // per_epoch
             batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)

@@ -15,8 +15,8 @@ from qdqbench.eval.placement.cost_fit import fit_costs
 from qdqbench.eval.search import confirm
 from qdqbench.eval.search import trials as search_module
 from qdqbench.eval.search.results import read_search
-from qdqbench.quantize.activity.pulse import duration
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.progress import duration
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
 from ..support.cost_rows_made import made_rows

@@ -17,7 +17,7 @@ from qdqbench.quantize.core.names import DEFAULT_RECIPE
 if TYPE_CHECKING:
     from qdqbench.eval.methods.results import Methods
     from qdqbench.eval.sensitivity.results import Sensitivity
-    from qdqbench.quantize.machine.usage import Progress
+    from qdqbench.quantize.core.progress import Progress
     from qdqbench.quantize.rundir.session import RunConfig, Session
 
 

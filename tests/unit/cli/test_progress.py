@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from qdqbench.eval.runs import run
-from qdqbench.quantize.activity import told
 from qdqbench.quantize.cli import progress
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.rundir.pipeline import Stage
 
@@ -31,7 +31,7 @@ def test_quick_commands_and_other_processes_are_silent(clock, capsys):
     with progress.seeds(3, quiet=True) as show:
         clock.now = 200
         show(1, ROW, 90)
-        told.doing("answering")
+        report_phase("answering")
     assert capsys.readouterr() == ("", "")
 
 
@@ -43,7 +43,7 @@ def test_a_log_says_what_each_display_says(clock, session, capsys):
     with progress.stages() as stages:
         announce = run.follow(session, stages)
         later(announce, "baseline", False)
-        later(told.doing, "answering", 32, 64)
+        later(report_phase, "answering", 32, 64)
         announce("qat", False)
         later(session.report, ROW, 90)
         later(session.report, ROW.model_copy(update={"step": 38}), 90)
@@ -119,7 +119,7 @@ def test_a_terminal_gets_bars(monkeypatch, session, capsys):
         announce = run.follow(session, stages)
         announce("baseline", True)
         announce("qat", False)
-        told.doing("training")
+        report_phase("training")
         session.progress(1, 2)
         session.report(ROW, 90)
     with progress.seeds(2, quiet=False) as show:

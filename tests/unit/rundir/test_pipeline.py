@@ -12,7 +12,7 @@ import pytest
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.machine import interrupt
+from qdqbench.quantize.machine.process import interruption
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import (
     STAGES_FILE,
@@ -173,7 +173,7 @@ def test_ctrl_c_that_a_library_swallows_ends_the_run_after_the_stage(line: Line)
 
     def swallowing(session: Session) -> list[Path]:
         with contextlib.suppress(KeyboardInterrupt):
-            interrupt._on_signal(2, None)
+            interruption.receive(2, None)
         return stage.run(session)
 
     line.inputs["b"] = 2
@@ -195,7 +195,7 @@ def test_finished_stages_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
 
 
 def test_another_version_of_a_library_runs_all(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqbench.quantize.machine.identity.versions", lambda: {"torch": "0"})
+    monkeypatch.setattr("qdqbench.quantize.machine.environment.versions", lambda: {"torch": "0"})
     assert line.run() == ["a", "b", "c"]
 
 
