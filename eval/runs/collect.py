@@ -38,11 +38,11 @@ from qdqbench.quantize.rundir.artifacts import (
     GPU_INT8,
     LAYER_ERRORS,
     Skipped,
+    found_lengths,
     read_built,
     read_engine_run,
     read_verified,
 )
-from qdqbench.quantize.rundir.lengths import found_lengths
 from qdqbench.quantize.rundir.pipeline import finished
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit

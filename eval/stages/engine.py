@@ -30,11 +30,11 @@ from qdqbench.quantize.rundir.artifacts import (
     engine_profiles,
     expected_gemms,
     graph_path,
+    length_edges,
     read_built,
     read_verified,
     write_outcome,
 )
-from qdqbench.quantize.rundir.lengths import length_edges
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.runtime.opened import open_runner
 

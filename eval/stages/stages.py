@@ -21,8 +21,7 @@ from qdqbench.quantize.engine.backend import available_backends, gpu_backend
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.qat.files import remove_checkpoints
-from qdqbench.quantize.qat.stage import train_qat
+from qdqbench.quantize.qat.stage import remove_checkpoints, train_qat
 from qdqbench.quantize.rundir.artifacts import (
     FP16,
     FP32,

@@ -24,8 +24,8 @@ from qdqbench.eval.benchreport.words import (
     slow_lines,
 )
 from qdqbench.eval.report.formats import cleaned, size, text
-from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
-from qdqbench.eval.runs.study_results import Study, read_study
+from qdqbench.eval.runs.study import STUDY_FILE as STUDY
+from qdqbench.eval.runs.study import Study, read_study
 from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
 from qdqbench.eval.search.results import Search, read_search
 from qdqbench.eval.tables.accuracy import Places, accuracy_tables, mean_tables, run_key, table

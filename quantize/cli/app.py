@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qdqbench.quantize.cli import bench, build, run, serve, train
+from qdqbench.quantize.cli import bench, run, serve, train
 from qdqbench.quantize.cli.choose import auto, recipes, search, sensitivity
 from qdqbench.quantize.cli.look import check, compare, diagnose, doctor, inspect
 from qdqbench.quantize.cli.progress import reset_clock
@@ -30,7 +30,7 @@ app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
 STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
 STAGES["report"] = run.report
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
-    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": build.build, "verify": build.verify},
+    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": run.build, "verify": run.verify},
     "Look": {
         "check": check.check,
         "inspect": inspect.inspect,

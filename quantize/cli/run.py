@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qdqbench.quantize.cli import options, progress
-from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
+    from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.rundir.session import Session
 
 DEFAULT_QAT = "int8-attention-qat"
@@ -46,7 +47,7 @@ def run(  # noqa: PLR0913  (a command's options)
     folder = run_folder("run", config, out)
     with progress.stages() as shown:
         found = start(config, folder, until, shown, replace=replace, say=options.note)
-    answer(found, folder, json=json)
+    print_results(found, folder, json=json)
 
 
 @grouped
@@ -93,7 +94,32 @@ def _train(session: "Session", json: bool) -> None:
     if is_main_process():
         with progress.stages() as shown:
             results = run_until(session, None, follow(session, shown))
-        answer(results, session.folder, json=json)
+        print_results(results, session.folder, json=json)
+
+
+def print_results(results: "Results", folder: Path, *, json: bool) -> None:
+    """Print the results of a run.
+
+    Raises:
+        CheckFailed: something of it does not hold.
+    """
+    from qdqbench.eval.runreport.handoff import where_to_begin
+    from qdqbench.eval.runreport.report import summary_lines
+    from qdqbench.eval.runs.stage_table import stage_table
+    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.deploy.write import DEPLOY
+
+    failures = "; ".join(results.gate.failures)
+    if results.until is None:
+        begin = where_to_begin(folder, folder / DEPLOY)
+        places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
+        show(results, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in places.items()))
+        failures = f"the gate does not hold: {failures}"
+    else:
+        judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"
+        show(results, json, partial(stage_table, folder=folder), judged)
+    if not results.gate.passed:
+        raise CheckFailed(failures)
 
 
 def stage_command(target: str, text: str) -> Callable[..., None]:
@@ -104,10 +130,22 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
 
         with progress.stages() as shown:
             found = resume(folder, target, shown)
-        answer(found, folder, json=json)
+        print_results(found, folder, json=json)
 
     command.__doc__ = text
     return command
+
+
+verify = stage_command("verify", "Verify what the engine computes, where it runs.")
+
+
+def build(folder: RunFolder, json: Json = False) -> None:
+    """Build the engine, prove its INT8 layers, verify its outputs where it runs."""
+    from qdqbench.eval.api.runs import build as build_engine
+
+    with progress.stages() as shown:
+        found = build_engine(folder, shown)
+    print_results(found, folder, json=json)
 
 
 def report(
@@ -123,7 +161,7 @@ def report(
     for target in (["fp16"] if fp16 else []) + ["report"]:
         with progress.stages() as shown:
             found = resume(folder, target, shown)
-    answer(found, folder, json=json)
+    print_results(found, folder, json=json)
 
 
 def profile(folder: RunFolder, json: Json = False) -> None:

@@ -122,8 +122,7 @@ def study(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench.eval.runs.study import StudyPlan, study
-    from qdqbench.eval.runs.study_results import STUDY_FILE
+    from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study
     from qdqbench.eval.tables.study import study_summary
     from qdqbench.quantize.rundir.ownership import default_folder
     from qdqbench.quantize.train.finetune import Request

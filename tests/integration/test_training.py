@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqbench.eval.runs.study_results import read_study
+from qdqbench.eval.runs.study import read_study
 from qdqbench.eval.tables.write import BEGIN, END
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.training_results import Finetuning

@@ -11,7 +11,7 @@ from qdqbench.eval.auto.results import Auto
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.compare.results import Compared
 from qdqbench.eval.methods.results import Methods
-from qdqbench.eval.runs.study_results import Study
+from qdqbench.eval.runs.study import Study
 from qdqbench.eval.search.results import Search
 from qdqbench.eval.sensitivity.results import Sensitivity
 from qdqbench.quantize.cli import schemas

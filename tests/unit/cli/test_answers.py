@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from qdqbench.eval.tables.write import BEGIN, END
-from qdqbench.quantize.cli import answers, schemas
+from qdqbench.quantize.cli import run, schemas
 from qdqbench.quantize.cli.app import app, main
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.recipe.schema import shipped_recipes
@@ -75,7 +75,7 @@ def test_tables(monkeypatch, capsys, tmp_path):
 def test_what_does_not_hold_is_printed_and_is_exit_status_2(as_json, capsys):
     results = partial_results("embedded", failures=["11 of 12 GEMMs run in INT8", "the answers differ"])
     with pytest.raises(CheckFailed, match="11 of 12 GEMMs run in INT8; the answers differ"):
-        answers.answer(results, Path("runs/a"), json=as_json)
+        run.print_results(results, Path("runs/a"), json=as_json)
     out = capsys.readouterr().out
     if as_json:
         assert json.loads(out)["gate"]["failures"] == results.gate.failures

@@ -18,7 +18,7 @@ from qdqbench.eval.compare.report import comparison_summary
 from qdqbench.eval.methods.report import methods_summary, write_methods
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.training_screen import finetune_lines
-from qdqbench.eval.runs.study_results import read_study
+from qdqbench.eval.runs.study import read_study
 from qdqbench.eval.search.report import search_summary
 from qdqbench.eval.search.results import read_search
 from qdqbench.eval.sensitivity.report import sensitivity_summary, write_sensitivity
