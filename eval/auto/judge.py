@@ -10,6 +10,7 @@ from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.accuracy.logits import Logits
 from qdqbench.eval.auto.results import Final, Lacks, Wanted
 from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import Results
@@ -55,10 +56,10 @@ def lacks_of(
     dropped = drop_lacks(versus, metric, wanted.max_drop)
     found = Lacks(accuracy=list(dropped))
     for failure in results.gate.failures:
-        if not any(failure.startswith(f"{stage}: {metric}") for stage in results.stages):
-            found.other.append(failure)
-        elif not dropped:  # of a stage before the last one, or of more than was said
-            found.accuracy.append(failure)
+        if failure.code != "accuracy":
+            found.other.append(issue_sentence(failure))
+        elif not dropped:  # of a stage before the last one
+            found.accuracy.append(issue_sentence(failure))
     if wanted.min_speedup is not None:
         if latency is None:
             found.speed.append(f"a speed-up of {wanted.min_speedup:g}x is asked for, and none is known")

@@ -185,7 +185,7 @@ def described(run: Opened) -> ComparedRun:
         onnx_bytes=file[2] if file else None,
         engine_bytes=engine.bytes if engine else None,
         gate=results.gate.state,
-        failures=results.gate.failures,
+        failures=[issue.code for issue in results.gate.failures],
         warnings=results.warnings,
         device=_device(bench) if bench else None,
         latency=[*_latencies(bench)] if bench else [],

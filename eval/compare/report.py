@@ -1,18 +1,41 @@
-"""A comparison on the terminal, as one HTML page, as Markdown, and as CSV."""
+"""The report of a comparison: a page, Markdown, a screen, JSON, and CSV."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qdqbench.eval.compare.results import Compared, ComparedRun, Pair
-from qdqbench.eval.report.formats import cleaned, count_of, first, in_points, label, size
-from qdqbench.eval.report.page import page_of
-from qdqbench.eval.report.render import write
+from qdqbench.eval.compare.results import Compared, ComparedRun, ComparedSample, Latency, Pair, SampleAnswer
+from qdqbench.eval.report.document import (
+    EVERYWHERE,
+    PAGE,
+    SCREEN,
+    TEXT,
+    Block,
+    Bullets,
+    Cell,
+    Fold,
+    Pairs,
+    Prose,
+    Report,
+    Row,
+    Section,
+    State,
+    Table,
+    code,
+    page_of,
+    row,
+)
+from qdqbench.eval.report.formats import cleaned, count_of, in_points, label, size
+from qdqbench.eval.report.render import write_report
+from qdqbench.quantize.core.comparison import GateState
 from qdqbench.quantize.core.files import atomic_path, write_json
 
-if TYPE_CHECKING:
-    from rich.console import Group
-
-PAGE = "compare"
+NAME = "compare"  # of its files
+GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}
+LAYERS = {
+    "amax": "amax of activations",
+    "output error": "Relative error of each linear's output, ONNX Runtime against fake-quant",
+    "block error": "Relative error of each block of the engine against the reference",
+}
 
 
 def write_comparison(found: Compared, folder: Path) -> list[Path]:
@@ -23,124 +46,196 @@ def write_comparison(found: Compared, folder: Path) -> list[Path]:
     """
     import pandas
 
-    shown = cleaned(found)
-    title = " against ".join(run.name for run in shown.runs)
-    page = page_of(shown, "runs side by side", title, [], f"{PAGE}.json")
-    paths = write(PAGE, folder, {"c": shown, "view": _view(shown), "page": page})
-    write_json(folder / f"{PAGE}.json", found.model_dump(mode="json"))
+    paths = write_report(comparison_report(found), folder, NAME)
+    write_json(folder / f"{NAME}.json", found.model_dump(mode="json"))
     tables = {
         "runs": [*found.rows()],
-        "pairs": [row.model_dump() for row in found.pairs],
-        "samples": [_flat(row.model_dump(), "answers") for row in found.samples],
-        "layers": [_flat(row.model_dump(), "values") for row in found.layers],
+        "pairs": [pair.model_dump() for pair in found.pairs],
+        "samples": [_flatten(sample.model_dump(), "answers") for sample in found.samples],
+        "layers": [_flatten(layer.model_dump(), "values") for layer in found.layers],
     }
     for name, rows in tables.items():
         path = folder / f"{name}.csv"
         with atomic_path(path) as temporary:
             pandas.json_normalize(rows).to_csv(temporary, index=False)
         paths.append(path)
-    return [*paths, folder / f"{PAGE}.json"]
+    return [*paths, folder / f"{NAME}.json"]
 
 
-def _flat(row: dict[str, Any], field: str) -> dict[str, Any]:
-    """A row whose dictionary of that name are columns."""
-    inner = row.pop(field)
-    return row | {
+def _flatten(values: dict[str, Any], field: str) -> dict[str, Any]:
+    """Return a row whose dictionary of that name becomes columns."""
+    inner = values.pop(field)
+    return values | {
         f"{name}.{key}" if key else name: value
         for name, each in inner.items()
         for key, value in (each.items() if isinstance(each, dict) else [("", each)])
     }
 
 
-def comparison_summary(found: Compared) -> "Group":
-    """What a terminal of 80 columns shows: a block for each run, what pairs differ in, notes."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = cleaned(found)
-    blocks: list[Text | Table] = []
-    for run in shown.runs:
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
-        for name, said in _lines(run):
-            table.add_row(Text(f"  {name}"), Text(said))  # Text: names are never read as markup
-        blocks += [Text(run.name, style="bold"), table]
-    known, apart = _by_pairing(shown)
-    pairs = [Text(f"{pair.second} against {pair.first}: {pair_text(pair)}") for pair in known]
+def comparison_report(found: Compared) -> Report:
+    """Return what a comparison shows: runs, paired differences, changed answers, layers."""
+    found = cleaned(found)
+    paired = [pair for pair in found.pairs if not pair.not_paired]
+    apart = [f"{pair.second} and {pair.first}: {pair.not_paired}" for pair in found.pairs if pair.not_paired]
+    lines = [f"{pair.second} against {pair.first}: {_pair_text(pair)}" for pair in paired]
+    pairs: list[Block] = [Bullets(lines, on=EVERYWHERE)]
     if apart:
-        said = f"{count_of(len(apart), 'pair')} not paired: {apart[0].not_paired}"
-        pairs.append(Text(said, style="yellow"))
-    notes = [Text(f"note: {line}", style="yellow") for line in first(shown.notes, 4, "the page")]
-    kept = Text(samples_text(shown))
-    return Group(*blocks, Text(""), *pairs, kept, *notes)
+        pairs += [Fold(f"Not paired: {len(apart)}", [Bullets(apart)])]
+        pairs += [Prose(f"{count_of(len(apart), 'pair')} not paired: {apart[0]}", "unclear", SCREEN)]
+    layers = [_layer_section(found, what, number) for number, what in enumerate(LAYERS, 1)]
+    return Report(
+        page_of(
+            found, "runs side by side", " against ".join(run.name for run in found.runs), [], "compare.json"
+        ),
+        [
+            Section("overview", "Runs", [_runs_table(found), *_runs_screen(found), *_runs_remarks(found)]),
+            Section("differences", "Paired differences", pairs),
+            Section("changed", "Answers that differ", _sample_blocks(found)),
+            *(section for section in layers if section is not None),
+        ],
+        warnings=found.notes,
+        warnings_title="Know before you compare",
+    )
 
 
-def _lines(run: ComparedRun) -> list[tuple[str, str]]:
-    """What is said of one run on the terminal."""
-    said = [
-        ("result", f"{score_text(run)}, against FP32 {drop_text(run) or 'not known'}"),
-        ("INT8", f"{int8_text(run)}{f', engine {engine_size(run)}' if run.engine_bytes else ''}"),
-        ("gate", run.gate),
+def _runs_table(found: Compared) -> Table:
+    cells = [*dict.fromkeys(each.cell for run in found.runs for each in run.latency)]
+    columns = [
+        "run", "result", "against FP32", *(f"{cell}, ms" for cell in cells), "gate", "INT8", "ONNX file",
+        "engine", "answers of",
+    ]  # fmt: skip
+    rows = [
+        row(
+            Cell(run.name, note=f"{run.recipe}, model {run.model}"),
+            _points_cell(run.metrics, run.stderr),
+            _points_cell(run.delta, run.delta_stderr, "+"),
+            *(_latency_cell(run, cell) for cell in cells),
+            Cell(run.gate, GATE_STATES.get(run.gate, "unclear")),
+            _int8_text(run),
+            Cell("" if run.onnx_bytes is None else size(run.onnx_bytes), sort=run.onnx_bytes or 0),
+            Cell(_engine_size(run), sort=run.engine_bytes or 0),
+            f"{label(run.stage)}, n {run.n}",
+        )
+        for run in found.runs
     ]
-    return said + [("latency", line) for line in latency_lines(run)]
+    return Table(columns, rows, look="full cards sortable names", anchor="runs")
 
 
-def _by_pairing(found: Compared) -> tuple[list[Pair], list[Pair]]:
-    """Pairs that answered the same samples, and the others."""
-    return [p for p in found.pairs if not p.not_paired], [p for p in found.pairs if p.not_paired]
+def _runs_screen(found: Compared) -> list[Block]:
+    """Return a block for each run, which 80 columns have room for."""
+    blocks: list[Block] = []
+    for run in found.runs:
+        metric = next(iter(run.metrics))
+        drop = (
+            in_points(run.delta[metric], run.delta_stderr.get(metric), "+")
+            if metric in run.delta
+            else "not known"
+        )
+        score = f"{label(metric)} {in_points(run.metrics[metric], run.stderr.get(metric))}"
+        engine = f", engine {_engine_size(run)}" if run.engine_bytes else ""
+        pairs = [
+            ("result", f"{score}, against FP32 {drop}"),
+            ("INT8", f"{_int8_text(run)}{engine}"),
+            ("gate", run.gate),
+            *(("latency", _latency_text(each)) for each in run.latency),
+        ]
+        blocks.append(Pairs(pairs, run.name, on=SCREEN))
+    return blocks
 
 
-def score_text(run: ComparedRun) -> str:
-    """The primary metric of the deployed stage: F1 85.42 ± 1.20."""
-    metric = next(iter(run.metrics))
-    return f"{label(metric)} {in_points(run.metrics[metric], run.stderr.get(metric))}"
+def _runs_remarks(found: Compared) -> list[Block]:
+    lines = [f"{run.name}: {_latency_text(each)}" for run in found.runs for each in run.latency]
+    bench = "" if lines else " No run has a bench: `qdqbench bench RUN` measures latency."
+    text = f"Points of the metric ± one standard error; against FP32 is paired on the same samples.{bench}"
+    return [Bullets(lines, on=TEXT), Prose(text, "quiet")]
 
 
-def drop_text(run: ComparedRun) -> str:
-    """Its distance from FP32."""
-    metric = next(iter(run.metrics))
-    return in_points(run.delta[metric], run.delta_stderr.get(metric), "+") if metric in run.delta else ""
+def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str = "") -> Cell:
+    lines = [f"{label(name)} {in_points(value, errors.get(name), sign)}" for name, value in values.items()]
+    return Cell("\n".join(lines), sort=next(iter(values.values()), None))
 
 
-def int8_text(run: ComparedRun) -> str:
-    """How much is in INT8, and whether an engine proves it."""
+def _latency_cell(run: ComparedRun, cell: str) -> Cell:
+    each = next((each for each in run.latency if each.cell == cell), None)
+    if each is None:
+        return Cell()
+    note = "" if each.speedup is None else f"{each.speedup:.2f}x over {each.over}"
+    slower = each.speedup is not None and each.speedup < 1
+    return Cell(f"{each.median_ms:.3g}", "bad" if slower else "", note)
+
+
+def _latency_text(each: Latency) -> str:
+    over = "" if each.speedup is None else f", {each.speedup:.2f}x over {each.over}"
+    between = "" if each.low is None or each.high is None else f" [{each.low:.2f}, {each.high:.2f}]"
+    return f"{each.cell} {each.median_ms:.3g} ms{over}{between}"
+
+
+def _int8_text(run: ComparedRun) -> str:
+    """Return how much is in INT8, and whether an engine proves it."""
     if run.int8 is None:
         return f"{run.planned_int8} planned, no engine" if run.planned_int8 else "none asked"
     return f"{run.int8} of {run.expected_int8}"
 
 
-def engine_size(run: ComparedRun) -> str:
-    """Backend and size of the engine."""
+def _engine_size(run: ComparedRun) -> str:
     return "" if run.engine_bytes is None else f"{label(run.backend or '')} {size(run.engine_bytes)}"
 
 
-def latency_lines(run: ComparedRun) -> list[str]:
-    """INT8 in each cell that was timed."""
-    lines = []
-    for each in run.latency:
-        over = "" if each.speedup is None else f", {each.speedup:.2f}x over {each.over}"
-        between = "" if each.low is None or each.high is None else f" [{each.low:.2f}, {each.high:.2f}]"
-        lines.append(f"{each.cell} {each.median_ms:.3g} ms{over}{between}")
-    return lines
-
-
-def pair_text(pair: Pair) -> str:
-    """The paired difference in words."""
+def _pair_text(pair: Pair) -> str:
+    """Return the paired difference in words."""
     metric, delta = next(iter(pair.delta.items()))
-    said = [f"{label(metric)} {in_points(delta, pair.delta_stderr.get(metric), '+')}"]
-    said.append("within noise" if pair.within_noise else "beyond noise")
+    parts = [f"{label(metric)} {in_points(delta, pair.delta_stderr.get(metric), '+')}"]
+    parts.append("within noise" if pair.within_noise else "beyond noise")
     if pair.disagreements is not None:
-        said.append(f"{pair.disagreements} of {pair.n} answers differ")
+        parts.append(f"{pair.disagreements} of {pair.n} answers differ")
     if pair.mcnemar_p is not None:
-        said.append(f"McNemar p {pair.mcnemar_p:.2g}")
-    return ", ".join(said)
+        parts.append(f"McNemar p {pair.mcnemar_p:.2g}")
+    return ", ".join(parts)
 
 
-def samples_text(found: Compared) -> str:
-    """How many samples are listed."""
+def _sample_blocks(found: Compared) -> list[Block]:
+    if not found.samples:
+        return [Prose(_samples_text(found), on=EVERYWHERE)]
+    names = [*dict.fromkeys(name for sample in found.samples for name in sample.answers)]
+    table = Table(
+        ["sample", "text", "label", *names, "distance"],
+        [_sample_row(sample, names) for sample in found.samples],
+        texts=range(len(names) + 4),
+        look="full cards sortable",
+        filter="texts, labels, answers",
+        anchor="samples",
+    )
+    about = (
+        "With an answer: its margin, the probability of that class less that of the next; near 0 the answer "
+        "was near the threshold."
+    )
+    return [Prose(_samples_text(found), on=EVERYWHERE), table, Prose(about, "quiet", PAGE)]
+
+
+def _sample_row(sample: ComparedSample, names: list[str]) -> Row:
+    return row(
+        str(sample.sample),
+        Cell("not found" if sample.text is None else sample.text, look="text"),
+        sample.label,
+        *(_answer_cell(sample.answers.get(name)) for name in names),
+        f"{sample.distance:.3g}",
+    )
+
+
+def _answer_cell(found: SampleAnswer | None) -> Cell:
+    if found is None:
+        return Cell()
+    look = "" if found.right is None else "right" if found.right else "wrong-answer"
+    if found.margin is None:
+        return Cell(found.answer, look=look)
+    return Cell(found.answer, note=f"{found.margin:.2f}", sort=found.margin, look=look)
+
+
+def _samples_text(found: Compared) -> str:
+    """Return how many samples differ, and how many of them are listed."""
     if not found.samples_found:
         return "No sample is answered otherwise by any of them."
-    answers = [answer for row in found.samples for answer in row.answers.values()]
+    answers = [answer for sample in found.samples for answer in sample.answers.values()]
     scores = all(answer.margin is None and answer.right is None for answer in answers)
     what = "scored most differently" if scores else "answered otherwise by at least one of them"
     kept = len(found.samples)
@@ -148,30 +243,19 @@ def samples_text(found: Compared) -> str:
     return f"{found.samples_found} samples are {what}{rest}."
 
 
-def _view(found: Compared) -> dict[str, Any]:
-    paired, apart = _by_pairing(found)
-    cells = dict.fromkeys(each.cell for run in found.runs for each in run.latency)
-    return {
-        "paired": paired,
-        "apart": apart,
-        "cells": [*cells],
-        "milliseconds": [f"{cell}, ms" for cell in cells],
-        "names": [run.name for run in found.runs],
-        "latency": {run.name: {each.cell: each for each in run.latency} for run in found.runs},
-        "answers": [*dict.fromkeys(name for row in found.samples for name in row.answers)],
-        "layers": {
-            what: [row for row in found.layers if row.what == what]
-            for what in dict.fromkeys(row.what for row in found.layers)
-        },
-        "titles": {
-            "amax": "amax of activations",
-            "output error": "relative error of each linear's output, ONNX Runtime against fake-quant",
-            "block error": "relative error of each block of the engine against the reference",
-        },
-        "points": in_points,
-        "samples": samples_text(found),
-        "pair": pair_text,
-        "int8": int8_text,
-        "size": size,
-        "lines": latency_lines,
-    }
+def _layer_section(found: Compared, what: str, number: int) -> Section | None:
+    """Return quantizers, linears or blocks of all runs side by side; None where no run has any."""
+    layers = [layer for layer in found.layers if layer.what == what]
+    if not layers:
+        return None
+    names = [run.name for run in found.runs]
+    rows = [
+        row(
+            code(layer.name), *("" if (v := layer.values.get(name)) is None else f"{v:.3g}" for name in names)
+        )
+        for layer in layers
+    ]
+    table = Table(
+        ["name", *names], rows, look="sortable", filter="layers", anchor=f"layers-{number}", on=PAGE
+    )
+    return Section(what.replace(" ", "-"), LAYERS[what], [table], on=PAGE)

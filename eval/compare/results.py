@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from qdqbench.quantize.core.comparison import GateState
+from qdqbench.quantize.core.comparison import GateCode, GateState
 from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.strict import Strict
 
@@ -42,7 +42,7 @@ class ComparedRun(Strict):
     onnx_bytes: int | None  # of the quantized file, or of the FP16 twin where nothing is quantized
     engine_bytes: int | None
     gate: GateState
-    failures: list[str]
+    failures: list[GateCode]
     warnings: list[str]
     device: str | None  # of the bench
     latency: list[Latency]

@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.quantize.core.arrays import Array, Floats
+from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.kinds.scores import CORRELATIONS
 from qdqbench.quantize.rundir.session import Session
@@ -24,22 +24,14 @@ class Baseline:
     value: float  # of the primary metric
 
 
-class Standing(NamedTuple):
-    """FP32 beside one answer for everything."""
-
-    said: str
-    above: bool | None  # as `reads_its_input`
-    mend: str = ""  # what is wrong, and what to do
-
-
-def standing_of(session: Session, row: StageResult) -> Standing | None:
-    """Hold FP32 to one answer for everything: what it does not know, INT8 cannot lose.
+def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
+    """Compare FP32 with one answer for everything: what it does not know, INT8 cannot lose.
 
     Args:
         row: of the FP32 model that this session evaluated.
 
     Returns:
-        None where the kind of task has no such answer.
+        None where FP32 is above it, or the kind of task has no such answer.
     """
     task, metric = session.config.task, session.config.task.metrics[0]
     if metric not in row.metrics:
@@ -47,21 +39,33 @@ def standing_of(session: Session, row: StageResult) -> Standing | None:
     logits = read_logits(session.folder / "logits" / "fp32.npz")
     split = next(iter(logits))
     gold = metrics.against(task, session.gold[split], logits[split])
-    if (baseline := baseline_of(task, logits[split], gold)) is None:
+    if (baseline := find_baseline(task, logits[split], gold)) is None:
         return None
     value, stderr = row.metrics[metric], row.stderr.get(metric, 0.0)
-    always = "any constant" if baseline.answer is None else f"always class {baseline.answer}"
-    said = f"FP32 {metric} {value:.4f} against {baseline.value:.4f} of {always}"
-    if (above := reads_its_input(value, stderr, baseline)) is not False:
-        return Standing(said, above)
+    if (above := reads_its_input(value, stderr, baseline)) is True:
+        return None
     untrained = "the model was not trained on this task, or its answers are to be read the other way round"
-    return Standing(said, above, mend_of(task, logits[split], gold, baseline, stderr) or untrained)
+    order = "" if above is None else find_label_order(task, logits[split], gold, baseline, stderr)
+    return GateIssue(
+        code="baseline",
+        state="cannot tell" if above is None else "failed",
+        stage="fp32",
+        metric=metric,
+        value=value,
+        stderr=stderr,
+        limit=baseline.value,
+        n=row.n,
+        names=[] if baseline.answer is None else [str(baseline.answer)],
+        detail="" if above is None else order or untrained,
+    )
 
 
-def mend_of(task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline, stderr: float) -> str:
-    """Which class of the model is which of the data, where that makes its answers right; else empty.
+def find_label_order(
+    task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline, stderr: float
+) -> str:
+    """Return which class of the model is which of the data, where that makes its answers right; else empty.
 
-    Arguments as of `baseline_of`; the order is the assignment with the most right answers (Kuhn 1955).
+    Arguments as of `find_baseline`; the order is the assignment with the most right answers (Kuhn 1955).
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -72,20 +76,20 @@ def mend_of(task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline,
     np.add.at(counts, (predicted, gold), 1)
     _, order = linear_sum_assignment(counts, maximize=True)
     metric = task.metrics[0]
-    mended = float(task.kind.metrics[metric].value(task.kind.table(order[predicted], gold)))
-    if not reads_its_input(mended, stderr, baseline):
+    reordered = float(task.kind.metrics[metric].value(task.kind.table(order[predicted], gold)))
+    if not reads_its_input(reordered, stderr, baseline):
         return ""
     moved = [(ours, int(theirs)) for ours, theirs in enumerate(order) if ours != theirs]
     shown = ", ".join(f"{ours} is the data's {theirs}" for ours, theirs in moved)
-    wrong = f"the labels are in another order: the model's {shown}, which makes {metric} {mended:.4f}"
+    wrong = f"the labels are in another order: the model's {shown}, which makes {metric} {reordered:.4f}"
     if task.values and not all(value.isdigit() for value in task.values):
         names = json.dumps({str(ours): task.values[theirs] for ours, theirs in enumerate(order)})
         return f"{wrong}; write `id2label`: {names} into the model's config.json"
     return f"{wrong}; number column {task.label_column!r} of the data as the model does"
 
 
-def baseline_of(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | None:
-    """The best constant answer by the primary metric; None for kinds of tasks that have none.
+def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | None:
+    """Return the best constant answer by the primary metric; None for kinds of tasks that have none.
 
     Args:
         answers: [answers, width] of any model, for their form.
@@ -106,7 +110,7 @@ def baseline_of(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | N
 
 
 def reads_its_input(value: float, stderr: float, baseline: Baseline) -> bool | None:
-    """Whether a metric is above the baseline beyond noise; None where the samples cannot tell."""
+    """Return whether a metric is above the baseline beyond noise; None where the samples cannot tell."""
     if value > baseline.value + NOISE * stderr:
         return True
     return False if value < baseline.value - NOISE * stderr else None

@@ -1,83 +1,202 @@
-"""The gate of a run: what fails, what was not judged, and what so few samples cannot tell."""
+"""The gate of a run: what fails, what was not judged, and what so few samples cannot tell; its speed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from qdqbench.eval.accuracy.gate import judge, samples_to_tell
-from qdqbench.eval.gate.baseline import standing_of
-from qdqbench.quantize.core.comparison import Comparison, Gate, OpenQuestion, Speed
-from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, cell_label, headline_of, read_bench, row_of
+from qdqbench.eval.benchreport.left_out import without_unmasked
+from qdqbench.eval.benchreport.report import stale_files
+from qdqbench.eval.gate.baseline import judge_baseline
+from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState, Speed
+from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.results import EngineResult, Results
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.artifacts import Skipped, backend_of, read_built
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.task import SECOND
 
-SPEED = "min_speedup"  # how what is said of it begins
+
+def judge_gate(session: Session, results: Results) -> Gate:
+    """Compare the numbers of a run with the gate of its recipe; drops as `judge` does it."""
+    asked = session.recipe.gate
+    issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
+    issues += _judge_int8(session, results)
+    row = results.stages.get("engine")
+    if results.engine is not None and row is not None and row.status != "done":
+        issues.append(GateIssue(code="engine", state="not judged", stage="engine", detail=row.reason or ""))
+    gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
+    return judge_speed(gate, results.speed)
 
 
-def gate_of(session: Session, results: Results) -> Gate:
-    """Hold the numbers of a run to the gate of its recipe; drops as `gate.judge` does it."""
-    asked, found, notes = session.recipe.gate, [], []
-    found += [
-        f"check: {row.code} at {row.node}: {row.why}" for row in results.findings if row.severity == "error"
-    ]
+def judge_stages(session: Session, results: Results) -> Gate:
+    """Return the gate of a run without a report: its failures but for accuracy and speed.
+
+    INT8 layers are asked for by the recipe, or by the command that builds the engine.
+    """
+    gate = session.recipe.gate
+    issues = [issue for issue in _judge_parts(session, results) if issue.state == "failed"]
+    if gate.int8_layers == "all" or results.until in ("build", "verify"):
+        for engine in filter(None, (results.engine, results.gpu_engine)):
+            issues += _judge_engine(engine)
+    return Gate(passed=not issues, max_drop=gate.max_drop, issues=issues)
+
+
+def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield what fails of check, parity and verification, and FP32 that is not above a constant answer."""
+    for row in results.findings:
+        if row.severity == "error":
+            yield GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
     if results.parity is not None and not results.parity.passed:
-        bad = [row.name for row in results.parity.rows if not row.holds]
-        found.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
+        names = [row.name for row in results.parity.rows if not row.holds]
+        yield GateIssue(code="parity", state="failed", stage="onnxruntime", names=names)
     if results.verification is not None:
-        found += results.verification.failures
-    unclear = [*_baseline(session, results, found)]
+        for line in results.verification.failures:
+            yield GateIssue(code="verification", state="failed", stage="engine", detail=line)
+    fp32 = results.stages.get("fp32")
+    if fp32 is not None and (issue := judge_baseline(session, fp32)) is not None:
+        yield issue
+
+
+def judge_speed(gate: Gate, speed: list[Speed]) -> Gate:
+    """Return the gate with its `min_speedup` judged by the run's bench: each cell must hold."""
+    issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
+    if (least := gate.min_speedup) is not None:
+        issues += [
+            GateIssue(
+                code="min_speedup", state="failed", value=row.value, limit=least, cell=row.cell, over=row.over
+            )
+            for row in speed
+            if row.value < least
+        ]
+        if not speed:
+            issues.append(GateIssue(code="min_speedup", state="not judged", limit=least))
+    passed = not any(issue.state == "failed" for issue in issues)
+    return gate.model_copy(update={"passed": passed, "issues": issues})
+
+
+def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield drops of the primary metric that exceed `max_drop`, by stage and split, and what is open."""
+    primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
     last = next((name for name in reversed(results.stages) if results.stages[name].vs_fp32), None)
-    for name, said, versus, metric in _drops(session, results):
-        drop, error = -versus.delta[metric], versus.delta_stderr[metric]
-        judged = judge(drop, error, asked.max_drop)
-        needed = samples_to_tell(
-            drop, error, asked.max_drop, versus.n, counted=versus.disagreements is not None
-        )
-        if judged == "fails":
-            found.append(said)
+    for name, stage in results.stages.items():
+        if name == "ptq" or (versus := stage.vs_fp32) is None:  # QAT comes after PTQ
             continue
-        if judged == "holds within noise":
-            notes.append(f"{said}; it holds within noise (two standard errors)")
-        if needed is not None and name == last:  # what is deployed; the others answered the same samples
-            what = f"whether {name} loses more than {asked.max_drop:g} of {metric}"
-            needs = f"about {needed:,} samples, there are {versus.n:,}"
-            unclear.append(OpenQuestion(state="cannot tell", what=what, needs=needs))
-    found += _not_in_int8(session, results)
-    unclear += _engine_not_run(session, results)
-    gate = Gate(
-        passed=not found,
-        max_drop=asked.max_drop,
-        min_speedup=asked.min_speedup,
-        failures=found,
-        notes=notes,
-        open=unclear,
+        for metric, delta in versus.delta.items():
+            if metric.removesuffix(SECOND) != primary:
+                continue
+            error, counted = versus.delta_stderr[metric], versus.disagreements is not None
+            judged = judge(-delta, error, most)
+            needed = samples_to_tell(-delta, error, most, versus.n, counted=counted)
+            states: list[IssueState] = []
+            if judged != "holds":
+                states.append("failed" if judged == "fails" else "within noise")
+            if judged != "fails" and needed is not None and name == last:
+                states.append("cannot tell")  # of what is deployed; others answered the same samples
+            for state in states:
+                yield GateIssue(
+                    code="accuracy",
+                    state=state,
+                    stage=name,
+                    metric=metric,
+                    value=-delta,
+                    stderr=error,
+                    limit=most,
+                    n=versus.n,
+                    needed=needed,
+                )
+
+
+def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield engines that do not run in INT8 what the recipe asks, or are not there to prove it."""
+    recipe = session.recipe
+    if not recipe.quantizes or recipe.gate.int8_layers != "all":
+        return
+    for built in (results.engine or read_built(session.folder), results.gpu_engine):
+        if built is None:
+            continue
+        if isinstance(built, Skipped):
+            detail = f"INT8 is not proven, no engine was built: {built.skipped}"
+            yield GateIssue(code="int8_layers", state="failed", detail=detail)
+            continue
+        yield from _judge_engine(built)
+
+
+def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
+    """Yield an engine that does not run in INT8 what the recipe puts there."""
+    try:
+        require_int8(engine)
+    except CheckFailed as error:
+        names = [*engine.not_int8, *engine.not_int8_residuals]
+        yield GateIssue(code="int8_layers", state="failed", names=names, detail=str(error))
+
+
+def issue_sentence(issue: GateIssue) -> str:
+    """Return what an issue of the gate says to people; an open one says what it takes."""
+    text = _SENTENCES[issue.code](issue)
+    if issue.state == "within noise":
+        return f"{text}; it holds within noise (two standard errors)"
+    if issue.state == "failed":
+        return text
+    return f"{issue.state.capitalize()}: {text}; it takes {_needs(issue)}."
+
+
+def _accuracy_sentence(issue: GateIssue) -> str:
+    if issue.state == "cannot tell":
+        return f"whether {issue.stage} loses more than {issue.limit:g} of {issue.metric}"
+    split = f" on {issue.split}" if issue.split else ""
+    return (
+        f"{issue.stage}: {issue.metric} is {issue.value:.4f} below FP32{split} "
+        f"(paired standard error {issue.stderr:.4f}), the gate allows {issue.limit:g}"
     )
-    return with_speed(gate, results.speed)
 
 
-def with_speed(gate: Gate, speed: list[Speed]) -> Gate:
-    """The gate with its `min_speedup` judged by the run's bench: each cell must hold."""
-    if gate.min_speedup is None:
-        return gate
-    asked = f"{SPEED} {gate.min_speedup:g}"
-    kept = [question for question in gate.open if not question.what.startswith(SPEED)]
-    failures = [line for line in gate.failures if not line.startswith(SPEED)]
-    if not speed:
-        needs = "`qdqbench bench RUN` where the engine will run"
-        kept.append(OpenQuestion(state="not judged", what=asked, needs=needs))
-    failures += [
-        f"{asked} is asked, INT8 is {row.value:.2f}x as fast as {row.over} at {row.cell}"
-        for row in speed
-        if row.value < gate.min_speedup
-    ]
-    return gate.model_copy(update={"passed": not failures, "failures": failures, "open": kept})
+def _baseline_sentence(issue: GateIssue) -> str:
+    constant = f"always class {issue.names[0]}" if issue.names else "any constant"
+    text = f"FP32 {issue.metric} {issue.value:.4f} against {issue.limit:.4f} of {constant}"
+    if issue.state == "failed":
+        return f"{text}: {issue.detail}"
+    return f"{text}, whether the model reads its input"
+
+
+def _speed_sentence(issue: GateIssue) -> str:
+    text = f"min_speedup {issue.limit:g}"
+    if issue.state == "not judged":
+        return text
+    if issue.value is None:
+        return f"{text} is asked, and no speed-up is known"
+    where = f" at {issue.cell}" if issue.cell else ""
+    return f"{text} is asked, INT8 is {issue.value:.2f}x as fast as {issue.over or 'its baseline'}{where}"
+
+
+_SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
+    "accuracy": _accuracy_sentence,
+    "baseline": _baseline_sentence,
+    "check": lambda issue: f"check: {' at '.join(issue.names)}: {issue.detail}",
+    "engine": lambda issue: f"the engine did not run ({issue.detail})",
+    "int8_layers": lambda issue: issue.detail,
+    "min_speedup": _speed_sentence,
+    "parity": lambda issue: f"ONNX Runtime does not follow the fake-quant model in {', '.join(issue.names)}",
+    "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
+    "verification": lambda issue: issue.detail,
+}
+
+
+def _needs(issue: GateIssue) -> str:
+    """Return what an open issue takes."""
+    if issue.code == "accuracy":
+        return f"about {issue.needed or 0:,} samples, there are {issue.n}"
+    return {
+        "baseline": "more samples, or a model that was trained on this task",
+        "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
+        "min_speedup": "`qdqbench bench RUN` where the engine will run",
+    }[issue.code]
 
 
 def cannot_hold(recipe: Recipe) -> str:
-    """Why the gate of a run fails here whatever is found; empty where it may hold."""
+    """Return why the gate of a run fails here whatever is found; empty where it may hold."""
     backend = backend_of(recipe)
     if recipe.gate.int8_layers != "all" or not recipe.int8_residual or backend in INT8_RESIDUALS:
         return ""
@@ -88,49 +207,49 @@ def cannot_hold(recipe: Recipe) -> str:
     )
 
 
-def _baseline(session: Session, results: Results, found: list[str]) -> Iterator[OpenQuestion]:
-    """Hold FP32 to one answer for everything."""
-    row = results.stages.get("fp32")
-    found_out = standing_of(session, row) if row else None
-    if found_out is not None and found_out.above is False:
-        found.append(f"{found_out.said}: {found_out.mend}")
-    elif found_out is not None and found_out.above is None:
-        needs = "more samples, or a model that was trained on this task"
-        what = f"{found_out.said}, whether the model reads its input"
-        yield OpenQuestion(state="cannot tell", what=what, needs=needs)
+def read_speed(folder: Path) -> list[Speed]:
+    """Return the fastest INT8 engine over the fastest in FP16, cell by cell; none where nothing was measured."""
+    if (bench := _bench(folder)) is None:
+        return []
+    labels = {about.name: about.label for about in bench.contestants}
+    found = [(cell, headline_of(bench.contestants, cell)) for cell in bench.cells]
+    return [
+        Speed(
+            cell=cell_label(cell, bench.settings.real_lengths),
+            over=labels[best.over],
+            value=best.value,
+            low=best.low,
+            high=best.high,
+        )
+        for cell, best in found
+        if best is not None
+    ]
 
 
-def _drops(session: Session, results: Results) -> Iterator[tuple[str, str, Comparison, str]]:
-    """The stage, what is said of the primary metric on each split, the pair, and the metric."""
-    primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
-    for name, stage in results.stages.items():
-        if name == "ptq" or stage.vs_fp32 is None:  # QAT comes after PTQ
-            continue
-        for metric, delta in stage.vs_fp32.delta.items():
-            if metric.removesuffix(SECOND) == primary:
-                error = stage.vs_fp32.delta_stderr[metric]
-                said = f"{name}: {metric} is {-delta:.4f} below FP32 (paired standard error {error:.4f})"
-                yield name, f"{said}, the gate allows {most}", stage.vs_fp32, metric
+def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
+    """Return sizes of the engines without INT8 that the bench built for the same profiles; none without a bench.
+
+    Args:
+        backend: of the run's own engine; None: it has none.
+    """
+    if backend is None or (bench := _bench(folder)) is None:
+        return []
+    found = []
+    for about in bench.contestants:
+        same = about.backend.partition(" ")[0] == backend and not about.name.endswith("-exact")
+        rows = (row_of(cell, about.name) for cell in bench.cells)
+        sizes = [row.engine_bytes for row in rows if row is not None and row.engine_bytes is not None]
+        if same and sizes and about.precision != "int8":
+            found.append(EngineSize(name=about.label, precision=about.precision, bytes=sizes[0]))
+    return found
 
 
-def _not_in_int8(session: Session, results: Results) -> Iterator[str]:
-    recipe = session.recipe
-    if not recipe.quantizes or recipe.gate.int8_layers != "all":
-        return
-    for built in (results.engine or read_built(session.folder), results.gpu_engine):
-        try:
-            if isinstance(built, Skipped):
-                raise CheckFailed(f"INT8 is not proven, no engine was built: {built.skipped}")
-            if built is not None:
-                require_int8(built)
-        except CheckFailed as error:
-            yield str(error)
-
-
-def _engine_not_run(session: Session, results: Results) -> Iterator[OpenQuestion]:
-    """An engine that was built and never gave an answer."""
-    row = results.stages.get("engine")
-    if results.engine is None or row is None or row.status == "done":
-        return
-    needs = "copy the run to where its engine can run, and `qdqbench report RUN` there"
-    yield OpenQuestion(state="not judged", what=f"the engine did not run ({row.reason})", needs=needs)
+def _bench(folder: Path) -> Bench | None:
+    """Return the bench of the files that a run has now."""
+    if not (folder / BENCH_FILE).is_file():
+        return None
+    try:
+        bench = without_unmasked(read_bench(folder / BENCH_FILE))
+    except UserError:  # the report says so
+        return None
+    return None if stale_files(bench, folder) else bench

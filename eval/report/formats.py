@@ -4,7 +4,7 @@ import html
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,10 @@ def sentence(line: str) -> str:
 count_of = names.count_of
 
 
-def first(lines: list[str], count: int, where: str) -> list[str]:
-    """The first lines, and a word on the rest."""
+def first(lines: Sequence[str], count: int, where: str) -> list[str]:
+    """Return the first lines, and a word on the rest."""
     rest = len(lines) - count
-    return lines if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
+    return [*lines] if rest <= 0 else [*lines[:count], f"and {rest} more in {where}"]
 
 
 def yaml_text(value: Any) -> str:

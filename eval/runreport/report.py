@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.accuracy.gate import judge
 from qdqbench.eval.benchreport.report import BenchView, bench_of
-from qdqbench.eval.gate.gate import SPEED, with_speed
-from qdqbench.eval.gate.speed import speed_of, twins_of
+from qdqbench.eval.gate.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.report.formats import (
     LABELS,
     clean,
@@ -93,9 +92,9 @@ def refresh_reports(folder: Path) -> tuple[list[Path], str | None]:
     except UserError:  # what was measured must not be lost to it
         why = f"{RESULTS_FILE} is not of this version"
         return [], f"{why}: run `qdqbench report` for a report with this bench"
-    speed = speed_of(folder)
-    twins = twins_of(folder, results.engine.backend if results.engine else None)
-    gate = with_speed(results.gate, speed)
+    speed = read_speed(folder)
+    twins = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+    gate = judge_speed(results.gate, speed)
     results = results.model_copy(update={"speed": speed, "twins": twins, "gate": gate})
     results.warnings[:0] = [line for line in refresh(folder, results) if line not in results.warnings]
     write_results(folder, results)
@@ -106,7 +105,8 @@ def too_slow(folder: Path) -> list[str]:
     """Where a finished run is slower than its gate asks, by its last bench; empty before it has a report."""
     if not (folder / RESULTS_FILE).is_file():
         return []
-    return [line for line in read_results(folder).gate.failures if line.startswith(SPEED)]
+    failures = read_results(folder).gate.failures
+    return [issue_sentence(issue) for issue in failures if issue.code == "min_speedup"]
 
 
 def summary_lines(results: Results) -> "Group":
@@ -202,7 +202,7 @@ def _speed_mark(results: Results, bench: BenchView | None) -> bool | None:
     slower = any(row.standing == "slower" for row in results.speed)
     if slower or (bench is not None and bench.errors):
         return False
-    if any(line.startswith(SPEED) for line in results.gate.failures):
+    if any(issue.code == "min_speedup" for issue in results.gate.failures):
         return False
     return True if results.speed and all(row.standing == "faster" for row in results.speed) else None
 

@@ -3,8 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.formats import count_of, label, sentence
-from qdqbench.quantize.core.comparison import GateState, OpenQuestion, Speed
+from qdqbench.quantize.core.comparison import GateState, Speed
 from qdqbench.quantize.core.results import Results, StageResult
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.families.any_family import RUN
@@ -42,8 +43,13 @@ def verdict(results: Results) -> Verdict:
         state="failed" if checks else gate.state,
         title=_title(results, checks),
         sentence=sentence[0].upper() + sentence[1:],
-        failures=[*gate.failures, *checks] or ([] if gate.passed else ["the gate gives no reason"]),
-        notes=[*map(open_sentence, gate.open), *gate.notes, *_not_done(results)],
+        failures=[*map(issue_sentence, gate.failures), *checks]
+        or ([] if gate.passed else ["the gate gives no reason"]),
+        notes=[
+            *map(issue_sentence, gate.having("cannot tell", "not judged")),
+            *map(issue_sentence, gate.having("within noise")),
+            *_not_done(results),
+        ],
     )
 
 
@@ -60,11 +66,6 @@ def _title(results: Results, checks: list[str]) -> str:
     if results.engine is not None and row is not None and row.status != "done":
         return "Graph passed, engine not run"
     return "Nothing fails, but not all was judged"
-
-
-def open_sentence(question: OpenQuestion) -> str:
-    """What is open, and what it takes."""
-    return sentence(f"{question.state.capitalize()}: {question.what}; it takes {question.needs}")
 
 
 def speed_clause(results: Results) -> str:

@@ -1,7 +1,6 @@
 """Gather the files of a run into one `Results`, and judge them by the recipe's gate."""
 
 import importlib.metadata
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,22 +14,18 @@ from qdqbench.eval.effects.answers import changed_answers
 from qdqbench.eval.effects.beside import Beside
 from qdqbench.eval.effects.changes import Done, model_changes
 from qdqbench.eval.effects.classes import classes_of
-from qdqbench.eval.gate.baseline import standing_of
-from qdqbench.eval.gate.gate import gate_of
-from qdqbench.eval.gate.speed import speed_of, twins_of
+from qdqbench.eval.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runreport.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import Comparison, Gate, LayerErrors, Parity
-from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import FileRow, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
-from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.machine.environment import environment, now
 from qdqbench.quantize.rundir.artifacts import (
     FP32,
@@ -85,6 +80,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
             "source": session.data_source,
             "revision": source_commit(config.task, session.data_source),
             "evaluation": {name: len(gold) for name, gold in session.gold.items()} if stages else {},
+            "limit": config.limit,
             "calibration": _calibration(folder) if calibrated else None,
         },
         seed=config.seed,
@@ -105,47 +101,21 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         gpu_engine=outcomes.get("gpu_build"),
         lengths=found_lengths(session) if whole else None,
         verification=outcomes.get("verify"),
-        gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop, failures=[]),
+        gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
         warnings=session.warnings,
         notes=list(dict.fromkeys(session.notes)),
         environment=environment(),
     )
     if whole:
-        results.speed = speed_of(folder)
-        results.twins = twins_of(folder, results.engine.backend if results.engine else None)
+        results.speed = read_speed(folder)
+        results.twins = read_engine_sizes(folder, results.engine.backend if results.engine else None)
         results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
-        results.gate = gate_of(session, results)
+        results.gate = judge_gate(session, results)
         _add_effects(session, results)
     else:
-        results.gate.failures = _failures(session, results)
-        results.gate.passed = not results.gate.failures
+        results.gate = judge_stages(session, results)
     return results
-
-
-def _failures(session: Session, results: Results) -> list[str]:
-    """Return what does not hold in a run without a report; the gate judges accuracy, with the report."""
-    failures = []
-    fp32 = results.stages.get("fp32")
-    if fp32 and (standing := standing_of(session, fp32)) and standing.above is False:
-        failures.append(f"{standing.said}: {standing.mend}")
-    errors = Counter(row.code for row in results.findings if row.severity == "error")
-    failures += [f"check: {count} of {code}" for code, count in errors.items()]
-    if results.parity is not None and not results.parity.passed:
-        bad = [row.name for row in results.parity.rows if not row.holds]
-        failures.append(f"ONNX Runtime does not follow the fake-quant model in {', '.join(bad)}")
-    int8 = session.recipe.gate.int8_layers == "all" or results.until in ("build", "verify")
-    for engine in (results.engine, results.gpu_engine):
-        try:
-            if engine is not None and int8:
-                require_int8(engine)
-        except CheckFailed as error:
-            failures.append(str(error))
-    if results.engine and results.verification and results.verification.failures:
-        wrong = "; ".join(results.verification.failures)
-        find = f"find the tensor with `qdqbench inspect {session.folder} --bisect`"
-        failures.append(f"{results.engine.file} gives wrong outputs: {wrong}; {find}")
-    return failures
 
 
 def stage_results(session: Session, done: Collection[str] | None = None) -> dict[str, StageResult]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qdqbench.eval.effects.answers import FILE
-from qdqbench.eval.gate.baseline import standing_of
-from qdqbench.eval.gate.gate import cannot_hold
+from qdqbench.eval.gate.baseline import judge_baseline
+from qdqbench.eval.gate.gate import cannot_hold, issue_sentence
 from qdqbench.eval.runreport.handoff import hand_off
 from qdqbench.eval.runreport.report import write_reports
 from qdqbench.eval.runs.collect import collect, scored
@@ -183,5 +183,5 @@ def _tell_unreadable(session: Session) -> None:
 
 def unreadable(session: Session) -> str:
     """Why no stage of this run can be right, by its FP32 evaluation; empty where it can."""
-    found = standing_of(session, scored(session, "fp32"))
-    return f"{found.said}: {found.mend}" if found is not None and found.above is False else ""
+    issue = judge_baseline(session, scored(session, "fp32"))
+    return issue_sentence(issue) if issue is not None and issue.state == "failed" else ""

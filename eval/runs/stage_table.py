@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.formats import count_of, first, label, remarks, seconds, size
 from qdqbench.eval.runreport.parity import part_text, remark_of, worst_first
 from qdqbench.eval.runreport.verdict import delta_text, headline
@@ -32,7 +33,7 @@ def stage_table(results: Results, folder: Path) -> "Group":
     files = Text(f"{count_of(len(names), 'file')} in {folder}: ")
     files.append(", ".join(first(names, MOST_FILES, "there")))
     notes = remarks(*(first(lines, 3, "the report") for lines in (results.warnings, results.notes)))
-    failures = first(results.gate.failures, 5, "the report")
+    failures = first([*map(issue_sentence, results.gate.failures)], 5, "the report")
     return Group(table, files, *(Text(f"✗ {line}", style="red") for line in failures), *notes)
 
 

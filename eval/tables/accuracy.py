@@ -221,8 +221,9 @@ def _hazards(run: Results) -> list[str]:
 
 
 def _limited(run: Results) -> str:
-    lines = [line for line in run.warnings if line.startswith("--limit")]
-    return f"{code(run.recipe.get('name'))}: {text(lines[0])}" if lines else ""
+    limit = run.data.get("limit")
+    about = f"--limit {limit}: accuracy is measured on a part of the evaluation data only"
+    return f"{code(run.recipe.get('name'))}: {text(about)}" if limit is not None else ""
 
 
 def _model_name(run: Results) -> str:

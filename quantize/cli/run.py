@@ -103,13 +103,14 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     Raises:
         CheckFailed: something of it does not hold.
     """
+    from qdqbench.eval.gate.gate import issue_sentence
     from qdqbench.eval.runreport.handoff import where_to_begin
     from qdqbench.eval.runreport.report import summary_lines
     from qdqbench.eval.runs.stage_table import stage_table
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.deploy.write import DEPLOY
 
-    failures = "; ".join(results.gate.failures)
+    failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:
         begin = where_to_begin(folder, folder / DEPLOY)
         places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}

@@ -193,14 +193,40 @@ class EngineSize(Strict):
 
 
 GateState = Literal["passed", "failed", "not judged", "cannot tell"]
+# accuracy: a drop of the primary metric. baseline: FP32 against one answer for everything. check: an error of
+# `check`. engine: it did not run. int8_layers: what runs in INT8. min_speedup: a cell of the bench.
+# parity: ONNX Runtime against fake-quant. recipe: it could not be tried. verification: the engine's outputs.
+GateCode = Literal[
+    "accuracy",
+    "baseline",
+    "check",
+    "engine",
+    "int8_layers",
+    "min_speedup",
+    "parity",
+    "recipe",
+    "verification",
+]
+IssueState = Literal["failed", "within noise", "not judged", "cannot tell"]
 
 
-class OpenQuestion(Strict):
-    """What the gate asks and nothing answers."""
+class GateIssue(Strict):
+    """One thing that the gate asks and that does not simply hold: `issue_sentence` makes a sentence of it."""
 
-    state: Literal["not judged", "cannot tell"]  # nothing measured it, or the samples are too few
-    what: str
-    needs: str  # the command that judges it, or how many samples it takes
+    code: GateCode
+    state: IssueState  # within noise: it holds, two paired standard errors included
+    stage: str | None = None  # of the run: fp32, fake_quant, onnxruntime, engine
+    split: str | None = None
+    metric: str | None = None
+    value: float | None = None  # accuracy: the drop; baseline: FP32's metric; min_speedup: the speed-up
+    stderr: float | None = None  # of the value
+    limit: float | None = None  # that the value is compared with
+    n: int | None = None  # samples
+    needed: int | None = None  # samples that can tell
+    cell: str | None = None  # of the bench: b32 s128
+    over: str | None = None  # label of what INT8 is compared with there
+    names: list[str] = Field(default_factory=list)  # modules, nodes, finding and node, or the constant answer
+    detail: str = ""  # cause and advice as the part that measured it words them: shown, never read
 
 
 class Gate(Strict):
@@ -208,15 +234,23 @@ class Gate(Strict):
 
     passed: bool  # nothing that was judged fails; `state` says whether all of it was
     max_drop: float
-    failures: list[str]
-    notes: list[str] = Field(default_factory=list)  # drops over max_drop that hold within noise
     min_speedup: float | None = None
-    open: list[OpenQuestion] = Field(default_factory=list)
+    issues: list[GateIssue] = Field(default_factory=list)
+
+    def having(self, *states: IssueState) -> list[GateIssue]:
+        """Return the issues in any of these states."""
+        return [issue for issue in self.issues if issue.state in states]
+
+    @property
+    def failures(self) -> list[GateIssue]:
+        """Return why it does not hold."""
+        return self.having("failed")
 
     @property
     def state(self) -> GateState:
         """Passed only where all that is asked was judged, on samples that can tell."""
         if not self.passed:
             return "failed"
-        states = {question.state for question in self.open}
-        return "cannot tell" if "cannot tell" in states else "not judged" if states else "passed"
+        if self.having("cannot tell"):
+            return "cannot tell"
+        return "not judged" if self.having("not judged") else "passed"

@@ -66,7 +66,7 @@ def test_the_gate_fails_with_the_verification(faulty):
     timings = {name: timing(done, reused=True) for name, done in finished(faulty.folder).items()}
     found = collect(faulty, timings)
     assert not found.gate.passed
-    assert any("layer.1 is wrong" in line for line in found.gate.failures)
+    assert any("layer.1 is wrong" in issue.detail for issue in found.gate.failures)
 
 
 def test_bisecting_a_right_engine_finds_nothing(linears):

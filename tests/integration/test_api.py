@@ -99,10 +99,10 @@ def test_the_import_is_instant_and_every_name_is_there():
 
 def test_a_gate_that_fails_is_in_the_results(a_run, monkeypatch):
     from qdqbench.eval.runs import collect
-    from qdqbench.quantize.core.comparison import Gate
+    from qdqbench.quantize.core.comparison import Gate, GateIssue
 
-    failed = Gate(passed=False, max_drop=0.01, failures=["too far"])
-    monkeypatch.setattr(collect, "gate_of", lambda session, results: failed)
+    failed = Gate(passed=False, max_drop=0.01, issues=[GateIssue(code="recipe", state="failed")])
+    monkeypatch.setattr(collect, "judge_gate", lambda session, results: failed)
     results = qdqbench.resume(a_run)
     assert isinstance(results, qdqbench.Results)
     assert results.gate == failed

@@ -19,13 +19,19 @@ def compare(
 ) -> None:
     """Runs side by side: accuracy paired on the same samples, speed, size, answers that flipped, layers."""
     from qdqbench.eval.compare.compare import compare_runs
-    from qdqbench.eval.compare.report import PAGE, comparison_summary, write_comparison
+    from qdqbench.eval.compare.report import NAME, comparison_report, write_comparison
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.rundir.ownership import RunIdentity, owned_folder
 
     compared = cache(partial(compare_runs, runs, command_line()))
     with status() as say:
         say("comparing")
-        with owned_folder(out, RunIdentity(kind=PAGE), replace=replace, ready=compared, say=options.note):
+        with owned_folder(out, RunIdentity(kind=NAME), replace=replace, ready=compared, say=options.note):
             found = compared()
             written = write_comparison(found, out)
-    show(found, json, comparison_summary, *(f"page: {path}" for path in written if path.suffix == ".html"))
+    show(
+        found,
+        json,
+        lambda each: render_screen(comparison_report(each)),
+        *(f"page: {path}" for path in written if path.suffix == ".html"),
+    )

@@ -8,6 +8,8 @@ import pytest
 from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
 from qdqbench.eval.auto.results import Wanted
 from qdqbench.eval.bench.engines import Latency
+from qdqbench.eval.gate.gate import issue_sentence
+from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import get_task
@@ -120,18 +122,25 @@ def gated(**how):
 
 
 def test_what_is_lacking_is_sorted_and_a_drop_is_told_once(judge):
-    results = gated(
-        passed=False, failures=["check: QDQ001 at x: y", "onnxruntime: accuracy is 0.02 below FP32"]
+    failed = GateIssue(code="check", state="failed", names=["QDQ001", "x"], detail="y")
+    drop = GateIssue(
+        code="accuracy",
+        state="failed",
+        stage="onnxruntime",
+        metric="accuracy",
+        value=0.02,
+        stderr=0.001,
+        limit=0.005,
     )
+    results = gated(passed=False, issues=[failed, drop])
     wanted = Wanted(max_drop=0.005, min_speedup=1.5)
-    dropped = "onnxruntime: accuracy is 0.02 below FP32"
     same = judge.versus(logits(ALL), logits(ALL))
     found = lacks_of(results, same, Latency(ms=1.0, twin_ms=1.4, speedup=1.4), wanted)
     assert found.other == ["check: QDQ001 at x: y"]
-    assert found.accuracy == [dropped]
+    assert found.accuracy == [issue_sentence(drop)]
     assert found.speed == ["it is 1.40x as fast, asked for is 1.5x"]
     far = judge.versus(logits(ALL), logits(random_losses(0.2, 1)))
     assert len(lacks_of(results, far, None, wanted).accuracy) == 1
     assert "none is known" in lacks_of(results, far, None, wanted).speed[0]
-    fine = gated(passed=True, failures=[])
+    fine = gated(passed=True, issues=[])
     assert lacks_of(fine, same, None, Wanted(max_drop=0.0)).all == []

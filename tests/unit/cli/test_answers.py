@@ -11,6 +11,7 @@ from qdqbench.eval.tables.write import BEGIN, END
 from qdqbench.quantize.cli import run, schemas
 from qdqbench.quantize.cli.app import app, main
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.recipe.schema import shipped_recipes
 
 from ..runs.test_stage_table import partial_results
@@ -78,7 +79,7 @@ def test_what_does_not_hold_is_printed_and_is_exit_status_2(as_json, capsys):
         run.print_results(results, Path("runs/a"), json=as_json)
     out = capsys.readouterr().out
     if as_json:
-        assert json.loads(out)["gate"]["failures"] == results.gate.failures
+        assert Results.model_validate_json(out) == results
     else:
         assert "✗ the answers differ" in out
         assert "qdqbench report runs/a" in out

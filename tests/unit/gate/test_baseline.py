@@ -1,19 +1,19 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval.gate.baseline import Baseline, baseline_of, mend_of, reads_its_input
+from qdqbench.eval.gate.baseline import Baseline, find_baseline, find_label_order, reads_its_input
 from qdqbench.quantize.tasks.task import get_task
 
 
 def test_the_best_constant_answer_by_the_metric_of_the_task():
     labels = np.array([1] * 7 + [0] * 3)
     logits = np.zeros((10, 2), dtype=np.float32)
-    assert baseline_of(get_task("sst2"), logits, labels) == Baseline(1, 0.7)
-    found = baseline_of(get_task("mrpc"), logits, labels)  # F1 of class 1
+    assert find_baseline(get_task("sst2"), logits, labels) == Baseline(1, 0.7)
+    found = find_baseline(get_task("mrpc"), logits, labels)  # F1 of class 1
     assert found.answer == 1
     assert found.value == pytest.approx(2 * 7 / (7 + 10))
     scores = np.arange(10, dtype=np.float32)
-    assert baseline_of(get_task("stsb"), logits[:, :1], scores) == Baseline(None, 0.0)
+    assert find_baseline(get_task("stsb"), logits[:, :1], scores) == Baseline(None, 0.0)
 
 
 @pytest.mark.parametrize(("value", "reads"), [(0.1, False), (0.52, None), (0.9, True)])
@@ -41,15 +41,17 @@ def test_labels_in_another_order_are_told_with_the_order(order, values, said):
     """`order[i]` is what the data call the model's class i."""
     task = get_task("mnli").model_copy(update={"name": "own", "values": values})
     logits = np.eye(3, dtype=np.float32)[np.argsort(order)[RIGHT]]
-    assert said in mend_of(task, logits, RIGHT, Baseline(0, 1 / 3), 0.04)
+    assert said in find_label_order(task, logits, RIGHT, Baseline(0, 1 / 3), 0.04)
 
 
 def test_no_order_mends_a_model_that_does_not_know_the_task():
     guessed = np.random.default_rng(0).integers(0, 3, len(RIGHT))
     task = get_task("mnli")
-    assert mend_of(task, np.eye(3, dtype=np.float32)[guessed], RIGHT, Baseline(0, 1 / 3), 0.04) == ""
+    assert find_label_order(task, np.eye(3, dtype=np.float32)[guessed], RIGHT, Baseline(0, 1 / 3), 0.04) == ""
     one = get_task("stsb")
     assert (
-        mend_of(one, -RIGHT[:, None].astype(np.float32), RIGHT.astype(np.float32), Baseline(None, 0.0), 0.1)
+        find_label_order(
+            one, -RIGHT[:, None].astype(np.float32), RIGHT.astype(np.float32), Baseline(None, 0.0), 0.1
+        )
         == ""
     )

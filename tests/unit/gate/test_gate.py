@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.accuracy.gate import MOST_SAMPLES, judge, limit, samples_to_tell
 from qdqbench.eval.bench.engines import Latency
-from qdqbench.eval.gate.gate import cannot_hold, gate_of, with_speed
+from qdqbench.eval.gate.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
 from qdqbench.eval.search.confirm import gate_failures
 from qdqbench.eval.search.results import Accuracy, Confirmed, trial_holds
 from qdqbench.eval.sensitivity.choice import choose_point
@@ -44,7 +44,7 @@ def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
     rows = {"fp32": StageResult(status="done")}
     rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
     results: Any = SimpleNamespace(**nothing, stages=rows)
-    return gate_of(session, results)
+    return judge_gate(session, results)
 
 
 def confirmation(max_drop: float, **stages: Comparison) -> tuple[list[str], list[str]]:
@@ -72,10 +72,11 @@ def test_what_a_search_confirms_a_run_does_not_fail() -> None:
     gate = run_gate("rte", 0.01, **stages)
     assert gate.passed
     assert gate.failures == []
-    assert gate.notes == [
+    assert [issue.state for issue in gate.issues] == ["within noise", "cannot tell"]
+    assert issue_sentence(gate.issues[0]) == (
         "fake_quant: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it "
         "holds within noise (two standard errors)"
-    ]
+    )
 
 
 def test_noise_of_a_drop_counts_from_max_drop() -> None:
@@ -150,7 +151,9 @@ def _answers(drop: float, drop_limit: float) -> AnswersCheck:
 def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> None:
     bad = comparison(accuracy=(0.0, 0.001), accuracy_mm=(0.05, 0.001))
     found = run_gate("mnli", 0.01, ptq=bad, **{stage: bad}).failures
-    assert [line.partition(" is ")[0] for line in found] == [f"{stage}: accuracy_mm"]
+    assert [(issue.code, issue.stage, issue.metric) for issue in found] == [
+        ("accuracy", stage, "accuracy_mm")
+    ]
 
 
 def test_metrics_beside_the_primary_one_are_not_judged() -> None:
@@ -182,20 +185,24 @@ def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_
 def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float) -> None:
     gate = run_gate("sst2", 0.01, fake_quant=comparison(accuracy=(drop, error)))
     assert (gate.passed, gate.state) == (True, "cannot tell")
-    assert "there are 277" in gate.open[0].needs
+    issue = gate.having("cannot tell")[0]
+    assert (issue.code, issue.n) == ("accuracy", 277)
+    assert "samples, there are 277." in issue_sentence(issue)
 
 
 def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> None:
-    asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2, failures=[])
-    before = with_speed(asked, [])
+    asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2)
+    before = judge_speed(asked, [])
     assert before.state == "not judged"
-    assert "qdqbench bench" in before.open[0].needs
+    assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
     fast = Speed(cell="b32 s128", over="FP16 engine", value=1.4, low=1.3, high=1.5)
     slow = fast.model_copy(update={"cell": "b1 s128", "value": 0.74})
-    after = with_speed(before, [fast, slow])
-    assert (after.state, after.open) == ("failed", [])
-    assert after.failures == ["min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"]
-    assert with_speed(after, [fast]).state == "passed"  # measured again
+    after = judge_speed(before, [fast, slow])
+    assert (after.state, after.issues) == ("failed", after.failures)
+    assert [*map(issue_sentence, after.failures)] == [
+        "min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"
+    ]
+    assert judge_speed(after, [fast]).state == "passed"  # measured again
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))

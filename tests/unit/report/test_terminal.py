@@ -14,8 +14,9 @@ from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.screen import auto_summary
 from qdqbench.eval.bench.results import Bench, read_bench
 from qdqbench.eval.benchreport.report import bench_summary
-from qdqbench.eval.compare.report import comparison_summary
+from qdqbench.eval.compare.report import comparison_report
 from qdqbench.eval.methods.report import methods_summary, write_methods
+from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.runreport.report import summary_lines
 from qdqbench.eval.runreport.training_screen import finetune_lines
 from qdqbench.eval.runs.study import read_study
@@ -65,7 +66,7 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "bench, measured": lambda: bench_summary(read_bench(MEASURED / "base-recipes" / "bench.json")),
     "finetune": lambda: finetune_lines(finetuning([run_of(0), run_of(1), failed_run(2)])),
     "study": lambda: study_summary(read_study(MEASURED / "mrpc-qat" / "study.json")),
-    "compare": lambda: comparison_summary(sample_comparison()),
+    "compare": lambda: render_screen(comparison_report(sample_comparison())),
 }
 
 

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report import formats
 from qdqbench.eval.report import svg as plots
 from qdqbench.eval.runreport import charts, parity, report
 from qdqbench.eval.runreport import report as report_module
 from qdqbench.eval.runreport import verdict as wording
 from qdqbench.quantize.core.calibration_results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.core.comparison import Gate, OpenQuestion, Parity, ParityRow, Speed
+from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow, Speed
 from qdqbench.quantize.core.results import (
     BlockCheck,
     EngineResult,
@@ -184,7 +185,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
             "engine": StageResult(status="skipped", reason=skipped),
         },
         "engine": engine(layers, prefix),
-        "gate": Gate(passed=True, max_drop=0.01, failures=[]),
+        "gate": Gate(passed=True, max_drop=0.01),
         "timings": {
             "baseline": Timing(wall_s=13.2, peak_rss_bytes=1_310_000_000, reused=False),
             "calibrate": Timing(wall_s=8.4, peak_rss_bytes=1_720_000_000, reused=False),
@@ -227,9 +228,18 @@ def failed() -> Results:
         if node in row.onnx and row.kind == "gemm":
             row.kind, row.name, row.outputs = "runtime_fusion", "__myl_CastMulFcMul_myl0_3", ["Half"]
     built.int8_gemms, built.not_int8 = 35, [node]
-    failures = ["accuracy dropped by 0.0310, more than 0.0100", f"not in INT8: {node}"]
+    drop = GateIssue(
+        code="accuracy",
+        state="failed",
+        stage="onnxruntime",
+        metric="accuracy",
+        value=0.031,
+        stderr=0.01,
+        limit=0.01,
+    )
+    lost = GateIssue(code="int8_layers", state="failed", names=[node], detail=f"not in INT8: {node}")
     stages = sample().stages | {"onnxruntime": measured({"accuracy": 0.8658}, -0.031, within_noise=False)}
-    return sample(stages=stages, engine=built, gate=Gate(passed=False, max_drop=0.01, failures=failures))
+    return sample(stages=stages, engine=built, gate=Gate(passed=False, max_drop=0.01, issues=[drop, lost]))
 
 
 def without_engine() -> Results:
@@ -449,7 +459,7 @@ def test_a_failed_gate_names_every_reason_everywhere(rendered: Rendered) -> None
     markdown, html = rendered("failed")
     assert 'class="verdict failed"' in html
     assert len(results.gate.failures) == 2
-    for reason in results.gate.failures:
+    for reason in map(issue_sentence, results.gate.failures):
         assert reason in one_line(Page(html).text)
         assert reason in markdown
         assert reason in one_line(terminal(results).replace("│", ""))
@@ -459,12 +469,19 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
     note = (
         "engine: accuracy is 0.0115 below FP32 (paired standard error 0.0113), the gate allows 0.01; it holds"
     )
-    unclear = OpenQuestion(
-        state="cannot tell",
-        what="whether engine loses more than 0.01 of accuracy",
-        needs="about 9,000 samples",
+    drop = GateIssue(
+        code="accuracy",
+        state="within noise",
+        stage="engine",
+        metric="accuracy",
+        value=0.0115,
+        stderr=0.0113,
+        limit=0.01,
+        n=872,
+        needed=9000,
     )
-    results = sample(gate=Gate(passed=True, max_drop=0.01, failures=[], notes=[note], open=[unclear]))
+    unclear = drop.model_copy(update={"state": "cannot tell"})
+    results = sample(gate=Gate(passed=True, max_drop=0.01, issues=[drop, unclear]))
     said = wording.verdict(results)
     assert (said.state, said.title) == ("cannot tell", "Nothing fails, but these samples cannot tell")
     assert said.sentence.endswith("; gate: cannot tell.")
@@ -478,10 +495,8 @@ def test_a_gate_that_holds_within_noise_says_so_everywhere(tmp_path: Path) -> No
 
 
 def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
-    unclear = OpenQuestion(
-        state="not judged", what="the engine did not run (no GPU)", needs="a machine with one"
-    )
-    said = wording.verdict(sample(gate=Gate(passed=True, max_drop=0.01, failures=[], open=[unclear])))
+    unclear = GateIssue(code="engine", state="not judged", stage="engine", detail="no GPU")
+    said = wording.verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
     assert (said.state, said.sign, said.title) == ("not judged", "?", "Graph passed, engine not run")
 
 

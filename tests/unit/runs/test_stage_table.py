@@ -1,6 +1,7 @@
 """What a stage command prints: one line a stage with its figures, and what does not hold."""
 
 import re
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.runs.collect import _failures
+from qdqbench.eval.gate.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.stage_table import stage_table, stage_text
-from qdqbench.quantize.core.comparison import Gate, Parity, ParityRow
+from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 
 from ...support.records import comparison, engine_result
 
 
-def partial_results(*stages: str, failures: list[str] | None = None, **fields) -> Results:
+def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
     """Results of these stages, the first one reused."""
     timings = {
         name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=number == 0) for number, name in enumerate(stages)
@@ -31,7 +32,8 @@ def partial_results(*stages: str, failures: list[str] | None = None, **fields) -
         "seed": 0,
         "environment": {},
     }
-    gate = Gate(passed=not failures, max_drop=0.01, failures=failures or [])
+    issues = [GateIssue(code="verification", state="failed", detail=text) for text in failures]
+    gate = Gate(passed=not issues, max_drop=0.01, issues=issues)
     given = {"data": {}, "warnings": [], "gate": gate, "timings": timings, "until": stages[-1]}
     return Results(**about | given | fields)
 
@@ -172,8 +174,8 @@ def test_what_does_not_hold_is_named():
         parity=parity(9),
         engine=engine(int8_gemms=11, not_int8=["/a/MatMul"]),
     )
-    first, second, third = failures_of(results)
-    assert first == "check: 2 of wrong-axis"
+    *checks, second, third = failures_of(results)
+    assert checks == ["check: wrong-axis at /a: so"] * 2
     assert second == "ONNX Runtime does not follow the fake-quant model in b"
     assert "1 of 12 GEMMs do not run in INT8" in third
     assert failures_of(partial_results("build", engine=engine(), parity=parity(0))) == []
@@ -184,5 +186,7 @@ def test_what_does_not_hold_is_named():
 
 
 def failures_of(results: Results, int8_layers: str | None = "all") -> list[str]:
-    gate = SimpleNamespace(int8_layers=int8_layers)
-    return _failures(SimpleNamespace(recipe=SimpleNamespace(gate=gate), folder="runs/a"), results)
+    gate = SimpleNamespace(int8_layers=int8_layers, max_drop=0.01)
+    judged = judge_stages(SimpleNamespace(recipe=SimpleNamespace(gate=gate)), results)
+    assert judged.passed == (not judged.issues)
+    return [*map(issue_sentence, judged.failures)]
