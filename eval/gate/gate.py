@@ -208,7 +208,7 @@ def cannot_hold(recipe: Recipe) -> str:
 
 
 def read_speed(folder: Path) -> list[Speed]:
-    """Return the fastest INT8 engine over the fastest in FP16, cell by cell; none where nothing was measured."""
+    """Return the fastest INT8 engine over the fastest in FP16, cell by cell; empty without a bench."""
     if (bench := _bench(folder)) is None:
         return []
     labels = {about.name: about.label for about in bench.contestants}
@@ -227,7 +227,7 @@ def read_speed(folder: Path) -> list[Speed]:
 
 
 def read_engine_sizes(folder: Path, backend: str | None) -> list[EngineSize]:
-    """Return sizes of the engines without INT8 that the bench built for the same profiles; none without a bench.
+    """Return sizes of the engines without INT8 that the bench built for the same profiles.
 
     Args:
         backend: of the run's own engine; None: it has none.
