@@ -8,10 +8,9 @@ if TYPE_CHECKING:
     from qdqbench.eval.api.auto import auto
     from qdqbench.eval.api.bench import bench
     from qdqbench.eval.api.models import Exported, Quantized, check, export, load_embedder, quantize
-    from qdqbench.eval.api.runs import Evaluation, Proof, build, evaluate, load_recipe, resume, run
+    from qdqbench.eval.api.runs import build, evaluate, load_recipe, resume, run
     from qdqbench.eval.auto.results import Auto
     from qdqbench.eval.bench.results import Bench
-    from qdqbench.eval.runs.made import Made
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.quantize.calibrate.record import CalibrationRecord
     from qdqbench.quantize.check.check import CheckReport
@@ -24,10 +23,9 @@ _HOMES = {
     "eval.api.auto": "auto",
     "eval.api.bench": "bench",
     "eval.api.models": "Exported Quantized check export load_embedder",
-    "eval.api.runs": "Evaluation Proof build evaluate load_recipe resume run",
+    "eval.api.runs": "build evaluate load_recipe resume run",
     "eval.auto.results": "Auto",
     "eval.bench.results": "Bench",
-    "eval.runs.made": "Made",
     "eval.runs.run": "StageProgress",
     "quantize.calibrate.record": "CalibrationRecord",
     "quantize.check.check": "CheckReport",
@@ -44,11 +42,8 @@ __all__ = [
     "CheckFailed",
     "CheckReport",
     "EngineResult",
-    "Evaluation",
     "Exported",
-    "Made",
     "MissingDevice",
-    "Proof",
     "QdqError",
     "Quantized",
     "Recipe",

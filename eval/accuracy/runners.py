@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
-from qdqbench.quantize.machine.process import most_threads
+from qdqbench.quantize.machine.cpu import quota
 from qdqbench.quantize.tasks.batches import sorted_batches
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def predict(  # noqa: PLR0913
         CheckFailed: NaN or infinite logits.
     """
     parts: list[tuple[Int64, Float32]] = []
-    doing("answering", 0, encoded.rows)
+    report_phase("answering", 0, encoded.rows)
     done = 0
     for rows, batch in sorted_batches(encoded, batch_size, pad_id=pad_id, edges=edges):
         parts.append((rows, encoded.kept(rows, run(batch)[: len(rows)])))
         done += len(rows)
-        doing("answering", done, encoded.rows)
+        report_phase("answering", done, encoded.rows)
         progress(len(rows))
     answers = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
     for rows, values in parts:
@@ -138,7 +138,7 @@ def session_of(model: bytes, name: str) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as machine/process.py
-    options.intra_op_num_threads = most_threads() or 0  # 0: as many as it chooses
+    options.intra_op_num_threads = quota() or 0  # 0: as many as it chooses
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -18,8 +18,8 @@ from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.claim import claimed, default_folder, purpose_of
 from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
+from qdqbench.quantize.rundir.ownership import default_folder, identity_of, owned_folder
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 
@@ -133,8 +133,8 @@ def auto(  # noqa: PLR0913
             choose_backend(each.engine.backend)
     folder = Path(out) if out is not None else default_folder("auto", name, config.task.name)
     session = Session(config, folder)
-    purpose = purpose_of("auto", session)
-    with claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=note):
+    identity = identity_of("auto", session)
+    with owned_folder(folder, identity, replace=replace, ready=session.require_inputs, say=note):
         if config.model is None:
             progress("training the embedded default")
             made = write_embedded(folder / "embedded", seed=seed)

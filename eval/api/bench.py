@@ -23,10 +23,15 @@ from qdqbench.quantize.encoders.identity import model_fingerprint
 from qdqbench.quantize.encoders.pooling import Pooling
 from qdqbench.quantize.families.shapes import MODEL_SHAPES
 from qdqbench.quantize.machine.cpu import find_cpu
-from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.claim import Purpose, claimed, default_folder, place_of
 from qdqbench.quantize.rundir.config import asked_pooling
+from qdqbench.quantize.rundir.ownership import (
+    RunIdentity,
+    default_folder,
+    locked_folder,
+    model_location,
+    owned_folder,
+)
 from qdqbench.quantize.rundir.session import read_config
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
@@ -242,12 +247,12 @@ def _owned_folder(  # noqa: PLR0913
     """Hold the folder of a bench: of the run that is measured, or one for this model and recipe."""
     if target is not None and place.resolve() == target.resolve():
         if replace:
-            raise UserError(f"--replace would remove the run that is measured, {target}; give another --out")
-        return held(place)
+            raise UserError(f"--replace would move the run that is measured, {target}; give another --out")
+        return locked_folder(place)
     name = read_config(target).model if target else model
     known = None if name in MODEL_SHAPES or name is None else model_fingerprint(name)
-    purpose = Purpose(kind="bench", recipe=recipe.name, model=place_of(name), model_sha256=known)
-    return claimed(place, purpose, replace=replace, say=note)
+    identity = RunIdentity(kind="bench", recipe=recipe.name, model=model_location(name), model_sha256=known)
+    return owned_folder(place, identity, replace=replace, say=note)
 
 
 def _open_all(  # noqa: PLR0913, PLR0917

@@ -25,7 +25,7 @@ from qdqbench.quantize.kinds.embedding import PAIRS
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.rundir.config import asked_pooling
-from qdqbench.quantize.rundir.inspected import checked_graph
+from qdqbench.quantize.rundir.inspect_target import checked_graph
 from qdqbench.quantize.rundir.session import require_fit
 from qdqbench.quantize.tasks.batches import equal_length_batches
 from qdqbench.quantize.tasks.rows import Sample

@@ -1,32 +1,22 @@
 """A run directory: the whole path, or the stages up to one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.eval.runs.made import Made, collect_made
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.quantize.core.errors import MissingDevice
-from qdqbench.quantize.core.frames import Tabular, stage_rows
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
-from qdqbench.quantize.core.results import (
-    EngineResult,
-    LayerRow,
-    Results,
-    StageResult,
-    Verification,
-)
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.rundir.artifacts import backend_of
-from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder, taken_up
 from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
-from qdqbench.quantize.rundir.outcomes import Skipped
+from qdqbench.quantize.rundir.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.rundir.session import RunConfig, Session
-from qdqbench.quantize.trtexec.plan import FOLDER, has_engine
 
 StageCallback = Callable[[StageProgress], None]
 
@@ -58,6 +48,7 @@ def run(  # noqa: PLR0913
     *,
     out: str | Path | None = None,
     replace: bool = False,
+    until: str | None = None,
     revision: str | None = None,
     text_column: Sequence[str] | None = None,
     label_column: str | None = None,
@@ -81,8 +72,9 @@ def run(  # noqa: PLR0913
         data: "hub", "hub:OWNER/NAME[:CONFIG]", either with "@REVISION", or a folder; of task embed also a
             file with one text a line.
         out: run directory; None: runs/MODEL-RECIPE-TASK. Unchanged stages of an earlier run in it are reused.
-        replace: what an earlier run left there is removed, whatever it was of; else another recipe, model or
-            task is refused.
+        replace: what an earlier run left there moves to OUT.old, whatever it belongs to; else another recipe,
+            model or task is refused.
+        until: a stage to stop after, "evaluate" after all evaluations; None: everything and the report.
         revision: of a hub model: branch, tag or commit.
         text_column: text column of your own data, or the two of a pair.
         label_column: label column of your own data.
@@ -120,9 +112,7 @@ def run(  # noqa: PLR0913
         limit=limit,
         command="qdqbench.run",
     )
-    results = start(config, run_folder("run", config, out), progress=progress, replace=replace)
-    assert isinstance(results, Results)
-    return results
+    return start(config, run_folder("run", config, out), until, progress, replace=replace)
 
 
 def start(  # noqa: PLR0913
@@ -133,11 +123,11 @@ def start(  # noqa: PLR0913
     *,
     replace: bool = False,
     say: Callable[[str], None] = silent,
-) -> Results | Made:
+) -> Results:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
     Args:
-        replace, say: as of `claimed`.
+        replace, say: as of `owned_folder`.
 
     Raises:
         UserError: the folder holds something else.
@@ -146,17 +136,17 @@ def start(  # noqa: PLR0913
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
     session = Session(config, folder)
-    with claimed(
+    with owned_folder(
         folder,
-        purpose_of("run", session),
+        identity_of("run", session),
         replace=replace,
         ready=lambda: require_inputs(session, until),
         say=say,
     ):
-        return _go(session, until, progress)
+        return _run(session, until, progress)
 
 
-def resume(folder: str | Path, until: str | None = None, progress: StageCallback = silent) -> Results | Made:
+def resume(folder: str | Path, until: str | None = None, progress: StageCallback = silent) -> Results:
     """Take a run directory up to a stage; what has not changed is reused.
 
     Args:
@@ -165,85 +155,41 @@ def resume(folder: str | Path, until: str | None = None, progress: StageCallback
         progress: called as stages start and go on.
 
     Returns:
-        The results where the report was written, else what the stages up to there have made.
+        The results; those of the stages up to there where the report was not asked for.
 
     Raises:
         UserError: no run directory, or no such stage.
         MissingDevice: it ended with the engine, and nothing here can build it.
     """
-    with taken_up(folder) as session:
-        return _go(session, until, progress)
+    with open_session(folder) as session:
+        return _run(session, until, progress)
 
 
-def evaluate(folder: str | Path, progress: StageCallback = silent) -> "Evaluation":
-    """Accuracy of every stage of a run directory, beside FP32.
+def evaluate(folder: str | Path, progress: StageCallback = silent) -> Results:
+    """Measure the accuracy of every stage of a run directory: `stages` of the results.
 
     Raises:
         UserError: no run directory.
     """
-    made = resume(folder, "evaluate", progress)
-    assert isinstance(made, Made)
-    return Evaluation(stages=made.stages)
+    return resume(folder, "evaluate", progress)
 
 
-def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
-    """Build the engine of a run directory, prove what it runs in INT8, and judge its outputs where it runs.
+def build(folder: str | Path, progress: StageCallback = silent) -> Results:
+    """Build the engine of a run directory, prove its INT8 layers, and verify its outputs where it runs.
 
-    An engine that is not proven, or is wrong, is in the result.
+    An engine that is not proven, or is wrong, is in the results: `engine`, `verification` and `gate`.
 
     Raises:
         UserError: no run directory.
         MissingDevice: nothing here can build it.
     """
-    made = build_made(folder, progress)
-    assert made.engine is not None  # else `build_made` raised
-    verified = made.verification or Skipped(skipped=made.skipped.get("verify", "not asked for"))
-    return Proof(engine=made.engine, verification=verified, notes=[*made.warnings, *made.notes])
+    with open_session(folder) as session:
+        here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
+        return _run(session, "verify" if here else "build", progress)
 
 
-def build_made(folder: str | Path, progress: StageCallback = silent) -> Made:
-    """As `build`, with all that its stages have made."""
-    with taken_up(folder) as session:
-        here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS or has_engine(session.folder / FOLDER)
-        made = _go(session, "verify" if here else "build", progress)
-    assert isinstance(made, Made)
-    return made
-
-
-class Evaluation(Tabular):
-    """Accuracy of every stage, by its name."""
-
-    stages: dict[str, StageResult]
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One a stage and metric; `delta` is the paired difference from FP32."""
-        return stage_rows(self.stages)
-
-
-class Proof(Tabular):
-    """An engine, what it runs in INT8, and whether its outputs are right."""
-
-    engine: EngineResult
-    verification: Verification | Skipped
-    notes: list[str]
-
-    def rows(self) -> list[LayerRow]:
-        """One a kernel."""
-        return self.engine.layers
-
-
-def _go(session: Session, until: str | None, progress: StageCallback) -> Results | Made:
-    start, ran = follow(session, progress, until), dict[str, bool]()
-
-    def show(name: str, reused: bool) -> None:
-        ran[name] = reused
-        start(name, reused)
-
-    results = run_until(session, until, show)
-    if results is not None:
-        return results
-    assert until is not None
-    made = collect_made(session, until, ran)
-    if until in ("build", "verify") and made.engine is None:
-        raise MissingDevice(made.skipped["build"])
-    return made
+def _run(session: Session, until: str | None, progress: StageCallback) -> Results:
+    results = run_until(session, until, follow(session, progress, until))
+    if until in ("build", "verify") and results.engine is None:
+        raise MissingDevice(results.skipped["build"])
+    return results

@@ -18,7 +18,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.inputs import widened
 from qdqbench.quantize.encoders.load import load_tokenizer
 from qdqbench.quantize.kinds.encoded import Encoded
-from qdqbench.quantize.rundir.lengths import length_edges
+from qdqbench.quantize.rundir.artifacts import length_edges
 from qdqbench.quantize.runtime.buckets import choose_edges
 from qdqbench.quantize.tasks.batches import sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.rows import encode, load_split

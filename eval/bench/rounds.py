@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from qdqbench.quantize.activity.told import doing, timed
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.core.speedup import Speedup

@@ -10,12 +10,11 @@ from qdqbench.eval.gate.baseline import judge_baseline
 from qdqbench.quantize.core.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.results import EngineResult, Results
 from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.rundir.artifacts import backend_of
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built
+from qdqbench.quantize.rundir.artifacts import Skipped, backend_of, read_built
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.task import SECOND
 
@@ -23,29 +22,42 @@ from qdqbench.quantize.tasks.task import SECOND
 def judge_gate(session: Session, results: Results) -> Gate:
     """Compare the numbers of a run with the gate of its recipe; drops as `judge` does it."""
     asked = session.recipe.gate
-    issues = [
-        GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
-        for row in results.findings
-        if row.severity == "error"
-    ]
-    if results.parity is not None and not results.parity.passed:
-        names = [row.name for row in results.parity.rows if not row.holds]
-        issues.append(GateIssue(code="parity", state="failed", stage="onnxruntime", names=names))
-    if results.verification is not None:
-        issues += [
-            GateIssue(code="verification", state="failed", stage="engine", detail=line)
-            for line in results.verification.failures
-        ]
-    fp32 = results.stages.get("fp32")
-    if fp32 is not None and (issue := judge_baseline(session, fp32)) is not None:
-        issues.append(issue)
-    issues += _judge_drops(session, results)
+    issues = [*_judge_parts(session, results), *_judge_drops(session, results)]
     issues += _judge_int8(session, results)
     row = results.stages.get("engine")
     if results.engine is not None and row is not None and row.status != "done":
         issues.append(GateIssue(code="engine", state="not judged", stage="engine", detail=row.reason or ""))
     gate = Gate(passed=True, max_drop=asked.max_drop, min_speedup=asked.min_speedup, issues=issues)
     return judge_speed(gate, results.speed)
+
+
+def judge_stages(session: Session, results: Results) -> Gate:
+    """Return the gate of a run without a report: its failures but for accuracy and speed.
+
+    INT8 layers are asked for by the recipe, or by the command that builds the engine.
+    """
+    gate = session.recipe.gate
+    issues = [issue for issue in _judge_parts(session, results) if issue.state == "failed"]
+    if gate.int8_layers == "all" or results.until in ("build", "verify"):
+        for engine in filter(None, (results.engine, results.gpu_engine)):
+            issues += _judge_engine(engine)
+    return Gate(passed=not issues, max_drop=gate.max_drop, issues=issues)
+
+
+def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
+    """Yield what fails of check, parity and verification, and FP32 that is not above a constant answer."""
+    for row in results.findings:
+        if row.severity == "error":
+            yield GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
+    if results.parity is not None and not results.parity.passed:
+        names = [row.name for row in results.parity.rows if not row.holds]
+        yield GateIssue(code="parity", state="failed", stage="onnxruntime", names=names)
+    if results.verification is not None:
+        for line in results.verification.failures:
+            yield GateIssue(code="verification", state="failed", stage="engine", detail=line)
+    fp32 = results.stages.get("fp32")
+    if fp32 is not None and (issue := judge_baseline(session, fp32)) is not None:
+        yield issue
 
 
 def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
@@ -114,11 +126,16 @@ def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
             detail = f"INT8 is not proven, no engine was built: {built.skipped}"
             yield GateIssue(code="int8_layers", state="failed", detail=detail)
             continue
-        try:
-            require_int8(built)
-        except CheckFailed as error:
-            names = [*built.not_int8, *built.not_int8_residuals]
-            yield GateIssue(code="int8_layers", state="failed", names=names, detail=str(error))
+        yield from _judge_engine(built)
+
+
+def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
+    """Yield an engine that does not run in INT8 what the recipe puts there."""
+    try:
+        require_int8(engine)
+    except CheckFailed as error:
+        names = [*engine.not_int8, *engine.not_int8_residuals]
+        yield GateIssue(code="int8_layers", state="failed", names=names, detail=str(error))
 
 
 def issue_sentence(issue: GateIssue) -> str:

@@ -1,7 +1,7 @@
-"""Gather the files of a run into one `Results`, and hold them to the recipe's gate."""
+"""Gather the files of a run into one `Results`, and judge them by the recipe's gate."""
 
 import importlib.metadata
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,35 @@ import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.logits import read_logits, score
-from qdqbench.eval.gate.gate import judge_gate, read_engine_sizes, read_speed
-from qdqbench.eval.runs.effects import add_effects
-from qdqbench.quantize.activity.told import doing
+from qdqbench.eval.effects.answers import changed_answers
+from qdqbench.eval.effects.beside import Beside
+from qdqbench.eval.effects.changes import Done, model_changes
+from qdqbench.eval.effects.classes import classes_of
+from qdqbench.eval.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
+from qdqbench.eval.runreport.verdict import last_measured
+from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibrate.softmax import LONG
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.comparison import Comparison, Gate, Parity
+from qdqbench.quantize.core.comparison import Comparison, Gate, LayerErrors, Parity
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.core.results import EngineResult, FileRow, Results, StageResult, Timing
+from qdqbench.quantize.core.progress import report_phase
+from qdqbench.quantize.core.results import FileRow, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 from qdqbench.quantize.encoders.identity import describe_model
 from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.rundir.artifacts import GPU, GPU_INT8, proves_for_gpu
-from qdqbench.quantize.rundir.lengths import found_lengths
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_ran, read_verified
+from qdqbench.quantize.rundir.artifacts import (
+    FP32,
+    GPU,
+    GPU_INT8,
+    LAYER_ERRORS,
+    Skipped,
+    found_lengths,
+    read_built,
+    read_engine_run,
+    read_verified,
+)
+from qdqbench.quantize.rundir.pipeline import finished
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks.sources import source_commit
 from qdqbench.quantize.train.record import RECORD
@@ -34,66 +48,73 @@ MOST_SOFTMAX_ERROR = 0.2
 ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", GPU_INT8)
 
 
-def collect(session: Session, timings: dict[str, Timing]) -> Results:
-    """All numbers of a run, from the files in its directory."""
-    folder, config = session.folder, session.config
-    quantized = config.recipe.quantizes
-    built, verified = read_built(folder), read_verified(folder)
-    for_gpu = read_built(folder / GPU) if proves_for_gpu(config.recipe) else None
-    doing("scoring")
-    stages = stage_results(session)
-    trained = quantized and config.recipe.qat is not None
-    training = files.read_json(folder / QAT / RECORD) if trained else None
-    calibrated = read_record(session.record_path) if quantized else None
-    verification = None if isinstance(verified, Skipped) else verified
-    samples = {name: len(gold) for name, gold in session.gold.items()}
+def collect(session: Session, timings: dict[str, Timing], until: str | None = None) -> Results:
+    """Gather the numbers of a run, from the files in its directory.
+
+    Args:
+        timings: of its stages that ran or were reused, in their order.
+        until: the stage at which it stops, with results of the stages up to there; None: the whole run.
+    """
+    folder, config, whole = session.folder, session.config, until is None
+    outcomes: dict[str, Any] = {}
+    if "build" in timings:
+        outcomes["build"] = read_built(folder)
+    if "gpu_build" in timings:
+        outcomes["gpu_build"] = read_built(folder / GPU)
+    if "verify" in timings:
+        outcomes["verify"] = read_verified(folder)
+    skipped = {name: each.skipped for name, each in outcomes.items() if isinstance(each, Skipped)}
+    outcomes = {name: each for name, each in outcomes.items() if name not in skipped}
+    report_phase("scoring")
+    stages = stage_results(session, None if whole else timings)
+    planned = whole or "quantize" in timings  # else the model need not be loaded
+    calibrated = _calibration_record(session, timings)
     results = Results(
+        until=until,
         created=now(),
         command=config.command,
         recipe=config.recipe.model_dump(mode="json"),
-        model=_model(session),
+        model=_model(session, whole),
         task=config.task.model_dump(mode="json"),
         data={
             "source": session.data_source,
             "revision": source_commit(config.task, session.data_source),
-            "evaluation": samples,
+            "evaluation": {name: len(gold) for name, gold in session.gold.items()} if stages else {},
             "limit": config.limit,
-            **_calibration(folder, quantized),
+            "calibration": _calibration(folder) if calibrated else None,
         },
         seed=config.seed,
-        quantized_layers=list(session.plan.int8),
-        high_precision_layers=list(session.plan.high),
+        quantized_layers=list(session.plan.int8) if planned else [],
+        quantized_attention=list(session.plan.attention) if planned else [],
+        quantized_residual=list(session.plan.residual) if planned else [],
+        high_precision_layers=list(session.plan.high) if planned else [],
         quantizers=list(calibrated.rows()) if calibrated else [],
         softmax=calibrated.softmax if calibrated else [],
-        files=_files(folder),
-        findings=files.read_json(folder / "check.json")["findings"],
-        parity=_parity(session) if quantized else None,
+        files=_onnx_files(folder) if whole else _stage_files(folder, timings),
+        findings=files.read_json(folder / "check.json")["findings"] if "check" in timings else [],
+        parity=_parity(session, timings) if "parity" in timings else None,
         stages=stages,
-        training=TrainingRun.model_validate(training) if trained else None,
-        qat_vs_ptq=_compared(session, "ptq", "fake_quant") if trained else None,
-        engine=None if isinstance(built, Skipped) else built,
-        gpu_engine=None if isinstance(for_gpu, Skipped) else for_gpu,
-        lengths=found_lengths(session),
-        verification=verification,
-        speed=read_speed(folder),
-        twins=read_engine_sizes(folder, None if isinstance(built, Skipped) else built.backend),
+        skipped=skipped | {name: row.reason for name, row in stages.items() if row.reason},
+        training=_training(folder) if "qat" in timings else None,
+        qat_vs_ptq=_compared(session, "ptq", "fake_quant") if {"qat", "fake_quant"} <= {*timings} else None,
+        engine=outcomes.get("build"),
+        gpu_engine=outcomes.get("gpu_build"),
+        lengths=found_lengths(session) if whole else None,
+        verification=outcomes.get("verify"),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
-        warnings=list(
-            dict.fromkeys(
-                [
-                    *_warnings(session, stages),
-                    *_unbuilt(for_gpu),
-                    *(softmax_warnings(session, calibrated) if calibrated else []),
-                    *(verification.warnings if verification else []),
-                ]
-            )
-        ),
+        warnings=session.warnings,
         notes=list(dict.fromkeys(session.notes)),
         environment=environment(),
     )
-    results.gate = judge_gate(session, results)
-    add_effects(session, results)
+    if whole:
+        results.speed = read_speed(folder)
+        results.twins = read_engine_sizes(folder, results.engine.backend if results.engine else None)
+        results.warnings = list(dict.fromkeys(_warnings(session, results, calibrated)))
+        results.gate = judge_gate(session, results)
+        _add_effects(session, results)
+    else:
+        results.gate = judge_stages(session, results)
     return results
 
 
@@ -119,7 +140,7 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
         if stage == "fake_quant" and not session.recipe.quantizes:
             reason = "the recipe quantizes nothing"
         elif stage == "engine":
-            ran = read_ran(session.folder)
+            ran = read_engine_run(session.folder)
             reason, detail = (ran.skipped, "") if isinstance(ran, Skipped) else (None, ran.detail)
         result[name] = (
             StageResult(status="skipped", reason=reason) if reason else scored(session, name, detail)
@@ -135,9 +156,11 @@ def scored(session: Session, stage: str, detail: str = "") -> StageResult:
     return score(task, folder / f"{stage}.npz", reference, session.gold, seed, detail)
 
 
-def _parity(session: Session) -> Parity:
-    """Layer-local parity, and ONNX Runtime against fake-quant on the whole split."""
+def _parity(session: Session, stages: Collection[str]) -> Parity:
+    """Layer-local parity; where both were evaluated also ONNX Runtime against fake-quant on the split."""
     parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
+    if not {"fake_quant", "onnxruntime"} <= {*stages}:
+        return parity
     return parity.model_copy(update={"end_to_end": _compared(session, "fake_quant", "onnxruntime")})
 
 
@@ -149,14 +172,26 @@ def _compared(session: Session, reference: str, stage: str) -> Comparison:
     return compare(task, before[first], after[first], session.gold[first], seed=session.config.seed)
 
 
-def _calibration(folder: Path, quantized: bool) -> dict[str, Any]:
-    if not quantized:
-        return {"calibration": None}
+def _calibration_record(session: Session, stages: Collection[str]) -> CalibrationRecord | None:
+    """The calibration record of the last of these stages that writes one."""
+    if "qat" in stages:
+        return read_record(session.record_path)
+    return session.ptq_record if "quantize" in stages else None
+
+
+def _calibration(folder: Path) -> dict[str, Any]:
     record = files.read_json(folder / "calibration.json")
-    return {"calibration": {"method": record["method"], "seed": record["seed"], **record["data"]}}
+    return {"method": record["method"], "seed": record["seed"], **record["data"]}
 
 
-def _model(session: Session) -> dict[str, Any]:
+def _training(folder: Path) -> TrainingRun:
+    return TrainingRun.model_validate(files.read_json(folder / QAT / RECORD))
+
+
+def _model(session: Session, whole: bool) -> dict[str, Any]:
+    """Name and hash of the model; of a whole run also what loading it says."""
+    if not whole:
+        return {"name": session.model_name, "sha256": session.model_sha256}
     model = session.fp32_model
     info = asdict(describe_model(session.model_name, model, session.config.revision))
     return info | {
@@ -165,33 +200,68 @@ def _model(session: Session) -> dict[str, Any]:
     }
 
 
-def _files(folder: Path) -> list[FileRow]:
-    sizes = {name: (folder / name).stat().st_size for name in ONNX_FILES if (folder / name).is_file()}
-    fp32 = sizes["model.fp32.onnx"]
-    return [FileRow(name=name, bytes=size, fp32_ratio=size / fp32) for name, size in sizes.items()]
+def _onnx_files(folder: Path) -> list[FileRow]:
+    return _file_rows(folder, [name for name in ONNX_FILES if (folder / name).is_file()])
 
 
-def _unbuilt(for_gpu: EngineResult | Skipped | None) -> list[str]:
-    if not isinstance(for_gpu, Skipped):
-        return []
-    return [f"no engine for GPUs was built ahead of time: {for_gpu.skipped}"]
+def _stage_files(folder: Path, stages: Collection[str]) -> list[FileRow]:
+    known = finished(folder)
+    return _file_rows(folder, [name for stage in stages for name in known[stage].outputs])
 
 
-def _warnings(session: Session, stages: dict[str, StageResult]) -> list[str]:
-    found = list(session.warnings)
-    if session.config.limit is not None:
-        found.insert(
-            0, f"--limit {session.config.limit}: accuracy is measured on a part of the evaluation data only"
-        )
-    if session.config.model is None:
-        found.append(
-            "embedded default: a small BERT trained on generated sentences, for trying the path only"
-        )
-    truncated = sum(encoded.truncated for _, encoded in session.eval_splits.values())
-    if truncated:
+def _file_rows(folder: Path, names: list[str]) -> list[FileRow]:
+    """Files of a run with their sizes, ONNX files compared with the FP32 one."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    fp32 = sizes.get(FP32)
+    return [
+        FileRow(name=name, bytes=size, fp32_ratio=size / fp32 if fp32 and name.endswith(".onnx") else None)
+        for name, size in sizes.items()
+    ]
+
+
+def _warnings(session: Session, results: Results, record: CalibrationRecord | None) -> Iterator[str]:
+    """What a reader must know of a whole run."""
+    config = session.config
+    if config.limit is not None:
+        yield f"--limit {config.limit}: accuracy is measured on a part of the evaluation data only"
+    yield from session.warnings
+    if config.model is None:
+        yield "embedded default: a small BERT trained on generated sentences, for trying the path only"
+    if truncated := sum(encoded.truncated for _, encoded in session.eval_splits.values()):
         length = session.recipe.export.max_length
-        found.append(f"{truncated} evaluation samples were cut at export.max_length {length} in every stage")
-    return found
+        yield f"{truncated} evaluation samples were cut at export.max_length {length} in every stage"
+    if reason := results.skipped.get("gpu_build"):
+        yield f"no engine for GPUs was built ahead of time: {reason}"
+    if record is not None:
+        yield from softmax_warnings(session, record)
+    if results.verification is not None:
+        yield from results.verification.warnings
+
+
+def _add_effects(session: Session, results: Results) -> None:
+    """Fill in what quantization changed: answers, classes, layers, and the model besides Q/DQ."""
+    last = last_measured(results)
+    if last is not None and last[0] != "fp32":
+        both = Beside.of(session, last[0])
+        dataset = session.eval_splits[both.split][0].dataset
+        results.changed = changed_answers(both, dataset, session.folder)
+        results.classes = classes_of(both)
+        if FP16_STAGE in results.timings:
+            _add_fp16(session, results, both)
+    if session.recipe.quantizes:
+        errors = files.read_json(session.folder / LAYER_ERRORS)
+        results.layer_errors = LayerErrors.model_validate(errors)
+        results.model_changes = model_changes(Done.of(session, results.training))
+
+
+def _add_fp16(session: Session, results: Results, both: Beside) -> None:
+    """The FP16 graph against FP32, and the stage nearest to deployment against it."""
+    task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
+    path, reference = folder / f"{FP16_STAGE}.npz", folder / "fp32.npz"
+    detail = "ONNX Runtime, CPU, FP16 graph as exported (no optimizations)"
+    results.fp16 = score(task, path, reference, session.gold, seed, detail)
+    half = read_logits(path)[both.split]
+    results.vs_fp16 = compare(task, half, both.made, both.gold, seed=seed)
 
 
 def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:

@@ -13,11 +13,10 @@ from qdqbench.eval.runs.collect import collect, scored
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.core.results import RESULTS_FILE, Timing, write_results
+from qdqbench.quantize.core.results import RESULTS_FILE, Results, Timing, write_results
 from qdqbench.quantize.deploy.folder import remove
 from qdqbench.quantize.deploy.write import DEPLOY
 from qdqbench.quantize.engine.profiles import require_room
-from qdqbench.quantize.machine.lock import held
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 from qdqbench.quantize.rundir.pipeline import (
@@ -31,7 +30,6 @@ from qdqbench.quantize.rundir.pipeline import (
 from qdqbench.quantize.rundir.session import CONFIG, Session
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.core.training_results import LogRow
 
 BASELINE = "baseline"
@@ -53,22 +51,18 @@ class StageProgress:
     said: str = ""  # what is to know before it begins
     number: int = 1  # of the stage, among
     of: int = 1  # those that are gone through
-    beside: bool = False  # others may start before it is done
 
 
 def follow(
     session: Session, progress: Callable[[StageProgress], None], until: str | None = None
 ) -> Callable[[str, bool], None]:
     """Tell `progress` what the session does on its way to a stage; the result is told which stage starts."""
-    stages = {stage.name: bool(stage.beside) for stage in planned(session, until)}
-    names = [*stages, *(["report"] if until in REPORTED else [])]
+    names = [stage.name for stage in planned(session, until)]
+    names += ["report"] if until in REPORTED else []
 
     def start(name: str, reused: bool) -> None:
         number = names.index(name) + 1 if name in names else 1
-        now = StageProgress(
-            name, reused=reused, number=number, of=len(names), beside=not reused and stages.get(name, False)
-        )
-        # of this stage also where others start meanwhile
+        now = StageProgress(name, reused=reused, number=number, of=len(names))
         session.progress = lambda done, total: progress(replace(now, done=done, total=total))
         session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
         progress(now)
@@ -101,39 +95,45 @@ def planned(session: Session, until: str | None) -> list[Stage]:
 
 def run_until(
     session: Session, until: str | None = None, show: Callable[[str, bool], None] = lambda name, reused: None
-) -> "Results | None":
+) -> Results:
     """Run up to a stage; with `until` None or "report", everything and the report.
 
     Args:
+        session: in a folder that this process holds.
         until: a stage, "evaluate" for the four evaluations, or "report".
         show: called with a stage's name as it starts, and whether what is there is used again.
 
     Returns:
-        The results where the report was written, else None.
+        The results, those of a report with `until` None.
 
     Raises:
-        UserError: no stage of that name in this run, data that the recipe's engine would not take, or
-            another process is at this run.
+        UserError: no stage of that name in this run, or data that the recipe's engine would not take.
     """
+    timings = run_to(session, until, show)
+    if until not in REPORTED:
+        return collect(session, timings, until)
+    show("report", False)
+    results = collect(session, timings)
+    results.warnings[:0] = hand_off(session, results)
+    write_results(session.folder, results)
+    write_reports(results, session.folder)
+    return results
+
+
+def run_to(
+    session: Session, until: str | None, show: Callable[[str, bool], None] = lambda name, reused: None
+) -> dict[str, Timing]:
+    """Run up to a stage as `run_until` does, without results; return what its stages cost."""
     needed = planned(session, until)
-    with held(session.folder):
-        # another run may have been here since this one was opened
-        files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
-        forget_others(session.folder, stages(session))
-        files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-        if said := made_otherwise(session.folder, [stage.name for stage in needed]):
-            session.say(said)
-        if said := cannot_hold(session.recipe):
-            session.alarm(said)
-        timings = _run(session, needed, show)
-        if until not in REPORTED:
-            return None
-        show("report", False)
-        results = collect(session, timings)
-        results.warnings[:0] = hand_off(session, results)
-        write_results(session.folder, results)
-        write_reports(results, session.folder)
-        return results
+    # another run may have been here since this one was opened
+    files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
+    forget_others(session.folder, stages(session))
+    files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
+    if said := made_otherwise(session.folder, [stage.name for stage in needed]):
+        session.say(said)
+    if said := cannot_hold(session.recipe):
+        session.alarm(said)
+    return _run(session, needed, show)
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:

@@ -1,15 +1,16 @@
-"""FP32, PTQ and QAT of one task over seeds: what a seed moves, beside what quantization moves."""
+"""FP32, PTQ and QAT of one task over seeds: what changes by seed, and what by quantization (docs/qat.md)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.eval.runs.collect import scored
-from qdqbench.eval.runs.study_results import STUDY_FILE, Study, StudyRow, StudySummary
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import Finetuning, Spread, TrainingRun, training_line
 from qdqbench.quantize.machine.environment import now
 from qdqbench.quantize.qat.stage import settings_of
@@ -22,7 +23,64 @@ from qdqbench.quantize.train.record import RECORD, spread
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+STUDY_FILE = "study.json"
 STUDY_STAGES = ("baseline", "ptq", "fake_quant")
+
+
+class StudyRow(Strict):
+    """One recipe on the FP32 model of one seed."""
+
+    seed: int
+    recipe: str
+    status: Literal["done", "failed"]
+    reason: str | None = None
+    fp32: dict[str, float] = {}
+    ptq: dict[str, float] = {}
+    qat: dict[str, float] = {}
+    ptq_vs_fp32: Comparison | None = None
+    qat_vs_fp32: Comparison | None = None
+    steps: int = 0
+    best_step: int = 0
+    training_s: float = 0.0  # in steps
+    samples_per_s: float | None = None
+
+
+class StudySummary(Strict):
+    """One recipe over the seeds that are done, of the primary metric."""
+
+    fp32: Spread
+    ptq: Spread
+    qat: Spread
+    ptq_minus_fp32: Spread
+    qat_minus_fp32: Spread
+
+
+class Study(Strict):
+    """`study.json`."""
+
+    schema_version: Literal[1] = 1
+    created: str
+    command: str
+    base: dict[str, Any]  # name, sha256
+    task: dict[str, Any]
+    data: str
+    n: int  # validation samples
+    finetune: dict[str, Any]  # settings of the FP32 models
+    recipes: dict[str, Any]  # by name, resolved
+    seeds: list[int]
+    rows: list[StudyRow]
+    summary: dict[str, StudySummary]  # by recipe
+    warnings: list[str]
+    environment: dict[str, Any]
+
+
+def read_study(path: Path) -> Study:
+    """Read `study.json`.
+
+    Raises:
+        UserError: missing or of another version.
+    """
+    return read(path, Study, "study", "run `qdqbench study` again")
 
 
 @dataclass

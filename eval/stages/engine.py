@@ -4,12 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qdqbench.eval.accuracy.logits import evaluate_stage
-from qdqbench.eval.stages.trtexec import brought, build_brought, evaluate_brought, verify_brought
 from qdqbench.eval.verify.engine import verify_engine
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import EngineResult, Verification
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.build import attention_count
@@ -19,33 +18,29 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.rundir.artifacts import (
+    BUILD,
+    ENGINE,
     GPU,
     GPU_INT8,
+    VERIFY,
+    EngineRun,
+    Skipped,
     backend_of,
     cpu_compute,
     engine_profiles,
     expected_gemms,
     graph_path,
-)
-from qdqbench.quantize.rundir.lengths import length_edges
-from qdqbench.quantize.rundir.outcomes import (
-    BUILD,
-    ENGINE,
-    VERIFY,
-    Ran,
-    Skipped,
+    length_edges,
     read_built,
     read_verified,
-    record,
+    write_outcome,
 )
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.runtime.opened import open_runner
 
 
 def build_stage(session: Session) -> list[Path]:
-    """Build the engine, or take trtexec's, and prove its INT8 layers; or record why there is none."""
-    if folder := brought(session):
-        return build_brought(session, folder)
+    """Build the engine and prove its INT8 layers; or record why there is none."""
     return _build(session, backend_of(session.recipe), graph_path(session), session.folder)
 
 
@@ -73,24 +68,22 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
             compute=cpu_compute(session.recipe),
             note=session.warnings.append,
-            progress=lambda phase, fraction: doing(phase, fraction, 1),
+            progress=lambda phase, fraction: report_phase(phase, fraction, 1),
         )
     except MissingDevice as error:
-        return [record(out / BUILD, Skipped(skipped=str(error)))]
-    return [record(out / BUILD, result), path, sidecar_path(path), layers]
+        return [write_outcome(out / BUILD, Skipped(skipped=str(error)))]
+    return [write_outcome(out / BUILD, result), path, sidecar_path(path), layers]
 
 
 def verify_stage(session: Session) -> list[Path]:
-    """Judge what the engine computes where a GPU runs it or trtexec ran it, or record why not."""
-    if folder := brought(session):
-        return [record(session.folder / VERIFY, verify_brought(session, folder))]
+    """Verify what the engine computes where it runs, or record why not."""
     reason, found = cannot_run(session), None
     if reason is None:
         try:
             found = verify_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [record(session.folder / VERIFY, found or Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / VERIFY, found or Skipped(skipped=str(reason)))]
 
 
 def cannot_run(session: Session) -> str | None:
@@ -109,7 +102,7 @@ def cannot_run(session: Session) -> str | None:
 
 
 def engine_stage(session: Session) -> list[Path]:
-    """Evaluate the engine where a GPU runs it, or record why not.
+    """Evaluate the engine where it runs, or record why not.
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
@@ -118,16 +111,15 @@ def engine_stage(session: Session) -> list[Path]:
     for _, encoded in () if tuned else session.eval_splits.values():
         doubts = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
-    folder = brought(session)
-    reason = None if folder else cannot_run(session)
+    reason = cannot_run(session)
     if reason is None and not _finite(read_verified(session.folder)):
         reason = "its logits are NaN or infinite, see the verification"
     if reason is None:
         try:
-            return evaluate_brought(session, folder) if folder else _run_engine(session)
+            return _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [record(session.folder / ENGINE, Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / ENGINE, Skipped(skipped=str(reason)))]
 
 
 def _run_engine(session: Session) -> list[Path]:
@@ -138,14 +130,14 @@ def _run_engine(session: Session) -> list[Path]:
     detail = f"{built.backend} {built.version} on {device}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
     graph, path, outputs = graph_path(session), folder / built.file, session.config.task.kind.outputs
-    doing("loading the engine")
+    report_phase("loading the engine")
     with open_runner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=length_edges(session))
         memory = runner.engine.memory
     session.warnings += [line for line in runner.engine.notes if line not in session.warnings]
-    done = Ran(detail=f"{detail}; {memory}", memory=asdict(memory))
-    return [record(session.folder / ENGINE, done), logits]
+    done = EngineRun(detail=f"{detail}; {memory}", memory=asdict(memory))
+    return [write_outcome(session.folder / ENGINE, done), logits]
 
 
 def _finite(found: Verification | Skipped) -> bool:

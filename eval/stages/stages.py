@@ -12,17 +12,16 @@ from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.eval.accuracy.runners import evaluating, onnxruntime_runner, placed, torch_runner
 from qdqbench.eval.stages.engine import build_stage, engine_stage, gpu_build_stage, verify_stage
 from qdqbench.eval.verify.layer_errors import layer_errors
-from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.calibrate.record import read_record, shifted_states, write_record
 from qdqbench.quantize.check.check import check_file, to_json
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.progress import report_phase, track
 from qdqbench.quantize.engine.backend import available_backends, gpu_backend
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.qat.files import remove_checkpoints
-from qdqbench.quantize.qat.stage import train_qat
+from qdqbench.quantize.qat.stage import remove_checkpoints, train_qat
 from qdqbench.quantize.rundir.artifacts import (
     FP16,
     FP32,
@@ -37,13 +36,12 @@ from qdqbench.quantize.rundir.artifacts import (
     graph_bytes,
     graph_path,
     proves_for_gpu,
+    write_outcome,
 )
-from qdqbench.quantize.rundir.outcomes import record
 from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.sources import source_fingerprint
-from qdqbench.quantize.trtexec.plan import FOLDER, state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +103,7 @@ def export_stage(session: Session) -> list[Path]:
     backend, folder = backend_of(recipe), session.folder
     outputs = session.config.task.kind.outputs
     files.require_room(folder, graph_bytes(session), "model.*.onnx")
-    doing("tracing")
+    report_phase("tracing")
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs = [
         (twin, ExportSettings.of(recipe, backend, "fp32"), folder / FP32),
@@ -117,7 +115,7 @@ def export_stage(session: Session) -> list[Path]:
         if proves_for_gpu(recipe):
             jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / GPU_INT8))
     done = {}
-    for model, settings, path in counted("writing graphs", jobs):
+    for model, settings, path in track("writing graphs", jobs):
         done[str(path.relative_to(folder))] = write_graph(
             model, session.plan, settings, path, session.warnings
         )
@@ -145,7 +143,10 @@ def parity(session: Session) -> list[Path]:
         moved = shifted_states(session.ptq_record, plan)
         with session.fp32_shifted() as fp32:
             errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
-    return [record(session.folder / "parity.json", found), record(session.folder / LAYER_ERRORS, errors)]
+    return [
+        write_outcome(session.folder / "parity.json", found),
+        write_outcome(session.folder / LAYER_ERRORS, errors),
+    ]
 
 
 def onnxruntime(session: Session) -> list[Path]:
@@ -211,9 +212,7 @@ def _exported(session: Session) -> Any:
 def _built(session: Session) -> Any:
     device, auto = (str(find_gpu()), str(find_cpu())), session.recipe.auto_shapes
     shapes = [str(profile) for profile in engine_profiles(session)] if auto else []
-    brought = state(session.folder / FOLDER)  # what trtexec made, if it made something
-    known = [*shapes, *brought]
-    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *known]
+    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *shapes]
 
 
 def _measured(session: Session) -> Any:
@@ -233,33 +232,20 @@ def stages(session: Session) -> dict[str, Stage]:
     if trains:
         calibrated = (*calibrated, "qat")
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
-    last = ("build", "verify", "engine")
-    behind = ("export", "check", "onnxruntime", "parity", FP16_STAGE, "gpu_build", "build")
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
-        Stage("baseline", baseline, first, _evaluation, beside=("quantize",)): True,
+        Stage("baseline", baseline, first, _evaluation): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
         Stage("ptq", ptq_stage, (*first, "quantize"), _evaluation): trains,  # QAT is compared with it
         Stage("qat", train_qat, (*first, "quantize"), _trained, remove_checkpoints): trains,
-        Stage("fake_quant", fake_quant, calibrated, _evaluation, beside=behind): quantized,
+        Stage("fake_quant", fake_quant, calibrated, _evaluation): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
+        Stage("onnxruntime", onnxruntime, (*first, "export"), _evaluation): True,
         Stage(
-            "onnxruntime",
-            onnxruntime,
-            (*first, "export"),
-            _evaluation,
-            beside=("parity", FP16_STAGE, "gpu_build", *last),
-        ): True,
-        Stage(
-            "parity",
-            parity,
-            (*calibrated, "export"),
-            lambda s: [_evaluation(s), s.config.seed],
-            beside=(FP16_STAGE, "gpu_build", *last),
+            "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation, beside=("gpu_build", *last)): quantized,
-        # here, while what fake_quant computes is waited for
+        Stage(FP16_STAGE, fp16, (*first, "export"), _evaluation): quantized,
         Stage("gpu_build", gpu_build_stage, ("export",), _built): proves_for_gpu(session.recipe),
         Stage("build", build_stage, ("export",), _built): True,
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,

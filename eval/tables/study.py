@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.report.formats import in_points, label, model_label, text, versions_text
-from qdqbench.eval.runs.study_results import Study, StudySummary
+from qdqbench.eval.runs.study import Study, StudySummary
 from qdqbench.eval.tables.accuracy import table
 from qdqbench.eval.tables.changed import Changed
 from qdqbench.quantize.core.training_results import Spread

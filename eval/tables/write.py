@@ -24,8 +24,8 @@ from qdqbench.eval.bench.results import BENCH_FILE as BENCH
 from qdqbench.eval.bench.results import Bench, rate_of, read_bench
 from qdqbench.eval.report.document import Cell
 from qdqbench.eval.report.formats import cleaned, size, text
-from qdqbench.eval.runs.study_results import STUDY_FILE as STUDY
-from qdqbench.eval.runs.study_results import Study, read_study
+from qdqbench.eval.runs.study import STUDY_FILE as STUDY
+from qdqbench.eval.runs.study import Study, read_study
 from qdqbench.eval.search.results import SEARCH_FILE as SEARCH
 from qdqbench.eval.search.results import Search, read_search
 from qdqbench.eval.tables.accuracy import Places, accuracy_tables, mean_tables, run_key, table

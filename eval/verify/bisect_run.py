@@ -17,8 +17,7 @@ from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.machine.gpu import find_gpu
-from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built, read_verified
+from qdqbench.quantize.rundir.artifacts import Skipped, expected_gemms, graph_path, read_built, read_verified
 from qdqbench.quantize.rundir.session import Session, read_config
 
 

@@ -30,9 +30,9 @@ from qdqbench.eval.verify.checks import (
     verification_failures,
 )
 from qdqbench.eval.verify.cut_engine import engine_of
-from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.core.arrays import Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice
+from qdqbench.quantize.core.progress import report_phase, track
 from qdqbench.quantize.core.results import (
     BlockCheck,
     EngineResult,
@@ -44,8 +44,7 @@ from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
-from qdqbench.quantize.rundir.outcomes import Skipped, read_built
+from qdqbench.quantize.rundir.artifacts import Skipped, expected_gemms, graph_path, read_built
 from qdqbench.quantize.runtime.opened import open_runner
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def _run_shapes(
 ) -> list[ShapeCheck]:
     cases = shape_cases(data.encoded.lengths, profiles, session.config.seed)
     found = []
-    for case in counted("shapes", cases):
+    for case in track("shapes", cases):
         got = run(batch_of(data.encoded, case, session.pad_id))
         shape = (len(case.rows), case.length)
         rows = np.array(case.rows)
@@ -192,7 +191,7 @@ def _run_shapes(
 def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", session: "Session") -> Floats:
     """Answers to the drawn samples, in batches of the first profile's opt, in random order and so padded."""
     profile, drawn, parts = widest(profiles), data.rows, []
-    for start in counted("answers", range(0, len(drawn), profile.opt[0])):
+    for start in track("answers", range(0, len(drawn), profile.opt[0])):
         rows = drawn[start : start + profile.opt[0]]
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
         length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
@@ -213,13 +212,13 @@ def _run_blocks(session: "Session", sidecar: "Sidecar", data: _Data) -> tuple[li
     sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
     profile = widest(sidecar.profiles)
     cases = block_cases(data.encoded.lengths, profile, session.config.seed)
-    doing("building the engine of blocks")
+    report_phase("building the engine of blocks")
     with (
         frozen(model) if quantized else nullcontext(),
         session.fp32_shifted() if quantized else nullcontext() as fp32,
         engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
     ):
-        for case in counted("blocks", cases):
+        for case in track("blocks", cases):
             batch = batch_of(data.encoded, case, session.pad_id)
             tensors = reference_blocks(model, fp32, batch, half=half)
             inputs = {name: t.input for name, t in tensors.items() if t.input is not None}

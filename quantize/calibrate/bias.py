@@ -9,25 +9,18 @@ A few tokens with huge outliers can rule a mean that is wrong for all others: a 
 the output of its layer nearer to FP32 is taken back.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.activity.told import counted
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.encoders.runs import first_inputs, resumed
-from qdqbench.quantize.fakequant.layer_calls import (
-    Given,
-    core_is_free,
-    kept_outputs,
-    mean_outputs,
-    replayed,
-    run_layer,
-)
+from qdqbench.quantize.core.progress import track
+from qdqbench.quantize.encoders.runs import first_inputs, hidden_of, resumed
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off, rounded_weights
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
@@ -36,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets for one batch besides the hidden state
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
 
 
@@ -54,7 +48,7 @@ def correct_biases(
     """
     import torch
 
-    family, two = family_of(model.config), core_is_free(model)
+    family = family_of(model.config)
     linears = [name for name in linears if model.get_submodule(name).bias is not None]
     if not linears:
         return {}
@@ -64,8 +58,8 @@ def correct_biases(
         with quantizers_off(model):
             exact, given = _calls(model, runs, _some(batches))
         states = exact
-        for name, times in counted("bias correction", runs.items()):
-            run = partial(run_layer, model, name, times, given[name], two_threads=two)
+        for name, times in track("bias correction", runs.items()):
+            run = partial(run_layer, model, name, times, given[name])
             groups = _steps(name, linears, family)
             with quantizers_off(model), mean_outputs(model, chain.from_iterable(groups)) as targets:
                 exact = run(exact)
@@ -162,6 +156,82 @@ def biased(model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]) ->
         with torch.no_grad():
             for bias, was in zip(biases, before, strict=True):
                 bias.copy_(was)
+
+
+def run_layer(
+    model: "PreTrainedModel", name: str, times: int, given: list[Given], states: "list[torch.Tensor]"
+) -> "list[torch.Tensor]":
+    """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
+    import torch
+
+    from qdqbench.quantize.fakequant.onednn import quick_linears
+
+    layer, outputs = model.get_submodule(name), [*states]
+    with torch.inference_mode(), quick_linears(model.device.type, again=True):
+        for _ in range(times):
+            for number, (args, kwargs) in enumerate(given):
+                outputs[number] = hidden_of(layer(outputs[number], *args, **kwargs))
+    return outputs
+
+
+@contextmanager
+def mean_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator[dict[str, torch.Tensor]]":
+    """Average the output of linears over all tokens: float64 [N] each, filled when the block ends."""
+    sums: dict[str, list[torch.Tensor]] = {}
+    tokens: Counter[str] = Counter()
+    means: dict[str, torch.Tensor] = {}
+
+    def add(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        flat = output.detach().flatten(0, -2)
+        sums.setdefault(name, []).append(flat.double().sum(dim=0))
+        tokens[name] += len(flat)
+
+    with _hooks(model, names, add):
+        yield means
+    means |= {name: reduce(operator.add, parts) / tokens[name] for name, parts in sums.items()}
+
+
+@contextmanager
+def kept_outputs(
+    model: "PreTrainedModel", groups: list[list[str]]
+) -> "Iterator[dict[str, list[torch.Tensor]]]":
+    """Keep the outputs of linears while the block runs, in order, by name."""
+    outputs: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        outputs.setdefault(name, []).append(output.clone())
+
+    with _hooks(model, chain.from_iterable(groups), keep):
+        yield outputs
+
+
+@contextmanager
+def replayed(
+    model: "PreTrainedModel", groups: list[list[str]], outputs: "dict[str, list[torch.Tensor]]"
+) -> Iterator[None]:
+    """Let linears return kept outputs, in order, without computing them again."""
+    names = list(chain.from_iterable(groups))
+    linears: list[Any] = [model.get_submodule(name) for name in names]
+    for name, linear in zip(names, linears, strict=True):
+        linear.forward = partial(_next_output, iter(outputs[name]))
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
+
+def _next_output(outputs: "Iterator[torch.Tensor]", _: "torch.Tensor") -> "torch.Tensor":
+    return next(outputs).clone()
+
+
+@contextmanager
+def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
+    """Call `hook(name, module, inputs, output)` after each run of these modules in the block."""
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(hook, name)))
+        yield
 
 
 def _steps(layer: str, linears: Iterable[str], family: Family) -> list[list[str]]:

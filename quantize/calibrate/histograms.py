@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Int64
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.fakequant.modelopt import quantized_with, set_calibrator, set_histogram
 from qdqbench.quantize.fakequant.quantizers import import_modelopt, quantizer_kind
 from qdqbench.quantize.recipe.plan import Plan
@@ -86,7 +86,7 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
         return self._found
 
     def _search(self) -> torch.Tensor:
-        doing("scales from histograms")
+        report_phase("scales from histograms")
         used = int(np.flatnonzero(self.counts)[-1]) + 1
         counts = self.counts[:used]
         # rounded up, so that no outlier is lost

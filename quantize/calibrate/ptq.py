@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.calibrate import given, smoothing, softmax, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_biases
 from qdqbench.quantize.calibrate.record import (
@@ -24,6 +23,7 @@ from qdqbench.quantize.calibrate.straight import equalize, moved_biases, share_s
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.core.progress import report_phase, track
 from qdqbench.quantize.fakequant import residual
 from qdqbench.quantize.fakequant.quantizers import (
     _silent,
@@ -129,11 +129,11 @@ def calibrate(
 
     quantizers = insert_quantizers(model, plan)
     fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
-    doing("looking at ranges")
+    report_phase("looking at ranges")
     shifts, moved, splits, warnings = _prepare(model, plan, settings.split_outliers, forward_loop)
     without = moved_biases(model, plan)
     apply_biases(model, without)
-    doing("looking at softmax")
+    report_phase("looking at softmax")
     by_error = _by_error(settings, plan, batches)
     chosen = softmax.choose(model, plan, forward_loop, straight(plan), by_error=by_error)
     centred = softmax.deltas_of(model, plan, chosen.centers)
@@ -141,12 +141,12 @@ def calibrate(
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install(quantizers, plan)
-    doing("calibrating")
+    report_phase("calibrating")
     with _silent(), _moments(quantizers) as moments:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_shared_notes(model, plan), *notes_on(plan), *chosen.notes]
     notes += _revive_dead_channels(model, quantizers)
-    for name in counted("scales of weights", plan.int8):
+    for name in track("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())

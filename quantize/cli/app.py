@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from qdqbench.quantize.activity import pulse
-from qdqbench.quantize.cli import bench, build, run, serve, train
+from qdqbench.quantize.cli import bench, run, serve, train
 from qdqbench.quantize.cli.choose import auto, recipes, search, sensitivity
 from qdqbench.quantize.cli.look import check, compare, diagnose, doctor, inspect
+from qdqbench.quantize.cli.progress import reset_clock
 from qdqbench.quantize.cli.terminal import complain
-from qdqbench.quantize.machine import interrupt, process
+from qdqbench.quantize.machine import process
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,7 +30,7 @@ app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
 STAGES = {stage: run.stage_command(stage, text) for stage, text in STAGE_COMMANDS.items()}
 STAGES["report"] = run.report
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for, as help shows them
-    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": build.build, "verify": build.verify},
+    "Run": {"run": run.run, "auto": auto.auto, **STAGES, "build": run.build, "verify": run.verify},
     "Look": {
         "check": check.check,
         "inspect": inspect.inspect,
@@ -100,31 +100,27 @@ GOES_ON = {  # commands that go on with what an interrupted call left
     *("run", "auto", *STAGE_COMMANDS, "build", "verify", "qat", "finetune", "study"),
     *("sensitivity", "methods", "search"),
 }
-INTERRUPTED = 130  # exit status, as of a shell: 128 and the number of the signal
 
 
 class _Interrupted(SystemExit):
-    """Ctrl-C, after its message."""
+    """Ctrl-C or SIGTERM, after its message."""
 
 
 def program() -> None:
-    """The installed command: `main`, and the end of the process; after Ctrl-C without waiting for threads."""
-    interrupt.watch()
+    """The installed command: `main`, and the end of the process, without waiting for threads."""
+    process.open_streams()
+    process.interruption.watch()
     if not any(name in sys.argv[1:2] for name in MEASURES_TORCH):
-        process.share_cores()
-        process.keep_memory()
-        process.collect_seldom()
+        process.use_passive_wait()
+        process.disable_malloc_trim()
+        process.relax_gc()
     try:
         main()
     except _Interrupted:
-        interrupt.ignore()
-        process.end_children()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
+        process.end_interrupted()
     except SystemExit as stop:
-        process.end(int(str(stop.code or 0)))
-    process.end(0)
+        process.exit_fast(int(str(stop.code or 0)))
+    process.exit_fast(0)
 
 
 def main() -> None:
@@ -135,7 +131,7 @@ def main() -> None:
     from qdqbench.quantize.core.errors import QdqError
     from qdqbench.quantize.core.files import full_disk
 
-    pulse.anew()
+    reset_clock()
     try:
         _invoke()
     except BrokenPipeError:  # `qdqbench ... | head`; what is still buffered has no reader
@@ -144,15 +140,15 @@ def main() -> None:
     except QdqError as error:
         if debug:
             raise
-        if process.leads():  # every process of a training raises the same
+        if process.is_main_process():  # every process of a training raises the same
             complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         goes_on = any(name in GOES_ON for name in sys.argv[1:2])
         kept, then = ("what is finished is kept, and ", "goes on") if goes_on else ("", "starts anew")
-        if process.leads():
+        if process.is_main_process():
             complain(f"interrupted; {kept}the same command {then}")
-        raise _Interrupted(INTERRUPTED) from None
+        raise _Interrupted(process.interruption.status) from None
     except Exception as error:
         if debug:
             raise

@@ -26,7 +26,7 @@ RunSeed = Annotated[int, typer.Option(min=0, help="Seed of bootstrap, parity dra
 RunOut = Annotated[Path | None, typer.Option(help="Run directory; none: runs/MODEL-RECIPE-TASK.")]
 Replace = Annotated[
     bool,
-    typer.Option("--replace", help="Begin anew where --out holds something else; what was made there goes."),
+    typer.Option("--replace", help="Start over in a used --out; what it holds moves to OUT.old."),
 ]
 MaxLength = Annotated[
     int | None,

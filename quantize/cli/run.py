@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qdqbench.quantize.cli import options, progress
-from qdqbench.quantize.cli.answers import answer
 from qdqbench.quantize.cli.options import grouped
-from qdqbench.quantize.cli.terminal import Json, RunFolder, console, print_json, show
+from qdqbench.quantize.cli.terminal import Json, RunFolder, console, plain, print_json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
+    from qdqbench.quantize.core.results import Results
     from qdqbench.quantize.rundir.session import Session
 
 DEFAULT_QAT = "int8-attention-qat"
@@ -38,7 +39,7 @@ def run(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """The main job: recipe and model in, engine and report out."""
     from qdqbench.eval.api.runs import start
-    from qdqbench.quantize.rundir.claim import run_folder
+    from qdqbench.quantize.rundir.ownership import run_folder
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend, shapes), batch_size=batch_size, seed=seed, limit=limit
@@ -46,7 +47,7 @@ def run(  # noqa: PLR0913  (a command's options)
     folder = run_folder("run", config, out)
     with progress.stages() as shown:
         found = start(config, folder, until, shown, replace=replace, say=options.note)
-    answer(found, folder, json=json)
+    print_results(found, folder, json=json)
 
 
 @grouped
@@ -56,12 +57,6 @@ def qat(  # noqa: PLR0913  (a command's options)
     subject: options.Subject,
     out: options.RunOut = None,
     replace: options.Replace = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what would be trained, and at what cost; train nothing.")
-    ] = False,
-    with_ptq: Annotated[
-        bool, typer.Option("--with-ptq", help="A plan that runs PTQ first, for what there is to win back.")
-    ] = False,
     max_length: options.MaxLength = None,
     backend: options.Backend = None,
     shapes: options.ShapesOfData = None,
@@ -73,7 +68,7 @@ def qat(  # noqa: PLR0913  (a command's options)
     """Quantization-aware training, then on to engine and report; on one GPU or many."""
     from qdqbench.eval.runs.run import require_inputs
     from qdqbench.quantize.qat.stage import settings_of
-    from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
+    from qdqbench.quantize.rundir.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.rundir.session import Session
 
     config = subject.config(
@@ -82,40 +77,50 @@ def qat(  # noqa: PLR0913  (a command's options)
     folder = run_folder("run", config, out)
     session = Session(config, folder)
     settings_of(session)  # before anything is written
-    purpose = purpose_of("run", session)
+    identity = identity_of("run", session)
     ready = partial(require_inputs, session)
-    anew = replace and not plan  # which removes nothing
-    with claimed(folder, purpose, replace=anew, ready=ready, say=options.note):
-        if plan or with_ptq:
-            _plan(session, with_ptq, json)
-        else:
-            _train(session, json)
+    with owned_folder(folder, identity, replace=replace, ready=ready, say=options.note):
+        _train(session, json)
 
 
 def _train(session: "Session", json: bool) -> None:
-    from qdqbench.eval.runs.run import follow, run_until
-    from qdqbench.quantize.machine.process import leads
+    from qdqbench.eval.runs.run import follow, run_to, run_until
+    from qdqbench.quantize.machine.process import is_main_process
     from qdqbench.quantize.qat.stage import train_on_all
 
     with progress.stages() as shown:
         start = follow(session, shown)
-        train_on_all(session, lambda stage: run_until(session, stage, start))
-    if leads():
+        train_on_all(session, lambda stage: run_to(session, stage, start))
+    if is_main_process():
         with progress.stages() as shown:
             results = run_until(session, None, follow(session, shown))
-        assert results is not None
-        answer(results, session.folder, json=json)
+        print_results(results, session.folder, json=json)
 
 
-def _plan(session: "Session", with_ptq: bool, json: bool) -> None:
-    from qdqbench.eval.runs.qat_plan import make_plan
-    from qdqbench.eval.runs.qat_plan_lines import plan_lines
-    from qdqbench.eval.runs.run import follow
+def print_results(results: "Results", folder: Path, *, json: bool) -> None:
+    """Print the results of a run.
 
-    with progress.stages() as shown:
-        found = make_plan(session, follow(session, shown, "ptq"), with_ptq=with_ptq)
-    if found is not None:  # None: not the main process
-        show(found, json, plan_lines)
+    Raises:
+        CheckFailed: something of it does not hold.
+    """
+    from qdqbench.eval.gate.gate import issue_sentence
+    from qdqbench.eval.runreport.handoff import where_to_begin
+    from qdqbench.eval.runreport.report import summary_lines
+    from qdqbench.eval.runs.stage_table import stage_table
+    from qdqbench.quantize.core.errors import CheckFailed
+    from qdqbench.quantize.deploy.write import DEPLOY
+
+    failures = "; ".join(map(issue_sentence, results.gate.failures))
+    if results.until is None:
+        begin = where_to_begin(folder, folder / DEPLOY)
+        places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
+        show(results, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in places.items()))
+        failures = f"the gate does not hold: {failures}"
+    else:
+        judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"
+        show(results, json, partial(stage_table, folder=folder), judged)
+    if not results.gate.passed:
+        raise CheckFailed(failures)
 
 
 def stage_command(target: str, text: str) -> Callable[..., None]:
@@ -126,10 +131,22 @@ def stage_command(target: str, text: str) -> Callable[..., None]:
 
         with progress.stages() as shown:
             found = resume(folder, target, shown)
-        answer(found, folder, json=json)
+        print_results(found, folder, json=json)
 
     command.__doc__ = text
     return command
+
+
+verify = stage_command("verify", "Verify what the engine computes, where it runs.")
+
+
+def build(folder: RunFolder, json: Json = False) -> None:
+    """Build the engine, prove its INT8 layers, verify its outputs where it runs."""
+    from qdqbench.eval.api.runs import build as build_engine
+
+    with progress.stages() as shown:
+        found = build_engine(folder, shown)
+    print_results(found, folder, json=json)
 
 
 def report(
@@ -145,11 +162,11 @@ def report(
     for target in (["fp16"] if fp16 else []) + ["report"]:
         with progress.stages() as shown:
             found = resume(folder, target, shown)
-    answer(found, folder, json=json)
+    print_results(found, folder, json=json)
 
 
 def profile(folder: RunFolder, json: Json = False) -> None:
-    """Wall time, CPU time and peak memory of each stage of a finished run; wall times may overlap."""
+    """Wall time, CPU time and peak memory of each stage of a finished run."""
     from qdqbench.quantize.core.results import read_results
 
     found = read_results(folder)

@@ -122,10 +122,9 @@ def study(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench.eval.runs.study import StudyPlan, study
-    from qdqbench.eval.runs.study_results import STUDY_FILE
+    from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study
     from qdqbench.eval.tables.study import study_summary
-    from qdqbench.quantize.rundir.claim import default_folder
+    from qdqbench.quantize.rundir.ownership import default_folder
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all
 
@@ -180,15 +179,15 @@ def _claimed(
     kind: str, subject: given.BaseSubject, task: "Task", folder: Path, *, replace: bool
 ) -> AbstractContextManager[None]:
     """The folder of a training that begins with a base encoder, once that and its data are known to fit."""
-    from qdqbench.quantize.rundir.claim import claimed, trained_purpose
+    from qdqbench.quantize.rundir.ownership import owned_folder, training_identity
     from qdqbench.quantize.train.base import require_base
 
     def ready() -> None:
         if subject.model is not None:
             require_base(subject.model, subject.revision, task, subject.data)
 
-    purpose = trained_purpose(kind, subject.model, subject.revision, task.name)
-    return claimed(folder, purpose, replace=replace, ready=ready, say=given.note)
+    identity = training_identity(kind, subject.model, subject.revision, task.name)
+    return owned_folder(folder, identity, replace=replace, ready=ready, say=given.note)
 
 
 def _base(subject: given.BaseSubject, folder: Path, accelerator: "Accelerator") -> tuple[str, str]:

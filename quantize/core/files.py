@@ -168,8 +168,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 `text` to `path` atomically."""
-    write_bytes(path, text.encode())
+    """Write UTF-8 `text` to `path` atomically; it is on the disk when this returns."""
+    data = text.encode()
+    with atomic_path(path, len(data)) as temporary, temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())  # else a power loss leaves an empty file
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -177,8 +181,11 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, again: str = "delete it and run the stage again") -> Any:
     """Read a JSON file.
+
+    Args:
+        again: how to get a good one, in errors.
 
     Raises:
         UserError: the file is missing or is not JSON.
@@ -188,7 +195,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; run the stage that writes it first") from error
     except (ValueError, RecursionError) as error:  # ValueError: not JSON, not text, or a number of any length
-        raise UserError(f"{path} is not valid JSON ({error}); delete it and run the stage again") from error
+        raise UserError(f"{path} is not valid JSON ({error}); {again}") from error
 
 
 def read_bounded(path: Path, most: int, what: str, give: str) -> str:

@@ -194,7 +194,7 @@ class FileRow(Strict):
 
     name: str
     bytes: int
-    fp32_ratio: float | None  # size divided by the size of the FP32 twin
+    fp32_ratio: float | None  # size divided by the size of the FP32 twin; None: no ONNX file
 
 
 class FindingRow(Strict):
@@ -218,24 +218,28 @@ class Timing(Strict):
 
 
 class Results(Tabular):
-    """Every number of one run."""
+    """Every number of one run, or of its stages up to one; what those do not write has its default."""
 
     schema_version: int = SCHEMA_VERSION
+    until: str | None = None  # stage that was asked for, or evaluate; None: the run has its report
     created: str  # ISO 8601, UTC
     command: str
     recipe: dict[str, Any]  # resolved
-    model: dict[str, Any]  # name, sha256, parameters, architecture
+    model: dict[str, Any]  # name, sha256; with a report parameters, architecture
     task: dict[str, Any]  # name, metrics, label names
     data: dict[str, Any]  # source, calibration and evaluation splits with n
     seed: int
-    quantized_layers: list[str]
-    high_precision_layers: list[str]  # linears that stay in FP16 or FP32
-    quantizers: list[QuantizerRow]
+    quantized_layers: list[str] = []
+    quantized_attention: list[str] = []  # attention modules in INT8
+    quantized_residual: list[str] = []  # modules whose residual is in INT8
+    high_precision_layers: list[str] = []  # linears that stay in FP16 or FP32
+    quantizers: list[QuantizerRow] = []
     softmax: list[SoftmaxRow] = []
-    files: list[FileRow]
-    findings: list[FindingRow]
-    parity: Parity | None
-    stages: dict[str, StageResult]  # keys: `expected_stages`
+    files: list[FileRow] = []  # ONNX files; without a report all files of the stages
+    findings: list[FindingRow] = []
+    parity: Parity | None = None
+    stages: dict[str, StageResult] = {}  # keys: `expected_stages`
+    skipped: dict[str, str] = {}  # stage -> why it has no result, such as no device to run on
     changed: ChangedAnswers | None = None  # None: nothing but FP32 was scored
     classes: Classes | None = None  # None: answers are no classes
     layer_errors: LayerErrors | None = None  # None: nothing is quantized
@@ -244,7 +248,7 @@ class Results(Tabular):
     vs_fp16: Comparison | None = None  # the stage nearest to deployment against the FP16 twin
     training: TrainingRun | None = None  # None: the recipe has no QAT
     qat_vs_ptq: Comparison | None = None  # fake-quant after QAT against before, where Comparison says FP32
-    engine: EngineResult | None
+    engine: EngineResult | None = None
     gpu_engine: EngineResult | None = None  # built ahead of time beside an engine for this CPU, as a proof
     lengths: Lengths | None = None  # what the engine's profiles follow; None: the recipe's own shapes
     verification: Verification | None = None  # None: the engine was not run, or not verified

@@ -35,7 +35,7 @@ def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
         UserError: missing, not JSON, or not of this schema; names the first field that is wrong.
     """
     try:
-        return schema.model_validate(files.read_json(path))
+        return schema.model_validate(files.read_json(path, again))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole"

@@ -7,8 +7,7 @@ from pathlib import Path
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.core.results import EngineResult, Results
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
-from qdqbench.quantize.rundir.artifacts import GPU
-from qdqbench.quantize.rundir.outcomes import engine_file
+from qdqbench.quantize.rundir.artifacts import GPU, engine_file
 
 TITLES: dict[BackendName, str] = {
     "onnxruntime": "ONNX Runtime",
@@ -105,7 +104,8 @@ def _built(place: Path, built: EngineResult, results: Results) -> Way:
             if built.on_cpu
             else "the engine of the run"
         )
-        made += f", for compute capability {targets} ({sidecar.gpu or 'by trtexec'})" if targets else ""
+        gpu = f" ({sidecar.gpu})" if sidecar.gpu else ""
+        made += f", for compute capability {targets}{gpu}" if targets else ""
         verified = results.verification is not None and results.verification.passed
         checked = "verified" if verified else "NOT verified"
         shown = f"{made}; that was proven, {checked} and evaluated (stage engine)"

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from qdqbench.quantize.families.known import family_of
-from qdqbench.quantize.machine.quiet import alone
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +26,9 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     says how.
     """
     if implementation == ATTENTION:
-        with alone():
-            # one that is free, or its own: transformers forgets no name
-            number = next(each for each in count() if _taken.get(each, model.config) is model.config)
-            _taken[number] = model.config
+        # one that is free, or its own: transformers forgets no name
+        number = next(each for each in count() if _taken.get(each, model.config) is model.config)
+        _taken[number] = model.config
         implementation = f"{ATTENTION}_{number}"
         _register_attention(implementation)
     family = family_of(model.config)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import onnx
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, limits_of
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.cpu.compiled import Compute
 from qdqbench.quantize.cpu.products import name_products
@@ -207,7 +207,7 @@ def _build_for_cpu(
     sizes = ({end[axis] for each in profiles for end in (each.min, each.max)} for axis in (0, 1))
     batch, length = (next(iter(known)) if len(known) == 1 else None for known in sizes)
     data = onnx_path.read_bytes()
-    doing("compiling")
+    report_phase("compiling")
     model = compiled(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
     first_run(model, profiles[0].opt)
     return BuiltEngine(

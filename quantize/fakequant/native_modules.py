@@ -1,7 +1,6 @@
 """Modules that run in place of ModelOpt's while a model is trained: `native.py`."""
 
 import functools
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,8 @@ def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Native{original.__name__}", (original,), {"forward": forward})
 
 
-class _Last(threading.local):
-    """What a thread quantized last."""
+class _Last:
+    """The tensor that was quantized last."""
 
     inputs: torch.Tensor | None = None
     output: torch.Tensor | None = None

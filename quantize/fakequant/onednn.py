@@ -6,7 +6,6 @@ of a block of K one after another, and MKL's blocks are of `BLOCK`: oneDNN's GEM
 MKL's. No library promises that, so a probe of every size is compared with torch's own before it is taken.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,8 +23,6 @@ HELD_BYTES = 2**28  # of weights in oneDNN's layout
 TYPICAL_ROWS = 256  # of a batch that the layout is chosen for
 Parts = list[tuple[slice, torch.Tensor]]  # of K, and the weight there, in any layout
 
-_here = threading.local()
-
 
 @contextmanager
 def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]:
@@ -37,18 +34,20 @@ def quick_linears(device: str = "cpu", *, again: bool = False) -> Iterator[None]
             Nothing in the block may write into one through `.data`, or into one that was made in inference
             mode; to make `.data` another tensor is fine.
     """
-    if device != "cpu" or getattr(_here, "inside", False) or not onednn_is_quicker():
+    if device != "cpu" or _QuickLinears.entered or not onednn_is_quicker():
         yield
         return
-    _here.inside = True
+    _QuickLinears.entered = True
     try:
         with _QuickLinears(HELD_BYTES if again else 0):
             yield
     finally:
-        _here.inside = False
+        _QuickLinears.entered = False
 
 
 class _QuickLinears(TorchFunctionMode):
+    entered = False  # it does not nest
+
     def __init__(self, room: int) -> None:
         super().__init__()
         self._held: dict[int, tuple[torch.Tensor, int | None, Parts]] = {}  # by address; holds what is there

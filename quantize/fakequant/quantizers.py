@@ -10,7 +10,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import UNROUNDED
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.kinds.kind import LOGITS, joined
-from qdqbench.quantize.machine.quiet import alone, unprinted
+from qdqbench.quantize.machine.quiet import unprinted
 from qdqbench.quantize.tasks.task import kind_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def import_modelopt() -> Any:
     Raises:
         UserError: another version of ModelOpt.
     """
-    with alone():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt
         import torch

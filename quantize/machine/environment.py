@@ -1,13 +1,16 @@
-"""Where and with what a result was made: hardware, versions, commit."""
+"""Where and with what a result was made: hardware, versions, commit, code."""
 
+import functools
+import hashlib
 import importlib.metadata
-import os
 import platform
 import subprocess
 from datetime import datetime, timezone
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from qdqbench.quantize.machine.cpu import find_cpu
 from qdqbench.quantize.machine.gpu import find_gpu
 
 PACKAGES = (
@@ -23,6 +26,8 @@ PACKAGES = (
     "numpy",
     "scipy",
 )
+# versions that outputs depend on
+VERSIONED = ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx", "onnxruntime")
 
 
 def environment() -> dict[str, Any]:
@@ -33,25 +38,17 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    gpu = find_gpu()
+    cpu, gpu = find_cpu(), find_gpu()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu.name,
+        "cores": cpu.cores,
         "gpu": gpu.name if gpu else "none",
         "driver": gpu.driver if gpu else None,
         "git": _commit(Path(__file__).resolve().parents[2]),
         "versions": versions,
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _commit(package: Path) -> str | None:
@@ -78,3 +75,24 @@ def _git(folder: Path, *arguments: str) -> str:
 def now() -> str:
     """The time in UTC, ISO 8601 to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def made_with() -> dict[str, Any]:
+    """Code and library versions, as JSON: part of the identity of all that is reused or resumed."""
+    return {"versions": versions(), "code": _code_hash()}
+
+
+def versions() -> dict[str, str]:
+    """Installed versions that outputs depend on."""
+    return {name: importlib.metadata.version(name) for name in VERSIONED}
+
+
+@functools.lru_cache
+def _code_hash() -> str:
+    """SHA-256 over this package's source."""
+    digest = hashlib.sha256()
+    for package in ("qdqbench.quantize", "qdqbench.eval"):
+        root = Path(str(resources.files(package)))
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()

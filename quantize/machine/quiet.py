@@ -2,7 +2,6 @@
 
 import io
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -16,32 +15,17 @@ _LEVELS = {
 }
 
 
-_one = threading.RLock()
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Warnings as they are before the block, behind it too, and no other thread in such a block.
-
-    Filters of warnings and stdout are of the whole process: of two threads that each put them back in turn,
-    one would leave what the other had set. What libraries change while they load or trace models is likewise.
-    """
-    with _one, warnings.catch_warnings():
-        yield
-
-
 @contextmanager
 def unprinted() -> Iterator[None]:
-    """`alone`, and nothing on stdout."""
-    with alone(), redirect_stdout(io.StringIO()):
+    """Keep stdout empty, and filters of warnings as they are before the block."""
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         yield
 
 
 @contextmanager
 def quiet(library: Library) -> Iterator[None]:
     """No progress bars, advice or notes on its own future from a library; all is as before afterwards."""
-    # of a whole search, which runs stages in other threads, and begins before and ends after them
-    with warnings.catch_warnings() if library == "optuna" else alone():
+    with warnings.catch_warnings():
         bars = _bars(library)  # imports the library, which sets its own level then
         before = {logging.getLogger(name): logging.getLogger(name).level for name in _LEVELS[library]}
         for name, level in _LEVELS[library].items():

@@ -4,7 +4,12 @@ import re
 
 # The user and password of a URL, up to the last @: a password may hold any character, an @ and a / too.
 _USER = re.compile(r"(?<=://)(?:[^/?#:@\s]*:.*|[^/?#@\s]+)@", re.DOTALL)
-_PARAMETER = re.compile(r"([?&;](?:\w*password|passwd|pwd|\w*token|\w*secret)=)[^&;\s'\"]+", re.IGNORECASE)
+# Parameters of a URL, and those of a connection string inside one of them, which are percent-encoded.
+_PARAMETER = re.compile(
+    r"((?:[?&;=]|%3B|%26)(?:\s|\+|%20)*(?:\w*password|passwd|pwd|\w*token|\w*secret)(?:=|%3D))"
+    r"(?:(?!%3B|%26)[^&;\s'\"])+",
+    re.IGNORECASE,
+)
 
 
 def hide_credentials(text: str) -> str:

@@ -2,11 +2,8 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +11,8 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Timing
 from qdqbench.quantize.core.strict import Strict, read
-from qdqbench.quantize.machine import interrupt
-from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.lock import held
-from qdqbench.quantize.machine.process import keep_imported
-from qdqbench.quantize.machine.usage import measured
-from qdqbench.quantize.rundir.beside import beside, has_room
+from qdqbench.quantize.machine.environment import made_with
+from qdqbench.quantize.machine.process import freeze_gc, interruption, measured
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
 
 STAGES_FILE = "stages.json"
@@ -33,9 +26,7 @@ class Stage:
     run: Callable[[Session], list[Path]]
     needs: tuple[str, ...]  # stages whose outputs it reads
     inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
-    # once its outputs are in the manifest, and where they are reused; in the thread that the stage ran in
-    recorded: Callable[[Session], None] = lambda session: None
-    beside: tuple[str, ...] = ()  # stages behind it that may run meanwhile, and so need nothing of it
+    recorded: Callable[[Session], None] = lambda session: None  # called once its outputs are in the manifest
 
 
 class Done(Strict):
@@ -44,8 +35,8 @@ class Done(Strict):
     key: str
     outputs: dict[str, str]  # path inside the run directory -> sha256
     notes: list[str]
-    warnings: list[str] = []
-    made_with: dict[str, Any] = {}  # empty: of code that did not say it
+    warnings: list[str]
+    made_with: dict[str, Any]
     wall_s: float
     cpu_s: float
     peak_rss_bytes: int
@@ -57,17 +48,16 @@ class _Manifest(Strict):
 
 
 def open_run(config: RunConfig, folder: Path) -> Session:
-    """Start or take up a run directory and record its configuration.
+    """Start or resume a run directory inside a folder that this process holds, and record its configuration.
 
     Raises:
-        UserError: the folder holds something that is not a run, or another process is at it.
+        UserError: the folder holds something that is not a run.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
         raise UserError(f"{folder} holds other files than a run; give --out an empty or new folder")
-    with held(folder):
-        files.write_json(folder / CONFIG, config.model_dump(mode="json"))
+    files.write_json(folder / CONFIG, config.model_dump(mode="json"))
     return Session(config, folder)
 
 
@@ -78,72 +68,36 @@ def run_stages(
 ) -> dict[str, Timing]:
     """Run stages in order; one whose key and files are as it left them is reused.
 
-    What it leaves is the same where stages run beside those that follow them (`beside.py`).
-
     Args:
+        session: in a folder that this process holds.
         stages: in an order in which each stage's needs come first.
         announce: called with a stage's name, and whether it is reused, before it runs.
 
     Returns:
         Cost of each stage; a reused one has the cost of the run that made it.
-
-    Raises:
-        UserError: another process is at this run.
     """
-    listed, timings = {stage.name: stage for stage in stages}, dict[str, Timing]()
-    writing, noted, warned = threading.Lock(), [*session.notes], [*session.warnings]
-    keep_imported()
-    with held(session.folder):
-        manifest = _read(session.folder / STAGES_FILE)
-
-        def made(work: Session, stage: Stage, key: str, before: Done | None) -> Done:
-            """What a stage made in place of `before`; kept at once, in whatever thread this is."""
-            done = _made(work, stage, key, before)
-            with writing:
-                manifest.stages[stage.name] = done
-                files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
-            stage.recorded(session)
-            return done
-
-        def finish(name: str, done: Done, *, reused: bool = False) -> None:
-            session.notes += [note for note in done.notes if note not in session.notes]
-            session.warnings += [line for line in done.warnings if line not in session.warnings]
-            timings[name] = timing(done, reused=reused)
-
-        with beside(finish) as others:
-            for stage, following in zip_longest(listed.values(), [*listed][1:]):
-                interrupt.raise_if_interrupted()
-                others.wait(before=stage.name)
-                key = _key(session, stage, manifest)
-                done = manifest.stages.get(stage.name)
-                reused = done is not None and done.key == key and _intact(session.folder, done)
-                announce(stage.name, reused)
-                if done is not None and reused:
-                    stage.recorded(session)
-                    finish(stage.name, done, reused=True)
-                    continue
-                with writing:
-                    manifest.stages.pop(stage.name, None)
-                if following in stage.beside and (others.busy or has_room()):
-                    copy = session.aside()
-                    copy.progress = others.progress(session.progress)
-                    others.start(stage.name, stage.beside, partial(made, copy, stage, key, done))
-                else:
-                    finish(stage.name, others.meanwhile(partial(made, session, stage, key, done)))
-                interrupt.raise_if_interrupted()
-        done_in_order = [manifest.stages[name] for name in listed]
-    session.notes = _once(noted, *(done.notes for done in done_in_order), session.notes)
-    session.warnings = _once(warned, *(done.warnings for done in done_in_order), session.warnings)
-    return {name: timings[name] for name in listed}
+    timings: dict[str, Timing] = {}
+    freeze_gc()
+    manifest = _read(session.folder / STAGES_FILE)
+    for stage in stages:
+        interruption.raise_if_pending()
+        key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
+        reused = done is not None and done.key == key and _intact(session.folder, done)
+        announce(stage.name, reused)
+        if done is None or not reused:
+            manifest.stages.pop(stage.name, None)
+            done = manifest.stages[stage.name] = _run_stage(session, stage, key, done)
+            files.write_json(session.folder / STAGES_FILE, manifest.model_dump(mode="json"))
+        session.notes = [*dict.fromkeys([*session.notes, *done.notes])]
+        session.warnings = [*dict.fromkeys([*session.warnings, *done.warnings])]
+        timings[stage.name] = timing(done, reused=reused)
+        stage.recorded(session)
+        interruption.raise_if_pending()
+    return timings
 
 
-def _once(*lists: list[str]) -> list[str]:
-    """All lines, each where it comes first."""
-    return [*dict.fromkeys(chain.from_iterable(lists))]
-
-
-def _made(session: Session, stage: Stage, key: str, before: Done | None) -> Done:
-    """Run a stage, and remove what it made before and no longer makes."""
+def _run_stage(session: Session, stage: Stage, key: str, before: Done | None) -> Done:
+    """Run a stage, and remove the files of its run `before` that it no longer writes."""
     noted, warned = len(session.notes), len(session.warnings)
     with measured() as cost:
         outputs = stage.run(session)
@@ -185,16 +139,6 @@ def made_otherwise(folder: Path, names: Iterable[str]) -> str:
     ]
     other = ", ".join(moved) or "other code of qdqbench"
     return f"{', '.join(stale)} made again: what is there was made with {other}"
-
-
-def unchanged(session: Session, stages: Iterable[Stage]) -> bool:
-    """Whether all of these stages would be reused."""
-    manifest = _read(session.folder / STAGES_FILE)
-    for stage in stages:
-        done = manifest.stages.get(stage.name)
-        if done is None or done.key != _key(session, stage, manifest) or not _intact(session.folder, done):
-            return False
-    return True
 
 
 def forget_others(folder: Path, known: Iterable[str]) -> None:

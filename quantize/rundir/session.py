@@ -1,6 +1,5 @@
 """One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import biased
 from qdqbench.quantize.calibrate.record import CalibrationRecord, read_record
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.encoders.identity import embedding_notes, model_fingerprint
@@ -65,7 +64,8 @@ def read_config(folder: Path) -> RunConfig:
         raise UserError(
             f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
         )
-    return read(path, RunConfig, "run configuration", "start a new run in another folder")
+    again = f"run the command that started it again with --out {folder}, which keeps its finished stages"
+    return read(path, RunConfig, "run configuration", again)
 
 
 def require_fit(recipe: Recipe, model: str, config: Any) -> None:
@@ -111,15 +111,6 @@ class Session:
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 
-    def aside(self) -> "Session":
-        """This run for a stage in another thread: what it notes and loads is its own, its models too."""
-        self.eval_splits  # noqa: B018  (a tokenizer works for one thread at a time)
-        other = copy.copy(self)
-        other.notes, other.warnings = [*self.notes], [*self.warnings]
-        other.__dict__.pop("fake_quant_model", None)
-        other.__dict__.pop("fp32_model", None)  # stages watch layers by hooks
-        return other
-
     @property
     def recipe(self) -> Recipe:
         """The resolved recipe."""
@@ -153,7 +144,7 @@ class Session:
     def new_model(self) -> "PreTrainedModel":
         """A fresh FP32 model, checked against the task."""
         asked = self.config
-        doing("loading the model")
+        report_phase("loading the model")
         model = load_model(self.model_name, asked.revision, asked.task.kind, asked.pooling)
         config = model.config
         require_teachable(self.recipe, asked.task)
@@ -199,7 +190,7 @@ class Session:
     def new_qat_model(self) -> "PreTrainedModel":
         """The trained fake-quant model, rebuilt from the files of the QAT stage."""
         name = str(self.folder / QAT / "model")
-        doing("loading the model")
+        report_phase("loading the model")
         model = load_model(name, kind=self.config.task.kind)
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, name)
@@ -267,7 +258,7 @@ class Session:
         """Evaluation splits with their tokens (MNLI has two)."""
         task, found = self.config.task, {}
         for name in task.eval_splits:
-            doing(f"reading {name}")
+            report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
                 require_order(split, task, class_names(self.model_name, self.config.revision, task.kind))

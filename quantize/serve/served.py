@@ -11,8 +11,7 @@ from qdqbench.quantize.encoders.load import class_names
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.kinds.tokens import TOKENS
-from qdqbench.quantize.rundir.artifacts import FP32, graph_path
-from qdqbench.quantize.rundir.outcomes import Skipped, engine_file, read_built
+from qdqbench.quantize.rundir.artifacts import FP32, Skipped, engine_file, graph_path, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.serve.endpoints import ENDPOINTS, Columns, Endpoint
 from qdqbench.quantize.serve.frames import Head

@@ -18,8 +18,7 @@ from qdqbench.quantize.encoders.load import class_names, load_encoder, tokenizer
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import environment, made_with, now
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.activity.told import counted
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
+from qdqbench.quantize.core.progress import track
 from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import TaskKind, joined
@@ -28,7 +28,7 @@ def own_batches(
 
     order = np.argsort(-encoded.lengths, kind="stable")
     mine = order[accelerator.process_index :: accelerator.num_processes]
-    for start in counted("answering", range(0, len(mine), BATCH)):
+    for start in track("answering", range(0, len(mine), BATCH)):
         rows = mine[start : start + BATCH]
         _, batch = encoded.batch(rows.tolist(), pad_id)
         given = inputs_of(model, batch)

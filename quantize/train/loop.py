@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.train import checkpoints
@@ -121,34 +121,6 @@ def _train(job: Job, accelerator: "Accelerator") -> Trained:
     )
 
 
-def measure_steps(job: Job, accelerator: "Accelerator", count: int, most_s: float) -> list[float]:
-    """Seconds of `count` optimizer steps, after one of the longest batch of the first epoch.
-
-    One process alone ends after `most_s`, with two at least. The model is of no use afterwards.
-    """
-    import torch
-
-    settings, lengths = job.settings, job.data.encoded.lengths
-    model, optimizer, _ = _prepared(job, accelerator, count)
-    batches = epoch_batches(job.data, settings.batch_size, settings.seed, 0)
-    longest = max(batches, key=lambda rows: (len(rows), int(lengths[rows].max())))
-    model.train()
-    seconds = []
-    for rows in [longest, *(batches[number % len(batches)] for number in range(count))]:
-        start = time.perf_counter()
-        _gradient(job, accelerator, model, rows)
-        accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        job.after_step()
-        if accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-        if accelerator.num_processes == 1 and len(seconds) > 2 and sum(seconds) > most_s:
-            break
-    return seconds[1:]
-
-
 def _prepared(job: Job, accelerator: "Accelerator", steps: int) -> tuple[Any, Any, Any]:
     """Model, optimizer and scheduler, wrapped by Accelerate."""
     import torch
@@ -210,7 +182,7 @@ def _advance(
     norms: list[Any] = []
     seen, start, epoch, batches = 0, time.perf_counter(), -1, []
     while state.step < until:
-        doing("training", state.step, steps)
+        report_phase("training", state.step, steps)
         if state.step // per_epoch != epoch:
             epoch = state.step // per_epoch
             batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)

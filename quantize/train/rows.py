@@ -40,7 +40,7 @@ def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingDa
         UserError: too few rows.
     """
     count = len(encoded.gold)
-    held = held_of(count, share)
+    held = min(round(count * share), MOST_HELD_OUT)
     if held < 2 or count - held < 2:
         raise UserError(
             f"the train split has {count} samples, of which {held} would be held out to judge the training; "
@@ -48,11 +48,6 @@ def divide(encoded: Encoded, pad_id: int, share: float, seed: int) -> TrainingDa
         )
     order = np.random.default_rng([seed, 0]).permutation(count)
     return TrainingData(encoded, pad_id, encoded.rows_of(np.sort(order[held:])), np.sort(order[:held]))
-
-
-def held_of(count: int, share: float) -> int:
-    """How many of so many samples are held out."""
-    return min(round(count * share), MOST_HELD_OUT)
 
 
 def epoch_batches(data: TrainingData, batch_size: int, seed: int, epoch: int) -> list[Int64]:
@@ -86,13 +81,8 @@ def steps_per_epoch(data: TrainingData, batch_size: int) -> int:
 
 
 def total_steps(data: TrainingData, settings: Training) -> int:
-    """Optimizer steps of a run."""
-    return steps_of(len(data.rows), settings)
-
-
-def steps_of(rows: int, settings: Training) -> int:
-    """Optimizer steps of a run that learns from so many rows."""
-    steps = max(1, round(settings.epochs * -(-rows // settings.batch_size)))
+    """Return the optimizer steps of a run."""
+    steps = max(1, round(settings.epochs * -(-len(data.rows) // settings.batch_size)))
     return min(steps, settings.max_steps or steps)
 
 

@@ -13,8 +13,16 @@ import numpy as np
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
-from qdqbench.quantize.rundir.artifacts import backend_of, engine_profiles, graph_for_tensorrt, graph_path
-from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, engine_file, read_built
+from qdqbench.quantize.rundir.artifacts import (
+    BUILD,
+    Skipped,
+    backend_of,
+    engine_file,
+    engine_profiles,
+    graph_for_tensorrt,
+    graph_path,
+    read_built,
+)
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.facts import Facts, read_facts
 from qdqbench.quantize.trtexec.command import build_options

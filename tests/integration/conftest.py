@@ -53,7 +53,7 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
 def _no_progress_lines() -> Iterator[None]:
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qdqbench.quantize.activity.pulse.EVERY_S", float("inf"))
+        patch.setattr("qdqbench.quantize.cli.progress.EVERY_S", float("inf"))
         yield
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.kinds.encoded import pad
-from qdqbench.quantize.rundir.artifacts import engine_profiles, graph_path
-from qdqbench.quantize.rundir.outcomes import BUILD, record
+from qdqbench.quantize.rundir.artifacts import BUILD, engine_profiles, graph_path, write_outcome
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.runtime.opened import open_runner
 from qdqbench.quantize.serve.served import Served, open_served
@@ -26,7 +25,7 @@ def with_cpu_engine(run: Path, out: Path) -> Path:
         expected_gemms=[],
         expected_attention=0,
     )
-    record(out / BUILD, built)
+    write_outcome(out / BUILD, built)
     return out
 
 

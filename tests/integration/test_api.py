@@ -39,9 +39,9 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     assert accuracy.delta == results.stages["onnxruntime"].vs_fp32.delta["accuracy"]
     evaluated = qdqbench.evaluate("runs/a").to_frame()
     assert evaluated.equals(table)
-    proof = seen["proof"]
-    assert proof.engine.int8_gemms == proof.engine.expected_int8_gemms > 0
-    assert len(proof.to_frame()) == len(proof.engine.layers)
+    engine = seen["engine"]
+    assert engine.int8_gemms == engine.expected_int8_gemms > 0
+    assert len(engine.to_frame()) == len(engine.layers)
     assert [*seen["bench"].to_frame().batch.unique()] == [1]
     assert seen["changed"].name == "mine"
     (block,) = re.findall(
@@ -56,8 +56,8 @@ def assert_the_notebook_runs():
     for number, cell in enumerate(CELLS):
         exec(compile(cell, f"docs/quickstart.ipynb, cell {number}", "exec"), seen)
     assert {"fp32", "fake_quant", "onnxruntime"} <= {*seen["accuracy"].stage}
-    assert seen["proof"].engine.not_int8 == []
-    assert len(seen["kernels"]) == len(seen["proof"].engine.layers)
+    assert seen["engine"].not_int8 == []
+    assert len(seen["kernels"]) == len(seen["engine"].layers)
     assert not seen["report"].errors
     assert len(seen["scales"]) == len(seen["quantized"].record.quantizers)
 

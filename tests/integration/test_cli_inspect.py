@@ -14,7 +14,7 @@ from qdqbench.eval.verify import bisect, bisect_run
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine.layers import read_table
 from qdqbench.quantize.machine.gpu import Gpu
-from qdqbench.quantize.rundir import inspected
+from qdqbench.quantize.rundir import inspect_target
 
 from ..support.layer_tables import bert, inspector_json
 
@@ -257,7 +257,7 @@ def lone_engine(a_run, tmp_path):
 
 
 def test_an_engine_alone_needs_its_table_or_a_gpu(lone_engine, a_run, qdqbench, monkeypatch):
-    monkeypatch.setattr(inspected, "find_gpu", lambda: None)
+    monkeypatch.setattr(inspect_target, "find_gpu", lambda: None)
     done = qdqbench("inspect", lone_engine)
     assert (done.code, done.out) == (3, "")
     assert "model.int8.layers.json" in done.err
@@ -267,7 +267,7 @@ def test_an_engine_alone_needs_its_table_or_a_gpu(lone_engine, a_run, qdqbench, 
 
 
 def test_a_table_beside_two_engines_is_of_neither(lone_engine, a_run, qdqbench, monkeypatch):
-    monkeypatch.setattr(inspected, "find_gpu", lambda: None)
+    monkeypatch.setattr(inspect_target, "find_gpu", lambda: None)
     shutil.copy(a_run / "layers.json", lone_engine.with_name("layers.json"))
     assert qdqbench("inspect", lone_engine).code == 0
     lone_engine.with_name("other.engine").touch()
@@ -281,7 +281,7 @@ H200 = Gpu("NVIDIA H200", "8.9", "580.1")
 
 def test_the_inspector_reads_an_engine_without_a_table(lone_engine, a_run, qdqbench, monkeypatch):
     rows, asked = read_table(a_run / "layers.json"), []
-    for module in (inspected, sidecar, backend):
+    for module in (inspect_target, sidecar, backend):
         monkeypatch.setattr(module, "find_gpu", lambda: H200)
     monkeypatch.setattr(
         backend, "inspect_engine", lambda *given: asked.append(given[2]) or inspector_json(rows)
@@ -313,8 +313,8 @@ class FakeEngine(contextlib.nullcontext):
 
 @pytest.mark.parametrize(("options", "shape"), [([], (4, 8)), (["--batch", 2, "--length", 6], (2, 6))])
 def test_kernel_times_measured_here(options, shape, finished_run, qdqbench, monkeypatch):
-    monkeypatch.setattr(inspected, "find_gpu", lambda: H200)
-    monkeypatch.setattr(inspected, "Engine", FakeEngine)
+    monkeypatch.setattr(inspect_target, "find_gpu", lambda: H200)
+    monkeypatch.setattr(inspect_target, "Engine", FakeEngine)
     done = qdqbench("inspect", finished_run, "--profile", "gpu", *options)
     assert (done.code, done.err) == (0, "")
     assert f"0.500 ms in all at batch {shape[0]}, {shape[1]} tokens" in done.out
@@ -328,7 +328,7 @@ def test_kernel_times_measured_here(options, shape, finished_run, qdqbench, monk
 
 
 def test_kernel_times_need_a_gpu(finished_run, qdqbench, monkeypatch):
-    monkeypatch.setattr(inspected, "find_gpu", lambda: None)
+    monkeypatch.setattr(inspect_target, "find_gpu", lambda: None)
     done = qdqbench("inspect", finished_run, "--profile", "gpu")
     assert (done.code, done.out) == (3, "")
 

@@ -65,8 +65,7 @@ def test_a_mistake_leaves_nothing_behind(  # noqa: PLR0917
     assert os.listdir(tmp_path) == []
 
 
-def test_another_recipe_is_refused_and_replaced(a_run, sst2, qdqbench):
-    """Of a finished run nothing is left but what somebody else put there."""
+def test_another_recipe_is_refused_and_the_run_is_moved_aside(a_run, sst2, qdqbench):
     before = listing(a_run)
     (a_run / "notes.txt").write_text("mine")
     other = ["run", "bert-fp16", *sst2.options, "--until", "baseline"]
@@ -77,9 +76,10 @@ def test_another_recipe_is_refused_and_replaced(a_run, sst2, qdqbench):
     assert listing(a_run) == sorted([*before, "notes.txt"])
     done = qdqbench(*other, "--out", a_run, "--replace")
     assert done.code == 0
-    assert f"{len(before)} files" in done.err
-    assert "kept notes.txt, not made by qdqbench" in done.err
-    assert listing(a_run) == ["logits/fp32.npz", "notes.txt", "recipe.yaml", "run.json", "stages.json"]
+    old = a_run.with_name(f"{a_run.name}.old")
+    assert f"is now in {old}" in done.err
+    assert listing(old) == sorted([*before, "notes.txt"])
+    assert listing(a_run) == ["logits/fp32.npz", "recipe.yaml", "run.json", "stages.json"]
     done = qdqbench("methods", "bert-fp16", *sst2.options, "--out", a_run)
     assert done.code == 1
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqbench.eval.runs.study_results import read_study
+from qdqbench.eval.runs.study import read_study
 from qdqbench.eval.tables.write import BEGIN, END
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.core.training_results import Finetuning
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from .tiny import MAIN, call_alone, listing, write_data
+from .tiny import MAIN, call_alone, write_data
 
 QUICK = ("--epochs", "2", "--evaluations", "2", "--batch-size", "16")
 
@@ -340,45 +340,6 @@ def test_an_unchanged_training_is_reused(trained, qdqbench):
     done = qdqbench("report", str(trained), "--json")
     assert done.code == 0, done.err
     assert (trained / "qat" / "training.json").stat().st_mtime_ns == before
-
-
-def test_the_plan_trains_nothing_and_says_about_what_it_costs(sst2, trained, qdqbench, tmp_path):
-    out = tmp_path / "run"
-    done = qdqbench("qat", recipe(tmp_path), *sst2.options, "--out", str(out), "--plan", "--json")
-    assert done.code == 0, done.err
-    plan = json.loads(done.out)
-    assert (plan["engine"], plan["gap"], plan["fp32"]) == (None, None, None)
-    assert plan["ptq_s"] > 0
-    run = Results.model_validate_json((trained / "results.json").read_text())
-    took, ptq = run.timings["qat"], [run.timings[name] for name in ("baseline", "quantize", "ptq")]
-    assert (
-        (plan["cost"]["steps"], plan["cost"]["rows"]) == (run.training.steps, run.training.rows) == (30, 230)
-    )
-    assert plan["cost"]["held_out"] == run.training.held_out
-    assert plan["cost"]["total_s"] > 30 * plan["cost"]["step_s"] > 0
-    # of a machine that other tests use too: right to within a factor
-    assert run.training.seconds / 8 < 30 * plan["cost"]["step_s"] < 8 * run.training.seconds
-    assert plan["cost"]["total_s"] < 8 * took.wall_s
-    assert plan["ptq_s"] < 8 * sum(row.wall_s for row in ptq)
-    assert plan["cost"]["memory_bytes"] > 1e7
-    assert len(plan["quantized"]) == 12
-    assert listing(out) == []
-    shown = qdqbench("qat", recipe(tmp_path), *sst2.options, "--out", str(out), "--plan")
-    assert "nothing was trained" in shown.out
-    assert "--with-ptq runs PTQ first" in " ".join(shown.out.split())
-
-
-def test_a_plan_with_ptq_says_what_there_is_to_win_back(sst2, qdqbench, tmp_path):
-    out = tmp_path / "run"
-    given = ["qat", recipe(tmp_path), *sst2.options, "--out", str(out)]
-    done = qdqbench(*given, "--with-ptq", "--json")
-    assert done.code == 0, done.err
-    plan = json.loads(done.out)
-    assert plan["engine"]["int8_gemms"] == plan["engine"]["expected"] > 0
-    assert plan["ptq_s"] is None
-    assert not (out / "qat").exists()
-    shown = qdqbench(*given, "--plan")  # what PTQ left is there
-    assert f"accuracy {plan['fp32']:.4f} in FP32, PTQ" in " ".join(shown.out.split())
 
 
 def test_a_recipe_without_a_section(sst2, qdqbench, tmp_path):

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from qdqbench.quantize.activity import pulse
+from qdqbench.quantize.cli import progress
 
-EVERY_S = pulse.EVERY_S  # integration tests silence it for all that follow
+EVERY_S = progress.EVERY_S  # integration tests silence it for all that follow
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of signs of life, which begin anew."""
     made = Clock()
-    monkeypatch.setattr(pulse.time, "monotonic", made)
-    monkeypatch.setattr(pulse, "EVERY_S", EVERY_S)
-    pulse.anew()
+    monkeypatch.setattr(progress.time, "monotonic", made)
+    monkeypatch.setattr(progress, "EVERY_S", EVERY_S)
+    progress.reset_clock()
     return made

@@ -19,7 +19,7 @@ from qdqbench.quantize.core.training_results import Finetuning
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = schemas.__name__
 PAGES: dict[str, tuple[Any, ...]] = {
-    "results": (Results, Made, Finetuning, Bench),
+    "results": (Results, Finetuning, Bench),
     "search": (Search,),
     "compare": (RunComparison,),
     "qat": (Study,),

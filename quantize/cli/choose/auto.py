@@ -70,7 +70,7 @@ def auto(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.auto.report import auto_report, unmet_lines
     from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.rundir.claim import default_folder
+    from qdqbench.quantize.rundir.ownership import default_folder
 
     folder = out or default_folder("auto", subject.model, subject.found_task().name)
     with progress.status() as say:

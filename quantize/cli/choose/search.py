@@ -74,7 +74,7 @@ def search(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.sensitivity.results import read_sensitivity
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.core.errors import CheckFailed, UserError
-    from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder
+    from qdqbench.quantize.rundir.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.rundir.session import Session
 
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)

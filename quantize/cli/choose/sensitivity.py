@@ -41,7 +41,7 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.sensitivity.measure import Measurement
     from qdqbench.eval.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
     from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.rundir.claim import run_folder
+    from qdqbench.quantize.rundir.ownership import run_folder
 
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
     folder = run_folder("sensitivity", config, out)
@@ -67,11 +67,11 @@ def _open_session(
 ) -> "Iterator[tuple[Session, Progress]]":
     """Yield a session that nobody else uses, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
-    from qdqbench.quantize.rundir.claim import claimed, purpose_of
+    from qdqbench.quantize.rundir.ownership import identity_of, owned_folder
     from qdqbench.quantize.rundir.session import Session
 
     session = Session(config, folder)
-    purpose = purpose_of(kind, session)
+    identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
     with (
         claimed(folder, purpose, replace=replace, ready=ready, say=options.note),

@@ -28,7 +28,7 @@ def check(
     """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
     from qdqbench.eval.api.models import check as check_onnx
     from qdqbench.quantize.check.check import to_json
-    from qdqbench.quantize.rundir.inspected import checked_graph
+    from qdqbench.quantize.rundir.inspect_target import checked_graph
 
     report = check_onnx(target, recipe, allow=allow or ())
     if json:

@@ -21,12 +21,12 @@ def compare(
     from qdqbench.eval.compare.compare import compare_runs
     from qdqbench.eval.compare.report import NAME, comparison_report, write_comparison
     from qdqbench.eval.report.render import render_screen
-    from qdqbench.quantize.rundir.claim import Purpose, claimed
+    from qdqbench.quantize.rundir.ownership import RunIdentity, owned_folder
 
     compared = cache(partial(compare_runs, runs, command_line()))
     with status() as say:
         say("comparing")
-        with claimed(out, Purpose(kind=NAME), replace=replace, ready=compared, say=options.note):
+        with owned_folder(out, RunIdentity(kind=NAME), replace=replace, ready=compared, say=options.note):
             found = compared()
             written = write_comparison(found, out)
     show(

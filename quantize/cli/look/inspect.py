@@ -12,7 +12,7 @@ from qdqbench.quantize.cli.terminal import Json, console, plain, print_json, say
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.inspection import Inspection
-    from qdqbench.quantize.rundir.inspected import InspectTarget
+    from qdqbench.quantize.rundir.inspect_target import InspectTarget
 
 
 def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
@@ -37,7 +37,7 @@ def inspect(  # noqa: PLR0913, PLR0917  (a command's options)
     from qdqbench.quantize.core.errors import CheckFailed, UserError
     from qdqbench.quantize.engine.facts import graph_of
     from qdqbench.quantize.engine.inspection import inspect_layers
-    from qdqbench.quantize.rundir.inspected import (
+    from qdqbench.quantize.rundir.inspect_target import (
         MEASURED,
         expectations,
         measure_times,

@@ -1,7 +1,6 @@
 """Bias correction: the mean that FP32 had, never a layer that is worse, and nothing else touched."""
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from qdqbench.quantize.calibrate import bias as bias_correction
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import apply_biases, correct_biases
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant import layer_calls, native
+from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.fakequant import quantizers as quantizers_module
 from qdqbench.quantize.fakequant.quantizers import quantizers_off
 
@@ -156,31 +155,6 @@ def test_what_linears_made_before_is_not_computed_again(
     assert len(found["again"]) >= 8
     # a layer runs six times, six linears in four groups: the last three runs leave out 3, 4 and 5 of them
     assert 36 * runs["replayed"] == (36 - 12) * runs["again"]
-
-
-@pytest.mark.parametrize("attention", ["fp16", "int8"])
-def test_two_threads_correct_as_one_does_and_only_where_no_module_is_of_both(
-    tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, attention: str
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    model, plan = coarse(tiny_bert, attention=attention, precision={"keep": ["layernorm"]})
-    assert not layer_calls.core_is_free(model)  # what torch was given is what it has
-    monkeypatch.setattr(layer_calls, "shares_cores", lambda: True)
-    found, threads = {}, {}
-    for free in (True, False):
-        each, seen = copy.deepcopy(model), set[int]()
-        if not free:
-            monkeypatch.setattr(bias_correction, "core_is_free", lambda _: False)
-        with native.evaluated(each):
-            for name in plan.int8:
-                watch = lambda *_, seen=seen: seen.add(threading.get_ident())  # noqa: E731
-                each.get_submodule(name).register_forward_hook(watch)
-            found[free] = correct_biases(each, plan.int8, calibration_batches())
-        threads[free] = len(seen)
-    assert found[True] == found[False]
-    assert len(found[True]) >= 8
-    assert threads[False] == 1
-    assert (threads[True] > 1) == (attention == "fp16")  # each layer has threads of its own
 
 
 OUTLIER = 5  # a token that stands once in 32

@@ -135,7 +135,7 @@ def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
     with torch.inference_mode():
         states, given = bias._calls(model, dict.fromkeys(layers, 1), BATCHES)
         for name in layers:
-            states = bias.run_layer(model, name, 1, given[name], states, two_threads=True)
+            states = bias.run_layer(model, name, 1, given[name], states)
         for state, batch in zip(states, BATCHES, strict=True):
             whole = model.model(**{k: torch.from_numpy(v) for k, v in inputs_of(model, batch).items()})
             assert torch.equal(model.model.final_norm(state), whole.last_hidden_state)

@@ -8,12 +8,13 @@ import pytest
 import typer
 
 from qdqbench.eval.tables.write import BEGIN, END
-from qdqbench.quantize.cli import answers, schemas
+from qdqbench.quantize.cli import run, schemas
 from qdqbench.quantize.cli.app import app, main
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.recipe.schema import shipped_recipes
 
-from ..runs.test_made import made
+from ..runs.test_stage_table import partial_results
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
 WITHOUT = {"serve", "recipes schema"}  # ends never; is JSON
@@ -73,12 +74,12 @@ def test_tables(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_what_does_not_hold_is_printed_and_is_exit_status_2(as_json, capsys):
-    found = made("embedded", failures=["11 of 12 GEMMs run in INT8", "the answers differ"])
+    results = partial_results("embedded", failures=["11 of 12 GEMMs run in INT8", "the answers differ"])
     with pytest.raises(CheckFailed, match="11 of 12 GEMMs run in INT8; the answers differ"):
-        answers.answer(found, Path("runs/a"), json=as_json)
+        run.print_results(results, Path("runs/a"), json=as_json)
     out = capsys.readouterr().out
     if as_json:
-        assert json.loads(out)["failures"] == found.failures
+        assert Results.model_validate_json(out) == results
     else:
         assert "✗ the answers differ" in out
         assert "qdqbench report runs/a" in out

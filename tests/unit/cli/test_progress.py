@@ -1,6 +1,5 @@
 """Progress: bars on a terminal, a line every half minute in a log."""
 
-import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from qdqbench.eval.runs import run
-from qdqbench.quantize.activity import told
 from qdqbench.quantize.cli import progress
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.training_results import LogRow
 from qdqbench.quantize.rundir.pipeline import Stage
 
@@ -20,8 +19,7 @@ STAGES = ["baseline", "quantize", "qat", "export"]
 @pytest.fixture
 def session(monkeypatch):
     """Of a run with a few stages."""
-    beside = {"baseline": ("quantize",)}
-    stages = [SimpleNamespace(name=name, beside=beside.get(name, ())) for name in STAGES]
+    stages = [SimpleNamespace(name=name) for name in STAGES]
     monkeypatch.setattr(run, "planned", lambda session, until: stages)
     return SimpleNamespace(progress=None, report=None, alarm=None, say=None)
 
@@ -33,7 +31,7 @@ def test_quick_commands_and_other_processes_are_silent(clock, capsys):
     with progress.seeds(3, quiet=True) as show:
         clock.now = 200
         show(1, ROW, 90)
-        told.doing("answering")
+        report_phase("answering")
     assert capsys.readouterr() == ("", "")
 
 
@@ -45,7 +43,7 @@ def test_a_log_says_what_each_display_says(clock, session, capsys):
     with progress.stages() as stages:
         announce = run.follow(session, stages)
         later(announce, "baseline", False)
-        later(told.doing, "answering", 32, 64)
+        later(report_phase, "answering", 32, 64)
         announce("qat", False)
         later(session.report, ROW, 90)
         later(session.report, ROW.model_copy(update={"step": 38}), 90)
@@ -121,7 +119,7 @@ def test_a_terminal_gets_bars(monkeypatch, session, capsys):
         announce = run.follow(session, stages)
         announce("baseline", True)
         announce("qat", False)
-        told.doing("training")
+        report_phase("training")
         session.progress(1, 2)
         session.report(ROW, 90)
     with progress.seeds(2, quiet=False) as show:
@@ -151,37 +149,6 @@ def test_a_terminal_gets_bars(monkeypatch, session, capsys):
     ):
         assert part in said, part
     assert max(map(len, said.replace("\r", "\n").split("\n"))) <= 80
-
-
-def test_a_stage_beside_others_keeps_its_bar_and_says_nothing_of_them(session):
-    drawn, heard = [], []
-    bars = SimpleNamespace(
-        note="",
-        now=SimpleNamespace(what=""),
-        add=lambda text, total: drawn.append((text, total)) or text.rpartition(" ")[2],
-        update=lambda bar, **fields: drawn.append((bar, fields.get("completed"))),
-        begin=lambda name: None,
-        hear=lambda phase, done, total: heard.append(done),
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(progress, "_display", lambda *columns: contextlib.nullcontext(bars))
-        with progress.stages() as shown:
-            announce = run.follow(session, shown)
-            announce("baseline", False)
-            beside = session.progress
-            beside(2, 9)  # nothing runs beside it yet, and nothing may
-            announce("quantize", False)
-            beside(5, 9)
-            session.progress(1, 2)
-            beside(9, 9)
-            announce("qat", False)
-    name = "stage {} of 5: {}".format
-    assert drawn == [
-        *((name(1, "baseline"), None), ("baseline", 2), (name(2, "quantize"), None)),
-        *(("baseline", 5), ("quantize", 1), ("baseline", 9), ("quantize", 1)),
-        *((name(3, "qat"), None), ("qat", 1)),
-    ]
-    assert heard == [2, 1]
 
 
 def test_one_changing_line_is_gone_when_it_ends(monkeypatch, capsys):

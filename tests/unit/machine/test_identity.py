@@ -11,7 +11,7 @@ from qdqbench.eval.search import study
 from qdqbench.eval.search.results import SearchOptions, Source
 from qdqbench.eval.sensitivity import measure
 from qdqbench.quantize.calibrate.record import CalibrationRecord
-from qdqbench.quantize.machine import identity
+from qdqbench.quantize.machine import environment
 from qdqbench.quantize.qat import stage as qat
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.training import Training
@@ -83,5 +83,5 @@ def test_another_version_is_another_identity(
 ) -> None:
     before = copy.deepcopy(identity_of(session))
     assert identity_of(session) == before
-    monkeypatch.setattr(identity, changed, lambda: {"torch": "0.1"})
+    monkeypatch.setattr(environment, changed, lambda: {"torch": "0.1"})
     assert identity_of(session) != before

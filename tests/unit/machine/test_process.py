@@ -1,13 +1,17 @@
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from qdqbench.quantize.machine import cpu
-from qdqbench.quantize.machine.process import share_cores
+from qdqbench.quantize.machine.process import measured, use_passive_wait
 
 
 @pytest.fixture
@@ -37,13 +41,13 @@ def test_a_quota_of_the_older_cgroups(given, cores, cgroups):
 
 def test_threads_sleep_and_what_is_set_stays(cgroups):
     environ = {}
-    share_cores(environ)
+    use_passive_wait(environ)
     assert environ == {"OMP_WAIT_POLICY": "PASSIVE"}
     (cgroups / "cpu.max").write_text("100000 100000\n")
-    share_cores(environ)
+    use_passive_wait(environ)
     assert environ == {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     environ = {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
-    share_cores(environ)
+    use_passive_wait(environ)
     assert environ == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
 
 
@@ -65,8 +69,9 @@ def test_a_command_sets_it_before_torch_unless_it_times_torch(command, policy):
 @pytest.mark.parametrize("kept", [True, False])
 def test_freed_memory_serves_the_next_array(kept):
     code = (
-        "import resource; from qdqbench.quantize.machine.process import keep_memory; "
-        f"{kept} and keep_memory(); faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+        "import resource; from qdqbench.quantize.machine.process import disable_malloc_trim; "
+        f"{kept} and disable_malloc_trim(); "
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
         "once = bytearray(2**26); del once; before = faults(); "
         "[len(bytearray(2**26)) for _ in range(4)]; print(faults() - before)"
     )
@@ -79,10 +84,10 @@ def test_freed_memory_serves_the_next_array(kept):
 
 def test_python_looks_for_cycles_seldom_and_not_among_what_was_imported():
     code = (
-        "import gc; from qdqbench.quantize.machine import process; process.keep_imported(); "
-        "assert not gc.get_freeze_count(); process.collect_seldom(); "  # a program of others is left alone
+        "import gc; from qdqbench.quantize.machine import process; process.freeze_gc(); "
+        "assert not gc.get_freeze_count(); process.relax_gc(); "  # a program of others is left alone
         "gc.callbacks.append(lambda phase, info: found.append(phase)); found = []; "
-        "kept = [[] for _ in range(500_000)]; print(len(found)); process.keep_imported(); "
+        "kept = [[] for _ in range(500_000)]; print(len(found)); process.freeze_gc(); "
         "print(gc.get_freeze_count() > 500_000); kept += [[] for _ in range(50_000)]; print(len(found)); "
         "kept += [[] for _ in range(60_000)]; print(len(found))"
     )
@@ -127,3 +132,85 @@ def test_a_command_whose_last_words_nobody_reads_ends_as_it_would():
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def busy(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_cpu_time_is_of_all_threads_and_waiting_costs_none():
+    with measured() as worked:
+        thread = threading.Thread(target=busy, args=(0.1,))
+        thread.start()
+        busy(0.1)
+        thread.join()
+    with measured() as waited:
+        time.sleep(0.1)
+    assert worked.cpu_s >= 0.18  # the clock of `os.times` has steps of 10 ms
+    assert worked.wall_s >= 0.1
+    assert waited.wall_s >= 0.1
+    assert waited.cpu_s <= 0.06
+    assert worked.peak_rss_bytes > 0
+
+
+DESTRUCTOR = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from qdqbench.quantize.machine.process import interruption
+interruption.watch()
+class Dies:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+try:
+    Dies()
+    time.sleep(20)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_in_a_destructor_it_comes_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DESTRUCTOR], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+WAITS = """
+import sys, time
+from qdqbench.quantize.cli import app
+from qdqbench.quantize.tasks.sources import _cache_folder
+def main():
+    try:
+        print(_cache_folder(), flush=True)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        raise app._Interrupted(app.process.interruption.status) from None
+app.main = main
+import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+app.program()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_removes_copies_of_data_and_is_the_status(number):
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        copies = Path(process.stdout.readline().strip())
+        assert copies.is_dir()
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert not copies.exists()
+
+
+def test_a_command_works_with_closed_streams(tmp_path):
+    code = (
+        "import os, sys; from qdqbench.quantize.cli import app; app.main = lambda: print('word') or "
+        f"open({str(tmp_path / 'file')!r}, 'w').write('text'); app.program()"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code], check=False, timeout=60
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "text"

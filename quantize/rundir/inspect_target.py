@@ -18,8 +18,7 @@ from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.modules import recipe_modules
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.rundir.artifacts import checked_path, graph_path
-from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, read_built
+from qdqbench.quantize.rundir.artifacts import BUILD, Skipped, checked_path, graph_path, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.runtime.cpu import CpuEngine
 from qdqbench.quantize.runtime.engine import Engine

@@ -1,29 +1,41 @@
 """What a stage command prints: one line a stage with its figures, and what does not hold."""
 
 import re
+from collections.abc import Sequence
 from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.runs.made import Calibrated, Made, _failures
-from qdqbench.eval.runs.made_lines import made_lines, stage_text
-from qdqbench.quantize.core.comparison import Parity, ParityRow
-from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, StageResult, Timing
+from qdqbench.eval.gate.gate import issue_sentence, judge_stages
+from qdqbench.eval.runs.stage_table import stage_table, stage_text
+from qdqbench.quantize.core.comparison import Gate, GateIssue, Parity, ParityRow
+from qdqbench.quantize.core.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
 from qdqbench.quantize.core.training_results import TrainingRun
 
 from ...support.records import comparison, engine_result
 
 
-def made(*stages: str, **fields) -> Made:
-    """Of these stages, the first one reused."""
+def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
+    """Results of these stages, the first one reused."""
     timings = {
         name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=number == 0) for number, name in enumerate(stages)
     }
-    until = stages[-1]
-    return Made(
-        folder="runs/a", until=until, recipe="int8", model="m", task="sst2", timings=timings, **fields
-    )
+    about = {
+        "created": "",
+        "command": "",
+        "recipe": {},
+        "model": {},
+        "task": {},
+        "seed": 0,
+        "environment": {},
+    }
+    issues = [GateIssue(code="verification", state="failed", detail=text) for text in failures]
+    gate = Gate(passed=not issues, max_drop=0.01, issues=issues)
+    given = {"data": {}, "warnings": [], "gate": gate, "timings": timings, "until": stages[-1]}
+    return Results(**about | given | fields)
 
 
 def engine(**changes) -> EngineResult:
@@ -50,18 +62,12 @@ def parity(differing: int) -> Parity:
     )
 
 
-CALIBRATED = Calibrated(
-    method="max",
-    split="train",
-    samples=1,
-    tokens=9,
-    seed=0,
-    quantizers=26,
-    linears=12,
-    of_linears=14,
-    attention=2,
-    residual=0,
-)
+CALIBRATED = {
+    "data": {"calibration": {"method": "max", "samples": 1, "split": "train"}},
+    "quantized_layers": [str(number) for number in range(12)],
+    "quantized_attention": ["a", "b"],
+    "high_precision_layers": ["pooler", "classifier"],
+}
 SCORED = StageResult(
     status="done",
     metrics={"accuracy": 0.875},
@@ -90,7 +96,7 @@ TRAINED = TrainingRun(
     [
         (
             "quantize",
-            {"calibration": CALIBRATED},
+            CALIBRATED,
             "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train",
         ),
         ("baseline", {"stages": {"fp32": SCORED.model_copy(update={"vs_fp32": None})}},
@@ -128,11 +134,11 @@ TRAINED = TrainingRun(
     ],
 )  # fmt: skip
 def test_a_stage_says_what_it_made(stage, fields, text):
-    assert stage_text(made(stage, **fields), stage) == text
+    assert stage_text(partial_results(stage, **fields), stage) == text
 
 
 def test_every_stage_has_a_row_and_names_are_no_markup():
-    found = made(
+    results = partial_results(
         "baseline",
         "export",
         "[red]odd",
@@ -143,7 +149,7 @@ def test_every_stage_has_a_row_and_names_are_no_markup():
         failures=["the [gate]"],
     )
     shown = StringIO()
-    Console(file=shown, width=80).print(made_lines(found))
+    Console(file=shown, width=80).print(stage_table(results, Path("runs/a")))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(shown.getvalue().split())
@@ -158,7 +164,7 @@ def test_every_stage_has_a_row_and_names_are_no_markup():
 
 def test_what_does_not_hold_is_named():
     finding = {"node": "/a", "why": "so", "fix": "mend"}
-    found = made(
+    results = partial_results(
         "build",
         findings=[
             FindingRow(severity="error", code="wrong-axis", **finding),
@@ -168,12 +174,19 @@ def test_what_does_not_hold_is_named():
         parity=parity(9),
         engine=engine(int8_gemms=11, not_int8=["/a/MatMul"]),
     )
-    first, second, third = _failures(found, int8=True)
-    assert first == "check: 2 of wrong-axis"
+    *checks, second, third = failures_of(results)
+    assert checks == ["check: wrong-axis at /a: so"] * 2
     assert second == "ONNX Runtime does not follow the fake-quant model in b"
     assert "1 of 12 GEMMs do not run in INT8" in third
-    assert _failures(made("build", engine=engine(), parity=parity(0)), int8=True) == []
+    assert failures_of(partial_results("build", engine=engine(), parity=parity(0))) == []
     # a recipe may ask for no INT8; who builds the engine asks whether it has it
     lost = {"engine": engine(int8_gemms=11, not_int8=["/a/MatMul"])}
-    assert _failures(made("engine", **lost), int8=False) == []
-    assert len(_failures(made("verify", **lost), int8=False)) == 1
+    assert failures_of(partial_results("engine", **lost), None) == []
+    assert len(failures_of(partial_results("verify", **lost), None)) == 1
+
+
+def failures_of(results: Results, int8_layers: str | None = "all") -> list[str]:
+    gate = SimpleNamespace(int8_layers=int8_layers, max_drop=0.01)
+    judged = judge_stages(SimpleNamespace(recipe=SimpleNamespace(gate=gate)), results)
+    assert judged.passed == (not judged.issues)
+    return [*map(issue_sentence, judged.failures)]

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from qdqbench.quantize.activity import pulse, told
+from qdqbench.quantize.cli import progress as display
+from qdqbench.quantize.core import progress
 
 
 def said(capsys):
@@ -16,7 +17,7 @@ def said(capsys):
 
 
 def test_the_time_left_follows_from_what_was_done_since_counting_began(clock):
-    count = pulse.Count()
+    count = display.Eta()
     assert count.left() is None
     count.tell(500, 1000)  # an earlier call did these
     assert count.left() is None
@@ -37,17 +38,17 @@ def test_the_time_left_follows_from_what_was_done_since_counting_began(clock):
 
 
 def test_a_log_says_stage_phase_count_and_time_left(clock, capsys):
-    now = pulse.Now()
-    log = pulse.log(now.line)
+    now = display.Status()
+    log = display.log_heartbeat(now.line)
     now.begin("stage 3 of 10: quantize")
-    with told.listening(now.hear):
-        for batch in told.counted("calibrating", range(16)):
+    with progress.subscribe(now.hear):
+        for batch in progress.track("calibrating", range(16)):
             clock.now += 4
-            log.beat()
+            log.tick()
             assert batch < 16
-        told.doing("bias correction")
-        clock.now += pulse.EVERY_S
-        log.beat()
+        progress.report_phase("bias correction")
+        clock.now += display.EVERY_S
+        log.tick()
     assert said(capsys) == [
         "stage 3 of 10: quantize: calibrating, 6 of 16, 36 s left",
         "stage 3 of 10: quantize: calibrating, 13 of 16, 8 s left",
@@ -56,14 +57,14 @@ def test_a_log_says_stage_phase_count_and_time_left(clock, capsys):
 
 
 def test_a_phase_that_says_nothing_has_a_line_every_half_minute(clock, capsys):
-    now = pulse.Now()
-    log = pulse.log(now.line)
+    now = display.Status()
+    log = display.log_heartbeat(now.line)
     now.begin("stage 8 of 10: build")
     now.hear("compiling")
     times = []
     for _ in range(700):
-        clock.now += pulse.BEAT_S
-        log.beat()
+        clock.now += display.BEAT_S
+        log.tick()
         if capsys.readouterr().err:
             times.append(clock.now - 1000)
     assert len(times) == 14
@@ -74,28 +75,28 @@ def test_a_phase_that_says_nothing_has_a_line_every_half_minute(clock, capsys):
 def test_what_came_before_a_display_counts(clock, capsys):
     """Libraries are loaded before anything is shown, and one display follows another."""
     clock.now += 29
-    first, now = pulse.Now(), pulse.Now()
-    log = pulse.log(first.line)
+    first, now = display.Status(), display.Status()
+    log = display.log_heartbeat(first.line)
     first.begin("planning")
-    log.beat()
+    log.tick()
     assert said(capsys) == ["planning"]
     clock.now += 20
-    log = pulse.log(now.line)
+    log = display.log_heartbeat(now.line)
     now.begin("training")
-    log.beat()
+    log.tick()
     assert said(capsys) == []
     clock.now += 5
-    log.beat()
+    log.tick()
     assert said(capsys) == ["training"]
 
 
 def test_quick_work_is_silent(clock, capsys):
-    now = pulse.Now()
-    log = pulse.log(now.line)
+    now = display.Status()
+    log = display.log_heartbeat(now.line)
     for _ in range(49):
         clock.now += 0.5
         now.begin("checking")
-        log.beat()
+        log.tick()
     assert said(capsys) == []
 
 
@@ -103,28 +104,28 @@ def test_what_is_timed_is_not_disturbed_and_still_not_silent(clock, capsys):
     """Windows of any length, one after the other: at most one line in each, and a line in half a minute."""
     for window in (0.1, 1.0, 3.9, 60.0):
         start = clock.now
-        now, lines = pulse.Now(), []
-        pulse.anew()
-        log = pulse.log(now.line)
-        with told.listening(lambda *heard: (now.hear(*heard), log.beat())):  # noqa: B023
+        now, lines = display.Status(), []
+        display.reset_clock()
+        log = display.log_heartbeat(now.line)
+        with progress.subscribe(lambda *heard: (now.hear(*heard), log.tick())):  # noqa: B023
             while clock.now < start + 120:
-                told.doing("rounds", 1, 12)  # between the windows, where nothing is timed
+                progress.report_phase("rounds", 1, 12)  # between the windows, where nothing is timed
                 between = capsys.readouterr().err
-                with told.timed():
+                with progress.measuring():
                     opened = clock.now
                     while clock.now < opened + window - 1e-9:
                         clock.now += 0.1
-                        log.beat()
+                        log.tick()
                 inside = capsys.readouterr().err
-                assert not inside or window > pulse.HOLD_S
-                assert inside.count("\n") <= 1 + window / pulse.EVERY_S
+                assert not inside or window > display.HOLD_S
+                assert inside.count("\n") <= 1 + window / display.EVERY_S
                 lines += [clock.now] * (between + inside).count("\n")
         assert len(lines) >= 3, window
-    assert told.timed_since() is None
+    assert progress.measuring_since() is None
 
 
 def test_share_whole_and_words(clock):
-    now = pulse.Now()
+    now = display.Status()
     now.begin("one linear")
     now.whole.tell(0, 8)
     clock.now += 10
@@ -135,18 +136,18 @@ def test_share_whole_and_words(clock):
     assert now.line() == "25%, 30 s left: one linear: building, 3 of 4"
     now.begin("another")
     assert now.line() == "25%, 30 s left: another"
-    texts = [pulse.duration(seconds) for seconds in (0, 59.6, 99, 100, 5900, 5940, 40_000)]
+    texts = [progress.duration(seconds) for seconds in (0, 59.6, 99, 100, 5900, 5940, 40_000)]
     assert texts == ["0 s", "60 s", "99 s", "2 min", "98 min", "1.6 h", "11.1 h"]
 
 
 def test_only_the_innermost_display_hears():
     outer, inner = [], []
-    told.doing("nobody hears")
-    with told.listening(lambda *heard: outer.append(heard)):
-        told.doing("a")
-        with told.listening(lambda *heard: inner.append(heard)):
-            told.doing("b", 1, 2)
-        told.doing("c")
+    progress.report_phase("nobody hears")
+    with progress.subscribe(lambda *heard: outer.append(heard)):
+        progress.report_phase("a")
+        with progress.subscribe(lambda *heard: inner.append(heard)):
+            progress.report_phase("b", 1, 2)
+        progress.report_phase("c")
     assert (outer, inner) == ([("a", 0, 0), ("c", 0, 0)], [("b", 1, 2)])
 
 
@@ -158,7 +159,7 @@ def test_the_thread_beats_until_the_block_ends_and_survives_a_closed_file():
         raise ValueError("I/O operation on closed file")
 
     before = threading.active_count()
-    with pulse.beating(beat, 0.001):
+    with display.ticking(beat, 0.001):
         assert beats.acquire(timeout=10)
         assert beats.acquire(timeout=10)
     assert threading.active_count() == before

@@ -1,0 +1,62 @@
+"""Progress of this process, reported where the work is done; the display of whoever started it listens.
+
+Without a display this costs a call. Displays hold still while something is measured.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+Listener = Callable[[str, float, float], None]  # phase, steps done, steps in all (0: not known; 1: a share)
+Progress = Callable[[float, float, str], None]  # steps done, steps in all, the next one
+
+_listeners: list[Listener] = []  # the innermost display is the last
+_measuring: list[float] = []  # when each measurement began
+
+
+@contextmanager
+def subscribe(listener: Listener) -> Iterator[None]:
+    """Send what is reported in the block to a listener."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def report_phase(phase: str, done: float = 0, total: float = 0) -> None:
+    """Report the phase that runs now, and how many of its steps are done."""
+    if _listeners:
+        _listeners[-1](phase, done, total)
+
+
+def track(phase: str, items: Collection[T]) -> Iterator[T]:
+    """Yield items one by one, each of them a step of a phase."""
+    steps = len(items) if len(items) > 1 else 0
+    for done, item in enumerate(items):
+        report_phase(phase, done, steps)
+        yield item
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Mark a block whose time is measured."""
+    _measuring.append(time.monotonic())
+    try:
+        yield
+    finally:
+        _measuring.pop()
+
+
+def measuring_since() -> float | None:
+    """Return when the measurement of now began, by `time.monotonic`; None: nothing is measured."""
+    return _measuring[-1] if _measuring else None
+
+
+def duration(seconds: float) -> str:
+    """Return about how long that is: 40 s, 12 min, 3.4 h."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5940 else f"{seconds / 3600:.1f} h"
