@@ -32,18 +32,17 @@ from qdqbench.eval.search.results import SearchOptions, Source
 from qdqbench.eval.search.speed import measured_source
 from qdqbench.eval.trials.results import Failure, Origin, failure_of
 from qdqbench.eval.trials.store import TRIALS, Store
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.core.results import read_results
 from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.build import attention_count, require_int8
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.machine.identity import made_with
-from qdqbench.quantize.machine.lock import held
+from qdqbench.quantize.machine.environment import environment, made_with, now
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.rundir.artifacts import FP16, FP32, backend_of, expected_gemms, graph_path
+from qdqbench.quantize.rundir.ownership import locked_folder
 from qdqbench.quantize.rundir.pipeline import STAGES_FILE, finished, open_run
 from qdqbench.quantize.rundir.session import RunConfig, Session
 from qdqbench.quantize.tasks.sources import source_fingerprint
@@ -146,7 +145,7 @@ class AutoRun:
             if stage.said:
                 self.say(stage.said)
             elif stage.total:
-                doing("", stage.done, stage.total)
+                report_phase("", stage.done, stage.total)
             else:
                 self.say(f"{name}: stage {stage.number} of {stage.of}, {stage.stage}")
 
@@ -328,7 +327,7 @@ def run_auto(
         UserError: bad input.
         MissingDevice: nothing here can build what the recipes ask for.
     """
-    with held(auto.folder):
+    with locked_folder(auto.folder):
         store = auto.open_store(recipes)
         if store.resume_note:
             auto.say(store.resume_note)

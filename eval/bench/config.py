@@ -9,9 +9,9 @@ from qdqbench.eval.bench.lanes import random_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, Device, EngineShapes
 from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.target import Target
-from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import MissingDevice, QdqError
+from qdqbench.quantize.core.progress import report_phase
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.rundir.artifacts import engine_profiles
 
@@ -94,7 +94,7 @@ def prepare_each(
     """
     entries = []
     for system in systems:
-        doing(f"preparing {system.name}")
+        report_phase(f"preparing {system.name}")
         may_skip = system.name in optional
         try:
             entries.append(prepare(system))

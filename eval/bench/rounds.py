@@ -15,6 +15,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.errors import CheckFailed
+from qdqbench.quantize.core.progress import measuring, report_phase
 from qdqbench.quantize.core.speedup import Speedup
 
 T = TypeVar("T")
@@ -168,8 +169,8 @@ def measure_rounds(
         progress(number + 1, effort.rounds)
         for position in order:
             system = systems[position]
-            doing("rounds", number, effort.rounds)
-            with timed():
+            report_phase("rounds", number, effort.rounds)
+            with measuring():
                 burst = _guarded(system, partial(_burst, system, pace[system.name], effort, now))
             results[system.name].bursts.append(burst)
     return results

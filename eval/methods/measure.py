@@ -26,8 +26,8 @@ from qdqbench.eval.trials.store import TRIALS, Trials
 from qdqbench.quantize.calibrate.bias import correct_biases
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
+from qdqbench.quantize.core.progress import Progress
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.recipe.sections import Calibration

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.formats import count_of, first, label, remarks, seconds, size
-from qdqbench.eval.runreport.parity import part_text, remark_of, worst_first
-from qdqbench.eval.runreport.verdict import delta_text, headline
+from qdqbench.eval.runreport.verdict import delta_text, headline, part_text, remark_of, worst_first
 from qdqbench.quantize.core.results import EngineResult, Results
 
 if TYPE_CHECKING:

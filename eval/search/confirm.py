@@ -28,8 +28,7 @@ from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.limits import INT8_RESIDUALS
 from qdqbench.quantize.core.speedup import Speedup
-from qdqbench.quantize.machine.environment import environment, now
-from qdqbench.quantize.machine.identity import versions
+from qdqbench.quantize.machine.environment import environment, now, versions
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes, short_yaml
 from qdqbench.quantize.recipe.sections import GateSettings

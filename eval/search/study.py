@@ -27,7 +27,7 @@ from qdqbench.quantize.calibrate.narrow import without_corrections
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.machine.secrets import hide_credentials
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes

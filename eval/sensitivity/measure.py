@@ -25,8 +25,8 @@ from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.comparison import Comparison
+from qdqbench.quantize.core.progress import Progress
 from qdqbench.quantize.encoders.modules import module_table
-from qdqbench.quantize.machine.usage import Progress
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.batches import sorted_batches

@@ -23,7 +23,7 @@ from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.kinds.encoded import Encoded
-from qdqbench.quantize.machine.identity import made_with
+from qdqbench.quantize.machine.environment import made_with
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.sources import Split

@@ -104,8 +104,9 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
         CheckFailed: something of it does not hold.
     """
     from qdqbench.eval.gate.gate import issue_sentence
+    from qdqbench.eval.report.render import render_screen
     from qdqbench.eval.runreport.handoff import where_to_begin
-    from qdqbench.eval.runreport.report import summary_lines
+    from qdqbench.eval.runreport.report import run_report
     from qdqbench.eval.runs.stage_table import stage_table
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.deploy.write import DEPLOY
@@ -114,7 +115,12 @@ def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     if results.until is None:
         begin = where_to_begin(folder, folder / DEPLOY)
         places = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
-        show(results, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in places.items()))
+        show(
+            results,
+            json,
+            lambda each: render_screen(run_report(each)),
+            *(f"{name}: {plain(text)}" for name, text in places.items()),
+        )
         failures = f"the gate does not hold: {failures}"
     else:
         judged = f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]"

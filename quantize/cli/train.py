@@ -70,7 +70,7 @@ def finetune(  # noqa: PLR0913  (a command's options)
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
     from qdqbench.eval.report.render import render_screen
     from qdqbench.eval.runreport.training import finetuning_report, write_finetuning
-    from qdqbench.quantize.rundir.claim import default_folder
+    from qdqbench.quantize.rundir.ownership import default_folder
     from qdqbench.quantize.train.finetune import RESULT, Request, finetune
     from qdqbench.quantize.train.record import require_all
 

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.compare.results import RunComparison
-from qdqbench.eval.runs.made import Made
-from qdqbench.eval.runs.study_results import Study
+from qdqbench.eval.runs.study import Study
 from qdqbench.eval.search.results import Search
 from qdqbench.quantize.cli import schemas
 from qdqbench.quantize.core.results import SCHEMA_VERSION, Results

@@ -91,9 +91,9 @@ def search(  # noqa: PLR0913  (a command's options)
             )
     session = Session(config, folder / WORK)
     options = SearchOptions(**asdict(settings))
-    purpose = purpose_of("search", session)
+    purpose = identity_of("search", session)
     with (
-        claimed(folder, purpose, replace=replace, ready=session.require_inputs, say=given.note),
+        owned_folder(folder, purpose, replace=replace, ready=session.require_inputs, say=given.note),
         ExitStack() as stack,
     ):
         session.folder.mkdir(exist_ok=True)

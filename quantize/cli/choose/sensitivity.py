@@ -16,7 +16,7 @@ from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.eval.trials.store import Store
-    from qdqbench.quantize.machine.usage import Progress
+    from qdqbench.quantize.core.progress import Progress
     from qdqbench.quantize.rundir.session import RunConfig, Session
 
 
@@ -74,7 +74,7 @@ def _open_session(
     identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
     with (
-        claimed(folder, purpose, replace=replace, ready=ready, say=options.note),
+        owned_folder(folder, identity, replace=replace, ready=ready, say=options.note),
         time_left() as show_progress,
     ):
         session.progress = lambda done, total: show_progress(done, total, "embedded default")
@@ -116,7 +116,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     from qdqbench.eval.methods.report import methods_report, write_methods
     from qdqbench.eval.methods.results import METHODS_RECIPE
     from qdqbench.eval.report.render import render_screen
-    from qdqbench.quantize.rundir.claim import run_folder
+    from qdqbench.quantize.rundir.ownership import run_folder
 
     config = subject.config(
         subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed, limit=limit

@@ -18,7 +18,7 @@ from qdqbench.eval.methods.report import methods_report, write_methods
 from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.runreport.report import run_report
 from qdqbench.eval.runreport.training import finetuning_report
-from qdqbench.eval.runs.study_results import read_study
+from qdqbench.eval.runs.study import read_study
 from qdqbench.eval.search.report import search_report
 from qdqbench.eval.search.results import read_search
 from qdqbench.eval.sensitivity.report import sensitivity_report, write_sensitivity
