@@ -5,7 +5,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ def held(folder: Path) -> Iterator[None]:
                     for each in made:
                         each.rmdir()
         lock.release()
+
+
+def held_for_reading(folder: Path) -> AbstractContextManager[None]:
+    """As `held`, of a folder that is only read; one on a read-only disk needs no lock."""
+    return held(folder) if os.access(folder, os.W_OK) else nullcontext()
 
 
 def _me() -> dict[str, Any]:

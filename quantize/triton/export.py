@@ -13,6 +13,7 @@ import numpy as np
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
+from qdqbench.quantize.machine.lock import held_for_reading
 from qdqbench.quantize.rundir.artifacts import backend_of, engine_profiles, graph_for_tensorrt, graph_path
 from qdqbench.quantize.rundir.outcomes import BUILD, Skipped, engine_file, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
@@ -63,8 +64,13 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
         UserError: no run directory with a graph, one that Triton cannot take, or a name with other signs than
             letters, digits and _.
     """
-    session = Session(read_config(folder), folder)
-    graph = graph_path(session)
+    config = read_config(folder)
+    with held_for_reading(folder):  # else hashes could be those of other bytes than are copied
+        return _export(Session(config, folder), out, name)
+
+
+def _export(session: Session, out: Path, name: str | None) -> Exported:
+    folder, graph = session.folder, graph_path(session)
     if not graph.is_file():
         raise UserError(f"{folder} has no {graph.name} yet; run `qdqbench build {folder}` first")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -89,6 +95,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
         "capability": ", ".join(sidecar.compute_capability) if sidecar else None,
         "triton": TRITON,
         "tokenizers": metadata.version("tokenizers"),
+        "numpy": metadata.version("numpy"),
         "ensembles": [name, *(f"{name}_on_{each}" for each in backends)],
         "labelled": bool(facts.labels),
         "names": [each.name for each in (*facts.outputs, *facts.extras)],
@@ -100,7 +107,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
         "queue": QUEUE,
         "target_us": TARGET_US,
     }
-    with files.atomic_folder(out) as made:
+    with files.atomic_folder(out, replace=False) as made:
         models = made / "models"
         _write_tokenizer(models, session, context)
         for each in backends:

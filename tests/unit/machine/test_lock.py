@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.machine.lock import HOLDER, held
+from qdqbench.quantize.machine.lock import HOLDER, LOCK, held, held_for_reading
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import open_run, run_stages
 from qdqbench.quantize.rundir.session import CONFIG, RunConfig, Session
@@ -105,3 +106,14 @@ def test_a_run_is_neither_reconfigured_nor_run_by_two(tmp_path: Path) -> None:
             run_stages(Session(other, tmp_path), [])
     assert (tmp_path / CONFIG).read_bytes() == before
     assert run_stages(Session(other, tmp_path), []) == {}
+
+
+def test_a_folder_that_is_only_read_is_held_where_it_can_be_written(tmp_path, monkeypatch):
+    with held_for_reading(tmp_path), pytest.raises(Timeout):
+        FileLock(tmp_path / LOCK).acquire(timeout=0)
+    (tmp_path / LOCK).unlink(missing_ok=True)
+    monkeypatch.setattr(
+        "qdqbench.quantize.machine.lock.os.access", lambda path, mode: False
+    )  # a read-only disk
+    with held_for_reading(tmp_path):
+        assert not [*tmp_path.iterdir()]
