@@ -274,7 +274,7 @@ def start(arguments):
     root = Path(__file__).resolve().parent
     if arguments.fake:
         order = {"per_batch": PER_BATCH, "per_row": PER_ROW}
-        settings = {"port": 0, "fp32": False, "queue": 64, "workers": arguments.workers, "order": order}
+        settings = {"port": 0, "no_fp32": True, "queue": 64, "workers": arguments.workers, "order": order}
         command = [sys.executable, root / "support" / "fake_served.py", json.dumps(settings)]
     else:
         command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from qdqbench.quantize.serve.batches import HANG, Batcher, Run, Sizes, warm_up
 from qdqbench.quantize.serve.endpoints import Columns, Request
 from qdqbench.quantize.serve.guard import FAILED, LOG, Guard, Refused, json_bytes, refuse
 from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.served import ModelName, Served, Settings
+from qdqbench.quantize.serve.served import Served
+from qdqbench.quantize.serve.settings import ModelName, Settings
 
 PAGES = {  # by path: file, type
     "/": ("index.html", "text/html"),
@@ -73,9 +74,7 @@ def open_models(served: Served, settings: Settings) -> dict[ModelName, Model]:
     models = {}
     for name in settings.models:
         run = served.open_model(name)
-        models[name] = Model(
-            run, *warm_up(run, served.sizes(name, settings.max_batch), settings.limits.timeout_s)
-        )
+        models[name] = Model(run, *warm_up(run, served.sizes(name, settings.max_batch), settings.timeout))
     return models
 
 
@@ -105,9 +104,9 @@ class Service:
                 model.run,
                 model.sizes,
                 pad_id=served.pad_id,
-                max_wait_s=settings.max_wait_s,
+                max_wait_s=settings.max_wait_ms / 1000,
                 # a hang is no matter of a client's patience, yet nobody waits longer than that
-                hang_s=max(HANG * model.slowest_s, settings.limits.timeout_s),
+                hang_s=max(HANG * model.slowest_s, settings.timeout),
                 metrics=metrics,
                 give_up=self._give_up,
             )
@@ -118,7 +117,7 @@ class Service:
         inner = self._routes()
         self.app = Guard(
             inner,
-            limits=settings.limits,
+            settings=settings,
             metrics=metrics,
             hosts=hosts,
             paths={route.path for route in inner.routes},  # type: ignore[attr-defined]
@@ -126,7 +125,7 @@ class Service:
         )
 
     def _routes(self) -> FastAPI:
-        served, limits = self.served, self.settings.limits
+        served, settings = self.served, self.settings
         app = FastAPI(
             title=f"qdqbench serve {served.name}",
             version=metadata.version("qdqbench"),
@@ -155,8 +154,8 @@ class Service:
             response_model=answers,
             responses={status: {"description": why, "model": Error} for status, why in REFUSALS.items()},
             summary=f"{served.task.kind.name}: {(served.endpoint.request.__doc__ or '').rstrip('.').lower()}",
-            description=f"At most {limits.texts} texts of {limits.characters} characters, "
-            f"{limits.body_bytes} bytes and {limits.timeout_s:g} s; a row holds {served.max_length} tokens.",
+            description=f"At most {settings.max_texts} texts of {settings.max_characters} characters and "
+            f"{settings.body_bytes} bytes, {settings.timeout:g} s; a row has {served.max_length} tokens.",
         )(answer)
         plain: dict[str, tuple[str, Callable[[], Response]]] = {
             "/v1/model": ("The served run and its limits.", lambda: _json(self.describe())),
@@ -187,7 +186,7 @@ class Service:
 
     def describe(self) -> dict[str, Any]:
         """Return what `/v1/model` says: the run and the limits."""
-        served = self.served
+        served, settings = self.served, self.settings
         return {
             "name": served.name,
             "task": served.task.name,
@@ -200,7 +199,12 @@ class Service:
             "int8": served.int8,
             "models": [*self.batchers],
             "max_length": served.max_length,
-            "limits": asdict(self.settings.limits),
+            "limits": {
+                "texts": settings.max_texts,
+                "characters": settings.max_characters,
+                "body_bytes": settings.body_bytes,
+                "timeout_s": settings.timeout,
+            },
         }
 
     def _ready(self) -> Response:
@@ -243,7 +247,7 @@ class Service:
             raise Refused(422, "this server was started without the FP32 model; leave model out")
         columns = self.served.endpoint.columns(request, self.served.task.text_columns)
         texts = self._check_texts(columns)
-        timeout_s = self.settings.limits.timeout_s
+        timeout_s = self.settings.timeout
         with contextlib.ExitStack() as admitted:
             admitted.enter_context(self._admit(texts))
             try:
@@ -286,17 +290,15 @@ class Service:
         Raises:
             Refused: they are too many or too long.
         """
-        limits, count = self.settings.limits, len(next(iter(columns.values())))
-        if count > limits.texts:
-            raise Refused(413, f"{count} texts are more than the {limits.texts} of one request")
+        settings, count = self.settings, len(next(iter(columns.values())))
+        if count > settings.max_texts:
+            raise Refused(413, f"{count} texts are more than the {settings.max_texts} of one request")
         for values in columns.values():
             for value in values:
                 text = value if isinstance(value, str) else " ".join(value)
-                if len(text) > limits.characters:
-                    raise Refused(
-                        413,
-                        f"a text has {len(text)} characters, more than the {limits.characters} of one text",
-                    )
+                if len(text) > settings.max_characters:
+                    most = settings.max_characters
+                    raise Refused(413, f"a text has {len(text)} characters, more than the {most} of one text")
                 if SURROGATE.search(text):  # JSON allows it, UTF-8 and tokenizers do not
                     raise Refused(422, "a text has half a surrogate pair (\\ud800 to \\udfff)")
         self._check_rows(count)

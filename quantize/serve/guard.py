@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.served import Limits
+from qdqbench.quantize.serve.settings import Settings
 
 LOG = logging.getLogger("qdqbench.serve")
 MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
@@ -55,13 +55,13 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        limits: Limits,
+        settings: Settings,
         metrics: Metrics,
         hosts: Collection[str],
         paths: Collection[str],
         refuse_if_full: Callable[[], None],
     ) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
+        self._app, self._settings, self._metrics = app, settings, metrics
         self._hosts, self._paths, self._refuse_if_full, self.posts = hosts, paths, refuse_if_full, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,28 +115,28 @@ class Guard:
         if self.posts > MOST_POSTS:
             raise Refused(503, "too many requests at once; try again later", CLOSE | {"retry-after": "1"})
         size = headers.get("content-length", "")
-        if size.isdecimal() and int(size[:20]) > self._limits.body_bytes:
+        if size.isdecimal() and int(size[:20]) > self._settings.body_bytes:
             raise self._too_large()
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the body must be JSON; send it with content-type: application/json", CLOSE)
 
     def _too_large(self) -> Refused:
-        most = self._limits.body_bytes
+        most = self._settings.body_bytes
         return Refused(413, f"the body has more than {most} bytes; send fewer or shorter texts", CLOSE)
 
     async def _read_body(self, receive: Receive) -> bytes | None:
         """Return the whole body; None where the client has gone."""
-        body, end = bytearray(), time.monotonic() + self._limits.timeout_s
+        body, end = bytearray(), time.monotonic() + self._settings.timeout
         while True:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
             except asyncio.TimeoutError:
-                late = f"the body did not come within {self._limits.timeout_s:g} s"
+                late = f"the body did not come within {self._settings.timeout:g} s"
                 raise Refused(408, late, CLOSE) from None
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > self._limits.body_bytes:
+            if len(body) > self._settings.body_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
                 return bytes(body)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import MissingDevice, UserError
@@ -18,6 +18,7 @@ from qdqbench.quantize.rundir.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.serve.batches import Run, Sizes
 from qdqbench.quantize.serve.endpoints import ENDPOINTS, Columns, Endpoint
+from qdqbench.quantize.serve.settings import ModelName
 from qdqbench.quantize.tasks.rows import OVERLAP, Sample, iter_encoded
 from qdqbench.quantize.tasks.sources import Split
 from qdqbench.quantize.tasks.task import EMBED, Task
@@ -25,37 +26,7 @@ from qdqbench.quantize.tasks.task import EMBED, Task
 if TYPE_CHECKING:
     import datasets
 
-ModelName = Literal["engine", "fp32"]
 FP32_ROWS = 4  # of a batch: the FP32 model is for comparing single texts
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one request."""
-
-    texts: int = 64
-    characters: int = 20_000  # of one text
-    body_bytes: int = 1 << 20
-    timeout_s: float = 10.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a server."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    max_batch: int = 32
-    max_wait_s: float = 0.002
-    queue: int = 256  # rows of a worker, from arrival to answer
-    fp32: bool = True
-    limits: Limits = field(default_factory=Limits)
-
-    @property
-    def models(self) -> tuple[ModelName, ...]:
-        """Names of the models that are served."""
-        return ("engine", "fp32") if self.fp32 else ("engine",)
 
 
 class _Rows:

@@ -32,7 +32,8 @@ from qdqbench.quantize.machine.cpu import usable_cores
 from qdqbench.quantize.serve.app import Service, open_models
 from qdqbench.quantize.serve.guard import LOG, json_bytes
 from qdqbench.quantize.serve.metrics import SHARED, Metrics
-from qdqbench.quantize.serve.served import Served, Settings
+from qdqbench.quantize.serve.served import Served
+from qdqbench.quantize.serve.settings import Settings
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 PERIOD_S = 10.0  # after one, but at most two of these a connection without progress is closed
@@ -108,7 +109,7 @@ def serve(served: Served, settings: Settings, announce: Callable[[str, bool], No
             backlog=BACKLOG,
             timeout_keep_alive=math.ceil(2 * PERIOD_S),
             h11_max_incomplete_event_size=MOST_HEAD_BYTES,
-            timeout_graceful_shutdown=math.ceil(settings.limits.timeout_s) + GRACE_S,
+            timeout_graceful_shutdown=math.ceil(settings.timeout) + GRACE_S,
             timeout_worker_healthcheck=PING_S,
         )
         os.environ[SHARED] = folder

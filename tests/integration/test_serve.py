@@ -38,7 +38,7 @@ def started(*command, word="http://127.0.0.1:", **options):
 
 
 def fake_server(word="http://127.0.0.1:", stderr=None, **settings):
-    settings = json.dumps({"port": 0, "fp32": False, **settings})
+    settings = json.dumps({"port": 0, "no_fp32": True, **settings})
     return started(sys.executable, fake_served.__file__, settings, word=word, stderr=stderr)
 
 
@@ -101,7 +101,7 @@ def test_under_load_no_answer_is_lost_or_of_another_text():
         queue=32,
         max_batch=8,
         workers=2,
-        limits={"timeout_s": 1.0},
+        timeout=1.0,
         order={"per_batch": 0.02, "per_row": 0.002},
         stderr=(unread := os.pipe())[1],  # nobody reads it, and below nobody can
     )
@@ -160,7 +160,7 @@ def test_under_load_no_answer_is_lost_or_of_another_text():
 
 
 def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
-    process, port = fake_server(limits={"timeout_s": 60.0})
+    process, port = fake_server(timeout=60.0)
 
     async def main():
         client = Client(port)
@@ -183,14 +183,14 @@ def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
 
 def failed(**settings):
     """What a server that does not start writes to stderr."""
-    command = [sys.executable, fake_served.__file__, json.dumps({"fp32": False, **settings})]
+    command = [sys.executable, fake_served.__file__, json.dumps({"no_fp32": True, **settings})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     return done.stderr
 
 
 def test_a_server_that_cannot_start_says_why():
-    slow = {"limits": {"timeout_s": 0.1}, "order": {"per_batch": 0.2}}
+    slow = {"timeout": 0.1, "order": {"per_batch": 0.2}}
     assert "MissingDevice: there is no such device" in failed(port=0, order={"refuses": True})
     assert "UserError: one row of 16 tokens takes" in failed(port=0, **slow)
 
@@ -239,7 +239,7 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
 
 
 def test_a_signal_ends_a_server_whose_workers_load():
-    settings = json.dumps({"port": 0, "fp32": False, "order": {"loads": 60.0}})
+    settings = json.dumps({"port": 0, "no_fp32": True, "order": {"loads": 60.0}})
     process = subprocess.Popen(
         [sys.executable, fake_served.__file__, settings], stdout=subprocess.PIPE, text=True
     )
@@ -259,7 +259,7 @@ def test_a_signal_ends_a_server_whose_workers_load():
 @pytest.fixture(scope="module")
 def with_classes():
     """The port of a server with FP32 beside the engine, and class names that somebody means badly."""
-    process, port = fake_server(fp32=True, order={"classes": [EVIL, "good"]})
+    process, port = fake_server(no_fp32=False, order={"classes": [EVIL, "good"]})
     yield port
     process.kill()
     process.wait()

@@ -16,14 +16,15 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serv
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.serve.app import Model, Service
 from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.served import Limits, ModelFile, Served, Settings
+from qdqbench.quantize.serve.served import ModelFile, Served
+from qdqbench.quantize.serve.settings import Settings
 from qdqbench.quantize.tasks.task import EMBED, OVER_TOKENS, RERANK, get_task, with_classes
 
 from ..support.http_client import call, finished
 from .heads import TAGS
 from .tiny import FILLERS, WORDS, tokenizer
 
-LIMITS = Limits(texts=8, characters=2000, body_bytes=20_000, timeout_s=0.5)
+SETTINGS = Settings(max_texts=8, max_characters=2000, max_body_kb=20, timeout=0.5, queue=64)
 GROWTH = 100 << 20  # bytes of the process over all cases
 TASKS = {  # by endpoint: the task, and the width of an answer, of each token where it is negative
     "predict": (get_task("sst2"), 2),
@@ -133,7 +134,7 @@ def service(name):
         return np.ones((rows, length, -width) if width < 0 else (rows, width), np.float32)
 
     models = {"engine": Model(run, served.sizes("engine", 32), 0.0)}
-    return Service(served, Settings(limits=LIMITS, queue=64), models, Metrics(), hosts=("localhost",))
+    return Service(served, SETTINGS, models, Metrics(), hosts=("localhost",))
 
 
 def mutated(value, draw):

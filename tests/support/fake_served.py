@@ -15,7 +15,8 @@ import numpy as np
 
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.serve.served import Limits, ModelFile, Served, Settings
+from qdqbench.quantize.serve.served import ModelFile, Served
+from qdqbench.quantize.serve.settings import Settings
 from qdqbench.quantize.tasks.task import Task
 
 SPECIAL = {"crash": 10, "hang": 11, "fail": 12, "nan": 13}  # words that do this to the engine
@@ -121,8 +122,8 @@ def main():
     from qdqbench.quantize.serve.server import serve
 
     asked = json.loads(sys.argv[1])
-    served, limits = fake_served(**asked.pop("order", {})), Limits(**asked.pop("limits", {}))
-    serve(served, Settings(**asked, limits=limits), lambda url, loopback: print(url, flush=True))
+    served = fake_served(**asked.pop("order", {}))
+    serve(served, Settings(**asked), lambda url, loopback: print(url, flush=True))
 
 
 if __name__ == "__main__":
