@@ -184,10 +184,9 @@ def _start_log() -> None:
     """Log to stderr from a thread: a full disk, a full pipe or one without a reader stops nothing."""
     lines: queue.Queue[Any] = queue.Queue(1000)
     logging.raiseExceptions = False
-    stream = logging.StreamHandler()
-    stream.setFormatter(logging.Formatter("qdqbench: %(message)s"))
-    logging.basicConfig(handlers=[logging.handlers.QueueHandler(lines)], level=logging.WARNING, force=True)
-    logging.handlers.QueueListener(lines, stream).start()
+    handler = logging.handlers.QueueHandler(lines)
+    logging.basicConfig(format="qdqbench: %(message)s", handlers=[handler], level="WARNING", force=True)
+    logging.handlers.QueueListener(lines, logging.StreamHandler()).start()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -241,6 +240,14 @@ class _Protocol(H11Protocol):
             return
         self._seen = self.cycle, idle, unsent
         self._timer = self.loop.call_later(PERIOD_S, self._watch)
+
+    def on_response_complete(self) -> None:
+        """Close where requests were sent without waiting: a thousand of them would keep others waiting."""
+        if self.conn.trailing_data[0]:
+            self.server_state.total_requests += 1
+            self.transport.close()
+        else:
+            super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer as every refusal, where uvicorn's is plain text."""

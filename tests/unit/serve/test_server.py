@@ -87,7 +87,7 @@ def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(
     async def get(port, pause):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 3)  # pipelined
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 3)  # only the first is answered
         size = 0
         try:
             while part := await reader.read(1 << 20):
@@ -103,7 +103,7 @@ def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(
             never = await asyncio.open_connection("127.0.0.1", port)
             never[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
             start = time.monotonic()
-            assert await get(port, 0.005) > 3 * len(large)
+            assert len(large) < await get(port, 0.02) < 2 * len(large)
             await asyncio.sleep(max(0.0, start + 1 - time.monotonic()))
             assert not running_state(port).connections
             never[1].close()
