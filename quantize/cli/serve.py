@@ -1,87 +1,49 @@
 """The commands `serve` and `export-triton`. Everything heavy is imported inside."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from qdqbench.quantize.cli.options import grouped
 from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, RunFolder, plain, say, show_json
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.serve.server import Settings
-
-
-@dataclass(frozen=True)
-class Limited:
-    """What a server allows."""
-
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that run the engine.")] = 1
-    max_batch: Annotated[int, typer.Option(min=1, help="Rows of a batch at most.")] = 32
-    max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Wait for more rows.")] = 2.0
-    queue: Annotated[int, typer.Option(min=1, max=100_000, help="Rows that wait.")] = 256
-    timeout: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds of a request.")] = 10.0
-    max_texts: Annotated[int, typer.Option(min=1, max=1000, help="Texts of a request.")] = 64
-    max_characters: Annotated[int, typer.Option(min=1, max=1_000_000, help="Of a text.")] = 20_000
-    max_body_kb: Annotated[int, typer.Option(min=1, max=16_384, help="Of a request, KiB.")] = 1024
-
-    def settings(self, host: str, port: int, fp32: bool) -> "Settings":
-        """As the server takes them."""
-        from qdqbench.quantize.serve.served import Limits
-        from qdqbench.quantize.serve.server import Settings
-
-        return Settings(
-            host=host,
-            port=port,
-            workers=self.workers,
-            max_batch=self.max_batch,
-            max_wait_s=self.max_wait_ms / 1000,
-            queue=self.queue,
-            fp32=fp32,
-            limits=Limits(self.max_texts, self.max_characters, self.max_body_kb << 10, self.timeout),
-        )
+from qdqbench.quantize.serve.settings import Settings
 
 
 @grouped
 def serve(
     run: RunFolder,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    limited: Limited = Limited(),
-    no_fp32: Annotated[
-        bool, typer.Option("--no-fp32", help="Without the FP32 twin to compare with.")
-    ] = False,
+    settings: Settings,
 ) -> None:
-    """Answer requests over HTTP with a run's engine, beside FP32 on a page; for small loads."""
+    """Answer requests over HTTP with a run's engine, and compare it with FP32 on a page; for small loads."""
     from qdqbench.quantize.core.errors import MissingDevice
 
     try:
         from qdqbench.quantize.serve import server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client"):
+        if (error.name or "").partition(".")[0] not in (
+            "fastapi",
+            "starlette",
+            "uvicorn",
+            "prometheus_client",
+        ):
             raise
         raise MissingDevice(
             f"serve needs {error.name}, which is not installed; `pip install 'qdqbench[serve]'`"
         ) from error
-    from qdqbench.quantize.serve.served import open_served, require_twin
+    from qdqbench.quantize.serve.served import open_served
 
-    served = open_served(run)
-    if not no_fp32:
-        require_twin(served)
+    served = open_served(run, fp32=not settings.no_fp32)
 
-    settings = limited.settings(host, port, not no_fp32)
-
-    def listening(url: str) -> None:
+    def announce(url: str, loopback: bool) -> None:
         what = f"{served.task.kind.name}, {served.recipe}, {served.made_with}"
         say(f"serving [bold]{plain(str(run))}[/] ({plain(what)}) at {url}")
         say(f"POST {url}/v1/{served.endpoint.name}, described at {url}/docs; Ctrl-C stops")
-
-        if not settings.loopback:
+        if not loopback:
             say("[yellow]warning[/] who reaches this address can ask: put a proxy with TLS before it")
 
-    server.serve(served, settings, listening)
+    server.serve(served, settings, announce)
 
 
 def deploy(

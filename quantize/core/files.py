@@ -93,6 +93,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
+REPLACED = "replaced"  # name of an old folder until the new one is in its place
 LOOK = Path(__file__).parent / "look.css"  # colours and letters of all pages
 
 
@@ -133,16 +134,28 @@ def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """As `atomic_path`, for a folder, which is there and empty."""
+def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
+    """As `atomic_path`, for a folder, which is there and empty.
+
+    Args:
+        replace: what is at `path` goes; else only an empty folder does.
+
+    Raises:
+        UserError: as `atomic_path`, or the folder is not empty and may not be replaced.
+    """
     with _beside(path) as temporary:
         temporary.mkdir()
         yield temporary
-        if path.exists():
-            path.rename(
-                temporary.with_name("replaced")
-            )  # goes with the private folder, and is never half gone
-        temporary.rename(path)
+        if replace and path.exists():  # goes with the private folder, and is never half gone
+            path.rename(temporary.with_name(REPLACED))
+        try:
+            temporary.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise UserError(
+                f"{path} got files of somebody else meanwhile; give an empty or new folder"
+            ) from error
 
 
 def require_writable(folder: Path) -> None:

@@ -27,12 +27,14 @@ def place(folder: Path, content: Content, *, link: bool) -> bool:
         UserError: it cannot be written, or holds what was not written here; lists that.
     """
     wanted = {name: _sum(given) for name, given in content.items()}
+    for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed
+        if not folder.exists() and (left / files.REPLACED).is_dir():  # between its two renames
+            (left / files.REPLACED).rename(folder)
+        shutil.rmtree(left, ignore_errors=True)
     if folder.exists():
         if folder.is_dir() and _sums_of(folder, content, wanted) == wanted:
             return False
         refuse_foreign(folder)
-    for left in folder.parent.glob(f".{folder.name}.*.tmp") if link else ():  # of a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
     try:
         with files.atomic_folder(folder) as made:
             for name, given in content.items():

@@ -14,7 +14,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.deploy import folder as place
 from qdqbench.quantize.deploy.asked import Asked, read_asked, stride
-from qdqbench.quantize.deploy.licence import find_licence
+from qdqbench.quantize.deploy.license import find_license
 from qdqbench.quantize.deploy.ways import BUILD_SCRIPT, Way, find_ways, installed
 from qdqbench.quantize.encoders.load import load_config
 from qdqbench.quantize.engine.profiles import Profile
@@ -85,7 +85,7 @@ def write_deploy(session: Session, results: Results, said: Said, out: Path | Non
         "data": _base_name(str(results.data.get("source", ""))),
         "task": session.config.task.name,
         "recipe": session.recipe.name,
-        "licence": find_licence(session.model_name, session.config.revision),
+        "license": find_license(session.model_name, session.config.revision),
         "metrics": list(next(iter(results.stages.values())).metrics),
         "versions": {
             name: installed(name) for name in ("qdqbench", "torch", "transformers", "nvidia-modelopt", "onnx")

@@ -1,30 +1,34 @@
-"""The endpoints and pages of a server, as an ASGI application."""
+"""The endpoints and pages of one worker process, as an ASGI application."""
 
 import asyncio
+import contextlib
+import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
-from pydantic_core import from_json
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import LOOK
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.serve.batches import HANG, Batcher, Run, Sizes, warm_up
 from qdqbench.quantize.serve.endpoints import Columns, Request
-from qdqbench.quantize.serve.guard import Guard, Refused, failure, json_bytes, refusal
+from qdqbench.quantize.serve.guard import FAILED, LOG, Guard, Refused, json_bytes, refuse
 from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.openapi import description
-from qdqbench.quantize.serve.pool import Pool, Unavailable
-from qdqbench.quantize.serve.served import Limits, Served
+from qdqbench.quantize.serve.served import Served
+from qdqbench.quantize.serve.settings import ModelName, Settings
 
 PAGES = {  # by path: file, type
     "/": ("index.html", "text/html"),
@@ -35,60 +39,154 @@ PAGES = {  # by path: file, type
     "/style.css": ("style.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-_FOLDER = Path(__file__).parent / "pages"
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+REFUSALS = {
+    400: "The body is not JSON.",
+    408: "The body did not come in time.",
+    413: "Too many or too long texts, or too large a body.",
+    415: "The body has another type than JSON.",
+    422: "JSON of another form.",
+    503: "The queue is full, or there is no answer in time; Retry-After says when to come again.",
+}
+MOST_RETRY_S = 60
+SURROGATE = re.compile("[\ud800-\udfff]")
+LONG = 10_000  # numbers of an answer, whose JSON would hold up other requests
+FAREWELL_S = 0.5  # from the last answers of a worker that gives up to its end
+
+
+class Error(Strict):
+    """A refusal."""
+
+    error: str = Field(description="One sentence.")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An opened model with what its warm-up measured."""
+
+    run: Run
+    sizes: Sizes
+    slowest_s: float
+
+
+def open_models(served: Served, settings: Settings) -> dict[ModelName, Model]:
+    """Open and warm up what a worker serves; errors are those of `Served.open_model` and `warm_up`."""
+    models = {}
+    for name in settings.models:
+        run = served.open_model(name)
+        models[name] = Model(run, *warm_up(run, served.sizes(name, settings.max_batch), settings.timeout))
+    return models
 
 
 class Service:
     """One run behind HTTP; `app` is the ASGI application.
 
     Args:
-        pools: workers by the name of the model that they run: `engine`, and `fp32` where it is compared.
         hosts: as of `guard.Guard`.
+        leave: ends the process.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         served: Served,
-        pools: Mapping[str, Pool],
+        settings: Settings,
+        models: Mapping[ModelName, Model],
         metrics: Metrics,
         *,
-        limits: Limits,
-        hosts: Iterable[str] = (),
+        hosts: Collection[str] = (),
+        leave: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
-        self.served, self.pools, self.limits, self._metrics = served, pools, limits, metrics
-        self.draining = False
+        self.served, self.settings, self.metrics, self._leave = served, settings, metrics, leave
+        self.queued, self.given_up = 0, False  # rows, from arrival to answer
+        self.batchers = {
+            name: Batcher(
+                name,
+                model.run,
+                model.sizes,
+                pad_id=served.pad_id,
+                max_wait_s=settings.max_wait_ms / 1000,
+                # a hang is no matter of a client's patience, yet nobody waits longer than that
+                hang_s=max(HANG * model.slowest_s, settings.timeout),
+                metrics=metrics,
+                give_up=self._give_up,
+            )
+            for name, model in models.items()
+        }
         # one thread: a tokenizer that truncates is not for several
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        path = f"/v1/{served.endpoint.name}"
-        fixed: dict[str, Callable[[], Response]] = {
-            "/v1/model": lambda: _json(self.about()),
-            "/openapi.json": lambda: _json(description(served, limits)),
-            "/health": self._ready,
-            "/health/ready": self._ready,
-            "/health/live": lambda: _json({"live": True}),
-            "/metrics": lambda: Response(metrics.text(), media_type=_METRICS_TYPE),
-            **{page: _page(*file) for page, file in PAGES.items()},
-        }
-        routes = [Route(path, self._answer, methods=["POST"])]
-        routes += [Route(each, _fixed(made)) for each, made in fixed.items()]
-        known = {path, *fixed}
-        inner = Starlette(
-            routes=routes,
-            exception_handlers={HTTPException: self._not_found, Refused: refusal, Exception: failure},
-        )
-        inner.router.redirect_slashes = False
+        inner = self._routes()
         self.app = Guard(
             inner,
-            limits=limits,
+            settings=settings,
             metrics=metrics,
             hosts=hosts,
-            label=lambda asked: asked if asked in known else "other",
+            paths={route.path for route in inner.routes},  # type: ignore[attr-defined]
+            refuse_if_full=self._refuse_if_full,
         )
 
-    def about(self) -> dict[str, Any]:
-        """What is served, as `/v1/model` tells it."""
-        served = self.served
+    def _routes(self) -> FastAPI:
+        served, settings = self.served, self.settings
+        app = FastAPI(
+            title=f"qdqbench serve {served.name}",
+            version=metadata.version("qdqbench"),
+            docs_url=None,  # those of FastAPI load from elsewhere
+            redoc_url=None,
+            lifespan=self._lifespan,
+            redirect_slashes=False,
+            exception_handlers=dict.fromkeys(
+                (HTTPException, RequestValidationError, Refused, Exception), self._refuse
+            ),
+        )
+
+        async def answer(request: Request) -> Response:
+            return await self._answer(request)
+
+        answer_type = served.endpoint.answer
+        answer.__annotations__["request"] = served.endpoint.request
+        answers = create_model(
+            "Answers",
+            __base__=Strict,
+            model=(ModelName, ...),
+            answers=(list[answer_type], ...),  # type: ignore[valid-type]
+        )
+        app.post(
+            f"/v1/{served.endpoint.name}",
+            response_model=answers,
+            responses={status: {"description": why, "model": Error} for status, why in REFUSALS.items()},
+            summary=f"{served.task.kind.name}: {(served.endpoint.request.__doc__ or '').rstrip('.').lower()}",
+            description=f"At most {settings.max_texts} texts of {settings.max_characters} characters and "
+            f"{settings.body_bytes} bytes, {settings.timeout:g} s; a row has {served.max_length} tokens.",
+        )(answer)
+        plain: dict[str, tuple[str, Callable[[], Response]]] = {
+            "/v1/model": ("The served run and its limits.", lambda: _json(self.describe())),
+            "/health/live": ("Answered while the process works.", lambda: _json({"live": True})),
+            "/health/ready": ("503 while requests are refused.", self._ready),
+            "/health": ("The same.", self._ready),
+            "/metrics": (
+                "Metrics for Prometheus.",
+                lambda: Response(self.metrics.text(), media_type=METRICS_TYPE),
+            ),
+            **{path: ("", _page(*file)) for path, file in PAGES.items()},
+        }
+        for path, (summary, make) in plain.items():
+            handler = _handler(make)
+            if summary:
+                app.get(path, summary=summary, response_class=Response)(handler)
+            app.add_route(path, handler, ["HEAD"] if summary else ["GET"], include_in_schema=False)
+        app.openapi()  # kept, so that no request waits for it
+        return app
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(batcher.work()) for batcher in self.batchers.values()]
+        self.metrics.workers.set(1)
+        yield
+        for task in tasks:
+            task.cancel()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `/v1/model` says: the run and the limits."""
+        served, settings = self.served, self.settings
         return {
             "name": served.name,
             "task": served.task.name,
@@ -99,119 +197,163 @@ class Service:
             "recipe": served.recipe,
             "engine": served.made_with,
             "int8": served.int8,
-            "models": [*self.pools],
+            "models": [*self.batchers],
             "max_length": served.max_length,
-            "limits": asdict(self.limits),
+            "limits": {
+                "texts": settings.max_texts,
+                "characters": settings.max_characters,
+                "body_bytes": settings.body_bytes,
+                "timeout_s": settings.timeout,
+            },
         }
 
     def _ready(self) -> Response:
-        workers = {name: pool.alive for name, pool in self.pools.items()}
-        ready = not self.draining and workers["engine"] > 0
-        return _json({"ready": ready, "draining": self.draining, "workers": workers}, 200 if ready else 503)
+        """Answer with what a request of one text would meet now."""
+        full = self.queued >= self.settings.queue or self.app.full()
+        ready = not full and not self.given_up
+        return _json({"ready": ready, "full": full}, 200 if ready else 503)
 
-    async def _not_found(self, request: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        serves = f"this server has POST /v1/{self.served.endpoint.name} and the pages of /docs"
-        why = {404: f"there is nothing here; {serves}", 405: f"this method is not for this path; {serves}"}
-        return _json(
-            {"error": why.get(error.status_code, str(error.detail))}, error.status_code, error.headers
+    def _refuse_if_full(self) -> None:
+        if self.given_up or self.queued >= self.settings.queue:
+            raise self._unavailable("the queue is full")
+
+    def _unavailable(self, why: str) -> Refused:
+        """Return a refusal with the seconds after which the waiting rows may be answered."""
+        rate = sum(batcher.rate for batcher in self.batchers.values())
+        seconds = math.ceil(self.queued / rate) if rate else 1
+        return Refused(
+            503, f"{why}; try again later", {"retry-after": str(min(max(seconds, 1), MOST_RETRY_S))}
         )
 
-    async def _answer(self, request: HttpRequest) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "the body must be JSON; send it with content-type: application/json")
-        body = await request.body()
-        try:
-            if b"fp32" not in body:  # under overload most are refused: that must cost little
-                self._require_room("engine")
-            asked = self._parsed(body)
-            pool = self._require_room(asked.model)
-            columns = self.served.endpoint.columns(asked, self.served.task.text_columns)
-            self._check(columns)
-            # the pool's own limit begins behind the tokenizer, for which others may wait, too
-            found = await asyncio.wait_for(self._answers(asked, columns, pool), self.limits.timeout_s)
-            return _json({"model": asked.model, "answers": found})
-        except asyncio.TimeoutError as error:
-            late = pool.unavailable(f"there was no answer within {self.limits.timeout_s:g} s")
-            raise Refused(503, str(late), {"retry-after": str(late.retry_after)}) from error
-        except Unavailable as error:
-            raise Refused(503, str(error), {"retry-after": str(error.retry_after)}) from error
+    @contextlib.contextmanager
+    def _admit(self, rows: int) -> Iterator[None]:
+        """Count rows of a request until it is answered.
 
-    async def _answers(self, asked: Request, columns: Columns, pool: Pool) -> list[dict[str, Any]]:
-        loop, served = asyncio.get_running_loop(), self.served
+        Raises:
+            Refused: there is no room for them.
+        """
+        if self.given_up or self.queued + rows > self.settings.queue:
+            raise self._unavailable("the queue is full")
+        self.queued += rows
+        self.metrics.queued.set(self.queued)
         try:
-            rows = await loop.run_in_executor(self._tokenizing, served.encoded, columns)
+            yield
+        finally:
+            self.queued -= rows
+            self.metrics.queued.set(self.queued)
+
+    async def _answer(self, request: Request) -> Response:
+        if request.model not in self.batchers:
+            raise Refused(422, "this server was started without the FP32 model; leave model out")
+        columns = self.served.endpoint.columns(request, self.served.task.text_columns)
+        texts = self._check_texts(columns)
+        timeout_s = self.settings.timeout
+        with contextlib.ExitStack() as admitted:
+            admitted.enter_context(self._admit(texts))
+            try:
+                return await asyncio.wait_for(self._run(request, columns, texts, admitted), timeout_s)
+            except asyncio.TimeoutError as error:
+                raise self._unavailable(f"there was no answer within {timeout_s:g} s") from error
+
+    async def _run(
+        self, request: Request, columns: Columns, texts: int, admitted: contextlib.ExitStack
+    ) -> Response:
+        loop, served = asyncio.get_running_loop(), self.served
+        if served.task.kind.windows:  # they are many for a long context: admitted before they are made
+            count = await loop.run_in_executor(self._tokenizing, served.count_rows, columns)
+            self._check_rows(count)
+            admitted.enter_context(self._admit(count - texts))
+        try:
+            rows = await loop.run_in_executor(self._tokenizing, served.encode, columns)
         except UserError as error:
             raise Refused(422, str(error)) from error
-        if len(rows) > pool.capacity:
-            why = f"the texts make {len(rows)} rows, more than the {pool.capacity} that may wait; send fewer"
-            raise Refused(413, why)
-        made = await pool.answers([(row.input_ids, row.token_type_ids) for row in rows])
-        if not all(np.isfinite(each).all() for each in made):
+        answers = await self.batchers[request.model].answer(
+            [(row.input_ids, row.token_type_ids) for row in rows]
+        )
+        found = [answer for answer in answers if answer is not None]
+        if len(found) < len(rows):
+            raise self._unavailable("the engine failed")
+        if not all(np.isfinite(answer).all() for answer in found):
             raise Refused(500, "the engine gives NaN or infinite answers; see its run's verification")
-        found = served.endpoint.answers(asked, [*zip(rows, made, strict=True)], served.classes)
-        return [each.model_dump() for each in found]
 
-    def _require_room(self, model: str) -> Pool:
-        if model not in self.pools:
-            raise Refused(422, "this server was started without the FP32 twin; leave model out")
-        pool = self.pools[model]
-        if self.draining:
-            raise pool.unavailable("the server stops")
-        pool.require_room()
-        return pool
+        def render() -> bytes:
+            made = served.endpoint.answers(request, [*zip(rows, found, strict=True)], served.classes)
+            return json_bytes({"model": request.model, "answers": [each.model_dump() for each in made]})
 
-    def _parsed(self, body: bytes) -> Request:
-        """The request in a body, with time and memory in proportion to its size however wrong it is."""
-        schema = self.served.endpoint.request
-        try:
-            value = from_json(body)
-        except ValueError as error:
-            raise Refused(400, f"the body is not JSON: {_flat(str(error))}") from error
-        known = [*schema.model_fields]
-        if not isinstance(value, dict):
-            raise Refused(422, f"the body must be an object with {' and '.join(known)}")
-        if unknown := next((key for key in value if key not in known), None):
-            raise Refused(422, f"the field {_flat(unknown)!r} is not known; there are {', '.join(known)}")
-        try:
-            return schema.model_validate(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise Refused(422, f"{_flat(where)}: {_flat(first['msg'])}; see /docs") from error
+        long = len(rows) > 1 or found[0].size > LONG
+        body = await asyncio.to_thread(render) if long else render()
+        return Response(body, media_type="application/json")
 
-    def _check(self, columns: Columns) -> None:
-        count = len(next(iter(columns.values())))
-        if count > self.limits.texts:
-            raise Refused(413, f"{count} texts are more than the {self.limits.texts} of one request")
+    def _check_texts(self, columns: Columns) -> int:
+        """Return the number of texts.
+
+        Raises:
+            Refused: they are too many or too long.
+        """
+        settings, count = self.settings, len(next(iter(columns.values())))
+        if count > settings.max_texts:
+            raise Refused(413, f"{count} texts are more than the {settings.max_texts} of one request")
         for values in columns.values():
-            for text in values:
-                long = len(text) if isinstance(text, str) else sum(map(len, text)) + len(text)
-                if long > self.limits.characters:
-                    most = self.limits.characters
-                    raise Refused(413, f"a text has {long} characters, more than the {most} of one text")
+            for value in values:
+                text = value if isinstance(value, str) else " ".join(value)
+                if len(text) > settings.max_characters:
+                    most = settings.max_characters
+                    raise Refused(413, f"a text has {len(text)} characters, more than the {most} of one text")
+                if SURROGATE.search(text):  # JSON allows it, UTF-8 and tokenizers do not
+                    raise Refused(422, "a text has half a surrogate pair (\\ud800 to \\udfff)")
+        self._check_rows(count)
+        return count
 
-    def close(self) -> None:
-        """Let the tokenizer's thread end."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+    def _check_rows(self, count: int) -> None:
+        if count > self.settings.queue:
+            most = self.settings.queue
+            raise Refused(
+                413, f"the texts make {count} rows, more than the {most} of the queue; send fewer or shorter"
+            )
+
+    def _give_up(self, reason: str) -> None:
+        """Answer all waiting requests with 503, and end the process, which the supervisor replaces."""
+        if not self.given_up:
+            self.given_up = True
+            LOG.error("a worker gives up: %s", reason)
+            asyncio.get_running_loop().call_later(FAREWELL_S, self._leave)
+        for batcher in self.batchers.values():
+            batcher.fail()
+
+    async def _refuse(self, request: Any, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            serves = f"this server has POST /v1/{self.served.endpoint.name} and the pages of /docs"
+            why = {
+                404: f"there is nothing here; {serves}",
+                405: f"this path has another method; {serves}",
+            }
+            sentence = why.get(error.status_code, str(error.detail))
+            return refuse(Refused(error.status_code, sentence, error.headers))
+        if isinstance(error, RequestValidationError):
+            first = error.errors()[0]
+            if first["type"] == "json_invalid":
+                return refuse(Refused(400, f"the body is not JSON: {_flat(str(first['ctx']['error']))}"))
+            where = ".".join(map(str, first["loc"][1:])) or "the body"
+            return refuse(Refused(422, f"{_flat(where)}: {_flat(first['msg'])}; see /docs"))
+        return refuse(error if isinstance(error, Refused) else FAILED)
 
 
-def _fixed(made: Callable[[], Response]) -> Callable[[HttpRequest], Any]:
-    async def answer(request: HttpRequest) -> Response:
-        return made()
+def _handler(make: Callable[[], Response]) -> Callable[..., Any]:
+    async def handle(request: HttpRequest) -> Response:
+        return make()
 
-    return answer
+    return handle
 
 
 def _page(file: str, kind: str) -> Callable[[], Response]:
-    data = (_FOLDER / file).read_bytes()
+    data = (Path(__file__).parent / "pages" / file).read_bytes()
     return lambda: Response(data, media_type=f"{kind}; charset=utf-8")
 
 
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json_bytes(value), status, headers, "application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json_bytes(value), status, media_type="application/json")
 
 
 def _flat(text: str) -> str:
-    """What came from a client, short and on one line."""
+    """Return a client's text, short and on one line."""
     return re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text[:200]))[:120]

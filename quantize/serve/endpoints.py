@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import FailFast, Field, field_validator, model_validator
 
 from qdqbench.quantize.core.arrays import Float32
 from qdqbench.quantize.core.strict import Strict
@@ -20,46 +20,63 @@ from qdqbench.quantize.tasks.rows import Sample
 Columns = dict[str, list[Any]]  # as a data set has them: values of each sample, by column
 
 
-class Request(Strict):
-    """What all requests say."""
+class _Input(Strict):
+    """Input of a client: the first unknown field ends its validation, which so stays cheap."""
 
-    model: Literal["engine", "fp32"] = Field("engine", description="The run's engine, or its FP32 twin.")
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: Any) -> Any:
+        known = cls.model_fields
+        if (
+            isinstance(value, dict)
+            and (unknown := next((key for key in value if key not in known), None)) is not None
+        ):
+            raise ValueError(f"the field {unknown[:100]!r} is unknown; there are {', '.join(known)}")
+        return value
+
+
+class Request(_Input):
+    """Fields of all requests."""
+
+    model: Literal["engine", "fp32"] = Field("engine", description="The run's engine, or its FP32 model.")
 
 
 class Texts(Request):
     """Single texts."""
 
-    texts: list[str] = Field(description="One answer each.", min_length=1)
+    texts: Annotated[list[str], FailFast()] = Field(description="One answer each.", min_length=1)
 
 
 class Pairs(Request):
     """Pairs of texts."""
 
-    pairs: list[tuple[str, str]] = Field(description="One answer each.", min_length=1)
+    pairs: Annotated[list[tuple[str, str]], FailFast()] = Field(description="One answer each.", min_length=1)
 
 
 class Ranking(Request):
     """A query, and passages to put in order."""
 
     query: str
-    passages: list[str] = Field(min_length=1)
+    passages: Annotated[list[str], FailFast()] = Field(min_length=1)
 
 
 class Sentences(Request):
     """Sentences, word by word."""
 
-    sentences: list[list[str]] = Field(description="Words of each sentence.", min_length=1)
+    sentences: Annotated[list[Annotated[list[str], FailFast()]], FailFast()] = Field(
+        description="Words of each sentence.", min_length=1
+    )
 
     @field_validator("sentences")
     @classmethod
     def _with_words(cls, sentences: list[list[str]]) -> list[list[str]]:
         if not all(sentences):
-            raise ValueError("a sentence without words has nothing to answer for")
+            raise ValueError("a sentence without words has no answer")
         return sentences
 
 
-class Question(Strict):
-    """A question, and the text that the answer stands in."""
+class Question(_Input):
+    """A question, and the text that contains the answer."""
 
     question: str
     context: str
@@ -68,7 +85,7 @@ class Question(Strict):
 class Asked(Request):
     """Questions."""
 
-    questions: list[Question] = Field(min_length=1)
+    questions: Annotated[list[Question], FailFast()] = Field(min_length=1)
     may_be_unanswerable: bool = Field(False, description="Whether no answer (an empty one) is an answer.")
 
 

@@ -1,21 +1,21 @@
-"""What stands before every endpoint: hosts, sizes and times of requests, headers of answers, counting."""
+"""Checks before every endpoint: hosts, sizes and times of requests; headers of answers; counting."""
 
 import asyncio
 import json
-import sys
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.served import Limits
+from qdqbench.quantize.serve.settings import Settings
 
-MOST_REQUESTS = 256  # at once; with the largest body this bounds memory
+LOG = logging.getLogger("qdqbench.serve")
+MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
 WITH_BODY = ("POST", "PUT", "PATCH")
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 # pages load nothing from elsewhere, run no inline script, and nobody frames them
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -26,134 +26,143 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+CLOSE = {"connection": "close"}
 
 
 class Refused(Exception):
-    """A request that is answered with an error status and a sentence."""
+    """A request that gets an error status and a sentence."""
 
-    def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(sentence)
         self.status, self.headers = status, dict(headers or {})
+
+
+FAILED = Refused(500, "the server failed at this request; its log says why")  # without internals
 
 
 class Guard:
     """ASGI middleware.
 
     Args:
-        app: what is guarded; it sees requests whose body is whole, and raises Refused.
-        hosts: names that clients may call the server by; none: any. A page elsewhere whose name its owner
-            points at this machine cannot read answers then.
-        label: name of an endpoint in metrics, by its path.
+        app: the application; it gets requests whose body is complete, and raises Refused.
+        hosts: names that clients may call the server by; empty: any. A page elsewhere whose name its owner
+            points at this machine then cannot read answers.
+        paths: that metrics name; the others are "other".
+        refuse_if_full: raises Refused where a request cannot be taken now.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         app: ASGIApp,
         *,
-        limits: Limits,
+        settings: Settings,
         metrics: Metrics,
-        hosts: Iterable[str],
-        label: Callable[[str], str],
+        hosts: Collection[str],
+        paths: Collection[str],
+        refuse_if_full: Callable[[], None],
     ) -> None:
-        self._app, self._limits, self._metrics = app, limits, metrics
-        self._hosts, self._label, self._active = {*hosts}, label, 0
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._hosts, self._paths, self._refuse_if_full, self.posts = hosts, paths, refuse_if_full, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
 
-        async def sent(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_encoded(HEADERS)]
+                extra = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
-        self._active += 1
+        counted = scope["method"] in WITH_BODY  # health and metrics are answered under any load
+        self.posts += counted
         try:
-            await self._answer(scope, receive, sent)
+            self._check_head(scope)
+            if not counted:
+                await self._app(scope, receive, send_counted)
+            elif (body := await self._read_body(receive)) is not None:
+                self._refuse_if_full()  # before it is parsed: under overload a refusal must cost little
+                await self._app(scope, _replay(body, receive), send_counted)
         except Refused as error:
-            await refusal(None, error)(scope, receive, sent)
+            await refuse(error)(scope, receive, send_counted)
         except Exception as error:
-            told = " ".join(str(error).split())[:300]
-            sys.stderr.write(f"qdqbench: unexpected failure of a request, {type(error).__name__}: {told}\n")
+            LOG.error("unexpected failure of a request, %s: %.300s", type(error).__name__, error)
             if not status:
-                await failure(None, error)(scope, receive, sent)
+                await refuse(FAILED)(scope, receive, send_counted)
         finally:
-            self._active -= 1
-            name = self._label(scope["path"])
+            self.posts -= counted
+            name = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(name, str(status)).inc()
             self._metrics.seconds.labels(name).observe(time.perf_counter() - start)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def full(self) -> bool:
+        """Return whether the next request with a body is refused."""
+        return self.posts >= MOST_POSTS
+
+    def _check_head(self, scope: Scope) -> None:
         headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-        if self._hosts and _host(headers.get("host", "")) not in self._hosts:
+        if self._hosts and _name(headers.get("host", "")) not in self._hosts:
             raise Refused(421, f"this server answers to {', '.join(sorted(self._hosts))} only; see --host")
-        if scope["method"] not in WITH_BODY:  # health and metrics are told under any load
-            await self._app(scope, receive, send)
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: smuggling
+            raise Refused(400, "give content-length or transfer-encoding, not both", CLOSE)
+        if scope["method"] not in WITH_BODY:
             return
-        if self._active > MOST_REQUESTS:
-            raise Refused(503, "too many requests at once; come again later", {"retry-after": "1"})
-        if (body := await self._body(headers, receive)) is None:
-            return  # the client has gone
-        given = False
+        if self.posts > MOST_POSTS:
+            raise Refused(503, "too many requests at once; try again later", CLOSE | {"retry-after": "1"})
+        size = headers.get("content-length", "")
+        if size.isdecimal() and int(size[:20]) > self._settings.body_bytes:
+            raise self._too_large()
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "the body must be JSON; send it with content-type: application/json", CLOSE)
 
-        async def whole() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+    def _too_large(self) -> Refused:
+        most = self._settings.body_bytes
+        return Refused(413, f"the body has more than {most} bytes; send fewer or shorter texts", CLOSE)
 
-        await self._app(scope, whole, send)
-
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes | None:
-        most, close = self._limits.body_bytes, {"connection": "close"}
-        large = Refused(413, f"the body has more than {most} bytes; send fewer or shorter texts", close)
-        said = headers.get("content-length", "")
-        if said.isdecimal() and int(said[:20]) > most:
-            raise large
-        body, end = bytearray(), time.monotonic() + self._limits.timeout_s
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """Return the whole body; None where the client has gone."""
+        body, end = bytearray(), time.monotonic() + self._settings.timeout
         while True:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
             except asyncio.TimeoutError:
-                raise Refused(
-                    408, f"the body did not come within {self._limits.timeout_s:g} s", close
-                ) from None
+                late = f"the body did not come within {self._settings.timeout:g} s"
+                raise Refused(408, late, CLOSE) from None
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            if len(body) > most:
-                raise large
+            if len(body) > self._settings.body_bytes:
+                raise self._too_large()
             if not message.get("more_body", False):
                 return bytes(body)
 
 
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read before."""
+    left = [body]
+
+    async def replay() -> Message:
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+    return replay
+
+
 def json_bytes(value: Any) -> bytes:
-    """Strict JSON in UTF-8."""
+    """Return strict JSON in UTF-8."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def refusal(request: Any, error: Exception) -> Response:
-    """The answer to a refused request, as Starlette asks for it."""
-    assert isinstance(error, Refused)
-    body = json_bytes({"error": str(error)})
-    return Response(body, error.status, error.headers, "application/json")
+def refuse(error: Refused) -> Response:
+    """Return the answer to a refused request."""
+    return Response(json_bytes({"error": str(error)}), error.status, error.headers, "application/json")
 
 
-def failure(request: Any, error: Exception) -> Response:
-    """The answer to a request that the server failed at, without what is inside."""
-    return refusal(request, Refused(500, "the server failed at this request; its log says why"))
-
-
-def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
-
-
-def _host(header: str) -> str:
-    """A Host header without its port."""
-    name, colon, port = header.rpartition(":")
-    return (name if colon and (port.isdecimal() or not port) else header).lower()
+def _name(host: str) -> str:
+    """Return a Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and (port.isdecimal() or not port) else host).lower()

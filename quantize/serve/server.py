@@ -1,214 +1,256 @@
-"""Serve a run until a signal: its workers, a socket, and an end that answers what was begun."""
+"""Serve a run until a signal: uvicorn's supervised worker processes on one socket."""
 
-import asyncio
 import contextlib
+import ctypes
 import ipaddress
+import logging
+import logging.handlers
 import math
+import multiprocessing
+import os
+import pickle
+import queue
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import h11
 import uvicorn
+from prometheus_client import multiprocess
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.supervisors.multiprocess import Multiprocess
 
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.machine.cpu import usable_cores
-from qdqbench.quantize.serve.app import Service
-from qdqbench.quantize.serve.buckets import Buckets, shapes_of
-from qdqbench.quantize.serve.guard import LOOPBACK, json_bytes
-from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.pool import COMMAND, Pool, order_of, shared_cores
-from qdqbench.quantize.serve.served import Limits, Served
+from qdqbench.quantize.serve.app import Service, open_models
+from qdqbench.quantize.serve.guard import LOG, json_bytes
+from qdqbench.quantize.serve.metrics import SHARED, Metrics
+from qdqbench.quantize.serve.served import Served
+from qdqbench.quantize.serve.settings import Settings
 
-HEAD_S = 10.0  # that the head of a request may take
-IDLE_S = 20  # that a connection is kept without a request
-MOST_CONNECTIONS, BACKLOG = 1000, 1000
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+PERIOD_S = 10.0  # after one, but at most two of these a connection without progress is closed
+LEAST_BYTES = 16 << 10  # that a client must read in this time
+MOST_CONNECTIONS, BACKLOG = 1000, 1000  # of a worker; of the socket
 MOST_HEAD_BYTES = 16 << 10
-MORE_S = 2  # beyond a request's own time, until what is still open is dropped at the end
+GRACE_S = 2  # beyond a request's own time, until what is still open is dropped at the end
+PING_S = 20  # that a worker may hold Python's lock, as some imports do
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a run is served."""
+class WorkerApp:
+    """Makes the ASGI application of a worker process; pickled, with imports that take little time."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    max_batch: int = 32
-    max_wait_s: float = 0.002
-    queue: int = 256  # rows
-    fp32: bool = True
-    limits: Limits = field(default_factory=Limits)
+    served: bytes  # pickled: its tokenizer imports transformers
+    settings: Settings
+    hosts: tuple[str, ...]
+    failures: Connection  # takes (exit code, sentence) of a worker that cannot start
+    is_replacement: bool = False
 
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can ask."""
+    def __call__(self) -> Any:
+        """Open the models; ends the process where that fails."""
+        _start_log()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends it at once until it serves
         try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+            served: Served = pickle.loads(self.served)  # noqa: S301  (of the parent process)
+            models = open_models(served, self.settings)
+        except Exception as error:
+            sentence = " ".join(str(error).split())[:400]
+            if not isinstance(error, QdqError):
+                sentence = f"a worker cannot start, {type(error).__name__}: {sentence}"
+            self.failures.send((getattr(error, "exit_code", 1), sentence))
+            sys.exit(STARTUP_FAILURE)
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        metrics = Metrics()
+        metrics.replaced.inc(self.is_replacement)
+        return Service(served, self.settings, models, metrics, hosts=self.hosts).app
 
 
-def make_service(served: Served, settings: Settings, command: Sequence[str] = COMMAND) -> Service:
-    """A service whose workers are not started yet."""
-    limits, metrics, cores = settings.limits, Metrics(), usable_cores()
-    sizes = served.sizes(settings.max_batch)
-    single = [(length, 1) for length, _ in sizes]
-
-    def pool(name: str, base: dict[str, Any], workers: int, met: list[tuple[int, int]]) -> Pool:
-        # every worker meets these shapes before the first request does
-        orders = [order_of(base | {"warm": shapes_of(met)}, part) for part in shared_cores(workers, cores)]
-        buckets = Buckets(sizes, settings.queue, settings.max_wait_s)
-        return Pool(
-            name,
-            orders,
-            buckets,
-            pad_id=served.pad_id,
-            timeout=limits.timeout_s,
-            metrics=metrics,
-            command=command,
-        )
-
-    pools = {"engine": pool("engine", served.engine, settings.workers, sizes)}
-    if settings.fp32:
-        pools["fp32"] = pool("fp32", served.twin, 1, single)
-    hosts = LOOPBACK if settings.loopback else ()
-    return Service(served, pools, metrics, limits=limits, hosts=hosts)
-
-
-def serve(
-    served: Served, settings: Settings, listening: Callable[[str], None], command: Sequence[str] = COMMAND
-) -> None:
-    """Serve until SIGTERM or Ctrl-C; what was begun is answered first, the second signal ends at once.
+def serve(served: Served, settings: Settings, announce: Callable[[str, bool], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; what was begun is answered first.
 
     Args:
-        listening: called with the URL when requests are answered.
-        command: that starts a worker.
+        announce: called with the URL, and whether only this machine reaches it, when all workers answer.
 
     Raises:
-        UserError: the address cannot be had.
+        UserError: the address cannot be used, or a file of the run changed before a worker was replaced.
         QdqError: a worker cannot open its model.
     """
-    with _bound(settings.host, settings.port) as bound:
-        asyncio.run(_serve(served, settings, bound, listening, command))
+    _start_log()
+    failures, send = multiprocessing.Pipe(duplex=False)
+    with _listen(settings.host, settings.port) as listener, tempfile.TemporaryDirectory() as folder:
+        address, port = listener.getsockname()[:2]
+        loopback = ipaddress.ip_address(address).is_loopback
+        name = f"[{settings.host}]" if ":" in settings.host else settings.host
+        hosts = tuple({*LOOPBACK, name.lower(), address}) if loopback else ()
+        config = uvicorn.Config(
+            WorkerApp(pickle.dumps(served), settings, hosts, send),
+            factory=True,
+            workers=settings.workers,
+            http=_Protocol,
+            loop="asyncio",
+            ws="none",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=math.ceil(2 * PERIOD_S),
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+            timeout_graceful_shutdown=math.ceil(settings.timeout) + GRACE_S,
+            timeout_worker_healthcheck=PING_S,
+        )
+        os.environ[SHARED] = folder
+        Supervisor(config, listener, folder, lambda: announce(f"http://{name}:{port}", loopback)).run()
+    if failures.poll():
+        code, sentence = failures.recv()
+        raise (MissingDevice if code == MissingDevice.exit_code else UserError)(sentence)
 
 
-async def _serve(
-    served: Served,
-    settings: Settings,
-    bound: socket.socket,
-    listening: Callable[[str], None],
-    command: Sequence[str],
-) -> None:
-    service = make_service(served, settings, command)
-    config = uvicorn.Config(
-        service.app,
-        http=_Protocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=IDLE_S,
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
-        timeout_graceful_shutdown=math.ceil(settings.limits.timeout_s) + MORE_S,
-    )
-    server = _Server(config, service)
+class Supervisor(Multiprocess):
+    """uvicorn's supervisor, with cores for each worker, metrics of dead ones and an end in bounded time."""
+
+    def __init__(
+        self, config: uvicorn.Config, listener: socket.socket, folder: str, announce: Callable[[], None]
+    ) -> None:
+        super().__init__(config, [listener])
+        self._folder, self._announce = folder, [announce]
+
+    def init_processes(self) -> None:
+        """Start all workers."""
+        with _blocked_interrupt():
+            super().init_processes()
+        self._settle()
+        self.config.app = replace(self.config.app, is_replacement=True)  # type: ignore[type-var]
+
+    def keep_subprocess_alive(self) -> None:
+        """Replace dead and hung workers."""
+        before = {process.pid for process in self.processes}
+        with _blocked_interrupt():
+            super().keep_subprocess_alive()
+        for pid in before - {process.pid for process in self.processes}:
+            LOG.error("worker process %s ended and is replaced", pid)
+            multiprocess.mark_process_dead(pid, self._folder)  # type: ignore[no-untyped-call]
+            self._settle()
+        if self._announce and all(process.is_ready(timeout=0.1) for process in self.processes):
+            self._announce.pop()()
+
+    def terminate_all(self) -> None:
+        """Close the socket, and tell all workers to finish."""
+        for listener in self.sockets:
+            listener.close()
+        super().terminate_all()
+
+    def join_all(self) -> None:
+        """Wait for the workers, and kill those that do not end in time."""
+        end = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + GRACE_S
+        for process in self.processes:
+            process.process.join(max(0.0, end - time.monotonic()))
+            process.process.kill()
+            process.process.join()
+
+    def _settle(self) -> None:
+        """Give each worker a part of the cores, which its later threads inherit."""
+        cores, count = usable_cores(), len(self.processes)
+        for place, process in enumerate(self.processes):
+            process.child_conn.close()  # the end of the worker then ends a ping that waits for it
+            with contextlib.suppress(OSError, AttributeError):  # it has just ended; no such call
+                os.sched_setaffinity(process.pid or 0, cores[place::count] or cores)
+
+
+@contextlib.contextmanager
+def _blocked_interrupt() -> Iterator[None]:
+    """Block Ctrl-C; a process that starts in the block takes it when it serves, and not within imports."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with server.stopped_by_signals():
-            if await server.begun(asyncio.gather(*(pool.start() for pool in service.pools.values()))):
-                name = f"[{settings.host}]" if ":" in settings.host else settings.host
-                bound.listen(BACKLOG)  # who comes before uvicorn takes it waits
-                listening(f"http://{name}:{bound.getsockname()[1]}")
-                await server.serve(sockets=[bound])
+        yield
     finally:
-        await asyncio.gather(*(pool.close() for pool in service.pools.values()))
-        service.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _start_log() -> None:
+    """Log to stderr from a thread: a full disk, a full pipe or one without a reader stops nothing."""
+    lines: queue.Queue[Any] = queue.Queue(1000)
+    logging.raiseExceptions = False
+    handler = logging.handlers.QueueHandler(lines)
+    logging.basicConfig(format="qdqbench: %(message)s", handlers=[handler], level="WARNING", force=True)
+    logging.handlers.QueueListener(lines, logging.StreamHandler()).start()
+
+
+def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)  # asyncio turns Nagle's delay off where it says TCP
+        listener = socket.socket(family, kind, protocol)  # asyncio disables Nagle's delay where it says TCP
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((host, port))
-            bound.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(BACKLOG)  # now: a second server on this port must fail before it loads its model
+            listener.setblocking(False)
         except BaseException:
-            bound.close()
+            listener.close()
             raise
     except OSError as error:
         raise UserError(
             f"cannot listen on {host} port {port} ({error.strerror}); give another --host or --port"
         ) from error
-    return bound
-
-
-class _Server(uvicorn.Server):
-    """One that ends with success after a signal, where uvicorn's raises the signal again."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self._service = service
-        self._begins: asyncio.Future[Any] | None = None
-
-    async def begun(self, workers: "asyncio.Future[Any]") -> bool:
-        """Wait for the workers' start, which a signal ends; whether they started."""
-        self._begins = workers
-        try:
-            await workers
-        except asyncio.CancelledError:
-            if not self.should_exit:
-                raise
-        return not self.should_exit
-
-    @contextlib.contextmanager
-    def stopped_by_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self._asked)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def _asked(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = self._service.draining = True
-        if self._begins is not None:
-            self._begins.cancel()  # once they have started nothing follows
+    return listener
 
 
 class _Protocol(H11Protocol):
-    """One that closes connections whose request does not come, and those beyond what can be served."""
+    """Closes connections whose client neither sends nor reads, and those beyond a limit."""
 
-    _late: asyncio.TimerHandle | None = None
+    _seen: tuple[Any, bool, int] = (None, False, 0)  # request, whether one is awaited, and unsent bytes
+    _timer: Any = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
         self._watch()
+        if len(self.connections) > MOST_CONNECTIONS:
+            others = (each for each in self.connections if each is not self and isinstance(each, _Protocol))
+            idle = next((each for each in others if each.is_idle() or each.flow.write_paused), self)
+            idle.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._timer.cancel()
+
+    def is_idle(self) -> bool:
+        """Return whether a request is awaited."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """Abort the connection where nothing moved since the last call, unless a request is computed."""
+        idle, unsent = self.is_idle(), self.transport.get_write_buffer_size()
+        request, was_idle, left = self._seen
+        stuck = left - unsent < LEAST_BYTES if unsent else idle
+        if self._timer and request is self.cycle and was_idle == idle and stuck:
+            self.transport.abort()
+            return
+        self._seen = self.cycle, idle, unsent
+        self._timer = self.loop.call_later(PERIOD_S, self._watch)
+
+    def on_response_complete(self) -> None:
+        """Close where requests were sent without waiting: a thousand of them would keep others waiting."""
+        if self.conn.trailing_data[0]:
+            self.server_state.total_requests += 1
+            self.transport.close()
+        else:
+            super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """As every refusal, where uvicorn's is plain text."""
+        """Answer as every refusal, where uvicorn's is plain text."""
         body = json_bytes({"error": "this is no HTTP request that can be read"})
         headers = {
             "content-type": "application/json",
@@ -220,23 +262,3 @@ class _Protocol(H11Protocol):
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._late is not None:
-            self._late.cancel()
-
-    def _waits(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _watch(self) -> None:
-        if self._late is not None and not self._waits():
-            self._late.cancel()
-            self._late = None
-        elif self._late is None and self._waits():
-            self._late = self.loop.call_later(HEAD_S, self._close_late)
-
-    def _close_late(self) -> None:
-        self._late = None
-        if self._waits() and not self.transport.is_closing():
-            self.transport.close()

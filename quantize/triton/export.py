@@ -23,6 +23,7 @@ from qdqbench.quantize.rundir.artifacts import (
     graph_path,
     read_built,
 )
+from qdqbench.quantize.rundir.ownership import locked_if_writable
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.facts import Facts, read_facts
 from qdqbench.quantize.trtexec.command import build_options
@@ -71,8 +72,13 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
         UserError: no run directory with a graph, one that Triton cannot take, or a name with other signs than
             letters, digits and _.
     """
-    session = Session(read_config(folder), folder)
-    graph = graph_path(session)
+    config = read_config(folder)
+    with locked_if_writable(folder):  # else hashes could be those of other bytes than are copied
+        return _export(Session(config, folder), out, name)
+
+
+def _export(session: Session, out: Path, name: str | None) -> Exported:
+    folder, graph = session.folder, graph_path(session)
     if not graph.is_file():
         raise UserError(f"{folder} has no {graph.name} yet; run `qdqbench build {folder}` first")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -97,6 +103,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
         "capability": ", ".join(sidecar.compute_capability) if sidecar else None,
         "triton": TRITON,
         "tokenizers": metadata.version("tokenizers"),
+        "numpy": metadata.version("numpy"),
         "ensembles": [name, *(f"{name}_on_{each}" for each in backends)],
         "labelled": bool(facts.labels),
         "names": [each.name for each in (*facts.outputs, *facts.extras)],
@@ -108,7 +115,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
         "queue": QUEUE,
         "target_us": TARGET_US,
     }
-    with files.atomic_folder(out) as made:
+    with files.atomic_folder(out, replace=False) as made:
         models = made / "models"
         _write_tokenizer(models, session, context)
         for each in backends:

@@ -45,7 +45,7 @@ class TritonPythonModel:
             if self.words:
                 rows = [text.split() for text in rows]
             coded = self.tokenizer.encode_batch(rows, is_pretokenized=self.words)
-        except (ValueError, UnicodeDecodeError) as error:
+        except Exception as error:  # `tokenizers` raises bare ones; one text must not fail a whole batch
             return pb.InferenceResponse(error=pb.TritonError(f"the texts cannot be read: {error}"))
         longest = max(len(each.ids) for each in coded)
         length = next(length for length in self.lengths if length >= longest)

@@ -8,7 +8,6 @@ from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.kinds.encoded import pad
 from qdqbench.quantize.rundir.artifacts import BUILD, engine_profiles, graph_path, write_outcome
 from qdqbench.quantize.rundir.session import Session, read_config
-from qdqbench.quantize.runtime.opened import open_runner
 from qdqbench.quantize.serve.served import Served, open_served
 
 
@@ -37,18 +36,14 @@ class Asked:
 
     @classmethod
     def of(cls, run: Path, out: Path) -> "Asked":
-        return cls(open_served(with_cpu_engine(run, out)))
+        return cls(open_served(with_cpu_engine(run, out), fp32=False))
 
     def __call__(self, **fields):
         served, endpoint = self.served, self.served.endpoint
         request = endpoint.request(**fields)
-        rows = served.encoded(endpoint.columns(request, served.task.text_columns))
-        order = served.engine
-        with open_runner(
-            Path(order["engine"]), Path(order["onnx"]), pad_id=order["pad_id"], outputs=order["outputs"]
-        ) as run:
-            batch = pad(
-                [(n, row.input_ids, row.token_type_ids) for n, row in enumerate(rows)], served.pad_id
-            )[1]
-            made = [*run(batch)]
+        columns = endpoint.columns(request, served.task.text_columns)
+        rows = served.encode(columns)
+        assert served.count_rows(columns) == len(rows)
+        batch = pad([(n, row.input_ids, row.token_type_ids) for n, row in enumerate(rows)], served.pad_id)[1]
+        made = [*served.open_model("engine")(batch)]
         return endpoint.answers(request, [*zip(rows, made, strict=True)], served.classes)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,10 @@ import time
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
+
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.serve.served import open_served
 
 from .. import load_serve
 from ..support import fake_served
@@ -22,19 +26,20 @@ from .tiny import MAIN, environment
 EVIL = "<img src=x onerror=alert()><b>bad</b>"
 
 
-def started(*command, **options):
+def started(*command, word="http://127.0.0.1:", **options):
     """A server's process and its port."""
     process = subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment(), **options
     )
     while line := process.stdout.readline():
-        if "http://127.0.0.1:" in line:
-            return process, int(line.partition("http://127.0.0.1:")[2].split()[0].split("/")[0])
+        if word in line:
+            return process, int(line.partition(word)[2].split()[0].split("/")[0])
     raise AssertionError(f"it did not start: {process.wait()}")
 
 
-def fake_server(**settings):
-    return started(sys.executable, fake_served.__file__, json.dumps({"port": 0, "fp32": False, **settings}))
+def fake_server(word="http://127.0.0.1:", stderr=None, **settings):
+    settings = json.dumps({"port": 0, "no_fp32": True, **settings})
+    return started(sys.executable, fake_served.__file__, settings, word=word, stderr=stderr)
 
 
 def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
@@ -49,8 +54,9 @@ def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
     for each, share in zip(made, shares, strict=True):
         assert [*each.scores.values()] == pytest.approx(share.tolist(), abs=0.02)
         assert each.label == f"LABEL_{share.argmax()}"
-    assert ask.served.sizes(32)[0] == (16, 32)
-    assert ask.served.sizes(1000)[-1] == (128, 128)
+    assert ask.served.sizes("engine", 32)[0] == (16, 32)
+    assert ask.served.sizes("engine", 1000)[-1] == (128, 128)
+    assert ask.served.sizes("fp32", 1000)[-1] == (128, 4)
 
 
 def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbench):
@@ -61,7 +67,7 @@ def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbenc
     (run / "model.fp32.onnx").unlink()
     done = qdqbench("serve", run)
     assert done.code == 1
-    assert "the FP32 model to compare with, is not there" in done.err
+    assert "the FP32 model to compare with, does not exist" in done.err
     built = json.loads((run / "build.json").read_text())
     (run / "build.json").write_text(json.dumps(built | {"file": "../../evil.engine"}))
     done = qdqbench("serve", run)
@@ -73,31 +79,60 @@ def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbenc
     assert "no engine to serve: no GPU here" in done.err
 
 
+def test_a_worker_refuses_a_model_that_changed_since_the_start(finished_run, tmp_path):
+    served = open_served(with_cpu_engine(finished_run, tmp_path / "run"))
+    batch = {name: np.ones((1, 4), np.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
+    for model in ("engine", "fp32"):
+        assert np.isfinite(served.open_model(model)(batch)).all()
+    for part in (served.fp32, served.graph, served.engine):
+        kept = part.path.read_bytes()
+        part.path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        with pytest.raises(UserError, match="changed since the server started; start the server again"):
+            served.open_model("fp32" if part is served.fp32 else "engine")
+        part.path.unlink()
+        with pytest.raises(UserError, match="changed since the server started"):
+            served.open_model("fp32" if part is served.fp32 else "engine")
+        part.path.write_bytes(kept)
+
+
 def test_under_load_no_answer_is_lost_or_of_another_text():
-    """Overload, a worker that is killed, bad input, and SIGTERM under load, each for a second or less."""
-    process, port = fake_server(queue=32, max_batch=8, order={"per_batch": 0.02, "per_row": 0.002})
+    """Overload, a killed worker, one that hangs, bad input, SIGTERM under load: a second or less each."""
+    process, port = fake_server(
+        queue=32,
+        max_batch=8,
+        workers=2,
+        timeout=1.0,
+        order={"per_batch": 0.02, "per_row": 0.002},
+        stderr=(unread := os.pipe())[1],  # nobody reads it, and below nobody can
+    )
+    os.close(unread[1])
 
     async def main():
         load = load_serve.Load(port, load_serve.numbers(200))
         load.expected = [{"score": float(text)} for text in load.texts]
-        seen, _ = await load.at_rate(0.8, 600)
-        assert (seen.lost, seen.wrong, seen.without_retry) == (0, 0, 0)
+        seen, _ = await load.at_rate(0.8, 1200)
+        assert (seen.lost, seen.wrong, seen.without_retry, seen.again) == (0, 0, 0, 0)
         assert {*seen.statuses} == {200, 503}
+        before = load_serve.workers_of(process.pid)
         asked = asyncio.create_task(load.at_rate(0.8, 40))
         await asyncio.sleep(0.2)
-        (killed,) = load_serve.workers_of(process.pid)
-        os.kill(killed, signal.SIGKILL)
+        os.close(unread[0])
+        os.kill(before[0], signal.SIGKILL)
         seen, _ = await asked
         assert (seen.lost, seen.wrong) == (0, 0)
         assert {*seen.statuses} <= {200, 503}
+        await replaced(before[:1])
+        before = load_serve.workers_of(process.pid)
         client = Client(port)
+        assert (await client.post("/v1/predict", {"texts": ["hang"]}))[0] == 503
+        await client.close()
         end = time.monotonic() + 30
-        while (await client.get("/health/ready"))[0] != 200:
+        while {*before} <= {*load_serve.workers_of(process.pid)}:
             assert time.monotonic() < end
-            await asyncio.sleep(0.02)
-        assert load_serve.workers_of(process.pid) != [killed]
-        metrics = (await client.get("/metrics"))[2]
-        assert 'qdqbench_workers_lost_total{model="engine"} 1.0' in metrics
+            await asyncio.sleep(0.05)
+        await replaced({*before} - {*load_serve.workers_of(process.pid)})
+        assert "qdqbench_workers_lost_total 2.0" in (await load_serve.get(port, "/metrics"))[2]
+        client = Client(port)
         for body, status in load_serve.BAD:
             assert (await client.post("/v1/predict", body))[0] == status
         assert (await client.send(b"no http\r\n\r\n"))[0] == 400
@@ -107,12 +142,72 @@ def test_under_load_no_answer_is_lost_or_of_another_text():
         assert ended["answered"] > 0
         await load.close()
 
+    async def replaced(gone):
+        end = time.monotonic() + 30
+        while (
+            len({*load_serve.workers_of(process.pid)} - {*gone}) < 2
+            or "qdqbench_workers 2.0" not in (await load_serve.get(port, "/metrics"))[2]
+        ):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+
     try:
         finished(main())
     finally:
         process.kill()
         process.stdout.close()
     assert process.wait() == 0
+
+
+def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
+    process, port = fake_server(timeout=60.0)
+
+    async def main():
+        client = Client(port)
+        asked = asyncio.create_task(client.post("/v1/predict", {"texts": ["hang"]}))
+        await asyncio.sleep(0.3)
+        asked.cancel()
+        await asyncio.wait({asked})
+        await client.close()
+
+    finished(main())
+    (worker,) = load_serve.workers_of(process.pid)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    end = time.monotonic() + 10
+    while load_serve.psutil.pid_exists(worker):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def failed(**settings):
+    """What a server that does not start writes to stderr."""
+    command = [sys.executable, fake_served.__file__, json.dumps({"no_fp32": True, **settings})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+def test_a_server_that_cannot_start_says_why():
+    slow = {"timeout": 0.1, "order": {"per_batch": 0.2}}
+    assert "MissingDevice: there is no such device" in failed(port=0, order={"refuses": True})
+    assert "UserError: one row of 16 tokens takes" in failed(port=0, **slow)
+
+
+def test_a_server_answers_to_the_address_that_it_prints():
+    process, port = fake_server(host="127.0.0.2", word="http://127.0.0.2:")
+    try:
+        for host, status in (("127.0.0.2", 200), ("localhost", 200), ("evil.example", 421)):
+            with socket.create_connection(("127.0.0.2", port), 10) as asked:
+                asked.sendall(f"GET /health HTTP/1.1\r\nhost: {host}:{port}\r\n\r\n".encode())
+                assert int(asked.recv(1000).split()[1]) == status
+        second = failed(host="127.0.0.2", port=port)
+        assert f"UserError: cannot listen on 127.0.0.2 port {port} (Address already in use)" in second
+    finally:
+        process.terminate()
+        process.stdout.close()
+    assert process.wait(20) == 0
 
 
 @pytest.mark.long
@@ -128,7 +223,8 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
         for model in ("engine", "fp32"):
             status, _, made = await client.post("/v1/predict", {"texts": ["a good film"], "model": model})
             assert (status, made["model"], made["answers"][0]["label"]) == (200, model, "LABEL_1")
-        assert (await client.get("/health"))[2]["workers"] == {"engine": 2, "fp32": 1}
+        assert (await client.get("/health"))[2] == {"ready": True, "full": False}
+        assert "qdqbench_workers 2.0" in (await client.get("/metrics"))[2]
         assert "<html" in (await client.get("/"))[2]
         await client.close()
 
@@ -143,7 +239,7 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
 
 
 def test_a_signal_ends_a_server_whose_workers_load():
-    settings = json.dumps({"port": 0, "fp32": False, "order": {"loads": 60.0}})
+    settings = json.dumps({"port": 0, "no_fp32": True, "order": {"loads": 60.0}})
     process = subprocess.Popen(
         [sys.executable, fake_served.__file__, settings], stdout=subprocess.PIPE, text=True
     )
@@ -163,7 +259,7 @@ def test_a_signal_ends_a_server_whose_workers_load():
 @pytest.fixture(scope="module")
 def with_classes():
     """The port of a server with FP32 beside the engine, and class names that somebody means badly."""
-    process, port = fake_server(fp32=True, order={"classes": [EVIL, "good"]})
+    process, port = fake_server(no_fp32=False, order={"classes": [EVIL, "good"]})
     yield port
     process.kill()
     process.wait()

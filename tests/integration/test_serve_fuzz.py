@@ -5,27 +5,26 @@ In this process, with the tokenizer of the tiny model and answers that are made 
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.serve import guard
-from qdqbench.quantize.serve.app import Service
-from qdqbench.quantize.serve.endpoints import ENDPOINTS
+from qdqbench.quantize.serve.app import Model, Service
 from qdqbench.quantize.serve.metrics import Metrics
-from qdqbench.quantize.serve.pool import Unavailable
-from qdqbench.quantize.serve.served import Limits, Served
+from qdqbench.quantize.serve.served import ModelFile, Served
+from qdqbench.quantize.serve.settings import Settings
 from qdqbench.quantize.tasks.task import EMBED, OVER_TOKENS, RERANK, get_task, with_classes
 
 from ..support.http_client import call, finished
 from .heads import TAGS
 from .tiny import FILLERS, WORDS, tokenizer
 
-LIMITS = Limits(texts=8, characters=2000, body_bytes=20_000, timeout_s=0.5)
+SETTINGS = Settings(max_texts=8, max_characters=2000, max_body_kb=20, timeout=0.5, queue=64)
 GROWTH = 100 << 20  # bytes of the process over all cases
 TASKS = {  # by endpoint: the task, and the width of an answer, of each token where it is negative
     "predict": (get_task("sst2"), 2),
@@ -112,35 +111,30 @@ RAW += [
 ]
 
 
-class Pool:
-    """Answers of the right shape, of nothing."""
-
-    capacity, alive = 64, 1
-
-    def __init__(self, width):
-        self.width = width
-
-    def require_room(self):
-        pass
-
-    def unavailable(self, why):
-        return Unavailable(why)
-
-    async def answers(self, rows):
-        for ids, types in rows:
-            assert len(ids) == len(types) <= 64
-        return [
-            np.ones((len(ids), -self.width) if self.width < 0 else self.width, np.float32) for ids, _ in rows
-        ]
-
-
 def service(name):
     task, width = TASKS[name]
-    endpoint = ENDPOINTS[task.kind.name, len(task.text_columns)]
-    classes = task.classes or ("bad", "good")
-    profiles = (Profile((1, 16), (8, 32), (32, 64)),)
-    served = Served("fuzz", task, endpoint, classes, tokenizer(), 64, {}, {}, profiles, "none", "none")
-    return Service(served, {"engine": Pool(width)}, Metrics(), limits=LIMITS, hosts=guard.LOOPBACK)
+    nothing = ModelFile(Path(), "")
+    served = Served(
+        name="fuzz",
+        task=task,
+        classes=task.classes or ("bad", "good"),
+        tokenizer=tokenizer(),
+        max_length=64,
+        profiles=(Profile((1, 16), (8, 32), (32, 64)),),
+        made_with="none",
+        recipe="none",
+        engine=nothing,
+        graph=nothing,
+        fp32=nothing,
+    )
+
+    def run(batch):
+        rows, length = batch["input_ids"].shape
+        assert length <= 64
+        return np.ones((rows, length, -width) if width < 0 else (rows, width), np.float32)
+
+    models = {"engine": Model(run, served.sizes("engine", 32), 0.0)}
+    return Service(served, SETTINGS, models, Metrics(), hosts=("localhost",))
 
 
 def mutated(value, draw):
@@ -210,8 +204,8 @@ def case(good, path, draw):
 async def fuzz(name, cases, seed):
     """Statuses that were seen, of so many cases."""
     made, draw, seen = service(name), random.Random(seed), {}
-    path = made.about()["endpoint"]
-    try:
+    path = made.describe()["endpoint"]
+    async with made._lifespan(None):
         for _ in range(cases):
             method, asked, body, headers, chunks = case(GOOD[name], path, draw)
             told = (method, asked[:60], body[:300], headers)
@@ -230,9 +224,26 @@ async def fuzz(name, cases, seed):
             else:
                 assert status < 300, told  # a page
             seen[status] = seen.get(status, 0) + 1
-    finally:
-        made.close()
     return seen
+
+
+def test_windows_of_a_long_context_are_bounded_before_they_are_made():
+    context, made = "a " * 990, service("qa")
+    long = {"question": [" ".join(["what"] * 39)], "context": [context]}
+    assert made.served.count_rows(long) == len(made.served.encode(long)) > 900  # windows a token apart
+    short = {"question": ["what"] * 2, "context": [context, "a"]}
+    assert made.served.count_rows(short) == len(made.served.encode(short)) < 40
+    object.__setattr__(made.served, "encode", None)  # nobody calls it
+    body = {"questions": [{"question": long["question"][0], "context": context}]}
+
+    async def ask():
+        async with made._lifespan(None):
+            return await call(made.app, "POST", "/v1/qa", json.dumps(body).encode())
+
+    status, _, answer = finished(ask())
+    assert status == 413
+    assert "rows, more than the 64 of the queue; send fewer" in answer.decode()
+    assert made.queued == 0
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from filelock import FileLock, Timeout
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.cpu.runtimes import compiled
 from qdqbench.quantize.engine.sidecar import read_sidecar, sidecar_path
+from qdqbench.quantize.machine.lock import LOCK
 from qdqbench.quantize.rundir.session import Session, read_config
+from qdqbench.quantize.triton import export
 from qdqbench.quantize.triton.export import export_triton
 
 from ..support import triton_stub
@@ -86,6 +89,14 @@ def test_a_text_that_cannot_be_read_has_an_error_of_its_own(repository):
     answers = model.execute([InferenceRequest([Tensor("TEXT", each)]) for each in (bad, column(["a"]), long)])
     assert [answer.error() is not None for answer in answers] == [True, False, True]
     assert "cannot be read" in str(answers[0].error())
+    # as for a question that leaves no room for its context
+    model.tokenizer.enable_truncation(8, strategy="only_second")
+    model.inputs = ["TEXT", "TEXT_PAIR"]
+    pairs = [
+        [Tensor("TEXT", column([text])), Tensor("TEXT_PAIR", column(["me"]))] for text in ("who", "a " * 50)
+    ]
+    answers = model.execute([InferenceRequest(pair) for pair in pairs])
+    assert [answer.error() is not None for answer in answers] == [False, True]
 
 
 def test_configurations_fit_each_other_and_the_engine(exported, repository, finished_run):
@@ -96,6 +107,7 @@ def test_configurations_fit_each_other_and_the_engine(exported, repository, fini
     assert [*encoder.input[0].dims] == [-1]
     assert [*encoder.output[0].dims] == [2]
     assert encoder.dynamic_batching.max_queue_delay_microseconds > 0
+    assert repository.configs["sst2_tokenizer"].dynamic_batching.default_queue_policy.max_queue_size == 512
     names = ("", "_tokenizer", "_onnxruntime", "_openvino", "_on_onnxruntime", "_on_openvino")
     assert {*repository.configs} == {f"sst2{name}" for name in names}
     built = [triton_stub.read_config(path) for path in (exported / "tensorrt").rglob("config.pbtxt")]
@@ -185,7 +197,22 @@ def test_deployment_files_are_yaml_that_fit_each_other(exported):
     assert all(port.startswith("127.0.0.1:") for each in compose.values() for port in each["ports"])
     assert compose["triton"]["healthcheck"]
     assert "triton" in documents["compose.gpu.yaml", ""]["services"]
-    assert "--load-model=sst2" in (exported / "Dockerfile").read_text()
+    start = (exported / "Dockerfile").read_text().partition("CMD ")[2]
+    assert "--load-model=sst2" in start
+    # nobody in a cluster loads a model, which could be code
+    only = (
+        'ONLY="model-repository,logging,trace,shared-memory:qdqbench-key=$(cat /proc/sys/kernel/random/uuid)"'
+    )
+    for part in (f'ONLY="{only}"', '--http-restricted-api="$ONLY"', '--grpc-restricted-protocol="$ONLY"'):
+        assert part in start
+    assert subprocess.run(["sh", "-n", "-c", start], check=False).returncode == 0
+    policy = documents["service.yaml", "NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [[8000, 8001], [8002]]
+    assert "egress" not in policy
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert deployment["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -236,6 +263,23 @@ def test_the_grpc_client_asks_a_real_server(exported):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["LABEL_1", "LABEL_0"]
+
+
+def test_files_that_come_into_the_folder_meanwhile_stay(finished_run, tmp_path, monkeypatch):
+    out, write = tmp_path / "out", export._write_deployment
+
+    def write_meanwhile(made, context):
+        write(made, context)
+        lock = FileLock(finished_run / LOCK)
+        with pytest.raises(Timeout):  # nobody changes the run meanwhile
+            lock.acquire(timeout=0)
+        out.mkdir()
+        (out / "mine.txt").write_text("mine")
+
+    monkeypatch.setattr(export, "_write_deployment", write_meanwhile)
+    with pytest.raises(UserError, match="got files of somebody else meanwhile; give an empty or new folder"):
+        export_triton(finished_run, out, "sst2")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
 
 
 def test_what_cannot_be_exported_is_told(finished_run, tmp_path, qdqbench):

@@ -4,18 +4,24 @@ As a script: serves, with the fields of Settings as JSON.
 """
 
 import json
+import os
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
+from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.serve.endpoints import ENDPOINTS
-from qdqbench.quantize.serve.served import Limits, Served
+from qdqbench.quantize.serve.served import ModelFile, Served
+from qdqbench.quantize.serve.settings import Settings
 from qdqbench.quantize.tasks.task import Task
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
-SPECIAL = {"crash": 10, "hang": 11, "fail": 12, "nan": 13}  # words that fake_worker.py knows
+SPECIAL = {"crash": 10, "hang": 11, "fail": 12, "nan": 13}  # words that do this to the engine
 PAD, START, END = 14, 15, 16
+NO_FILE = ModelFile(Path(), "")
 
 
 class Tokenizer:
@@ -43,34 +49,81 @@ class _Coded(dict):
         self.encodings = encodings
 
 
-def fake_served(per_batch=0.0, per_row=0.0, max_length=64, classes=(), **order) -> Served:
-    """A run that scores a text of up to seven digits by its number; times in s.
+def value(row) -> float:
+    """Return what the fake engine answers for the tokens of a text: exact in FP32."""
+    digits = [int(token) for token in row if token < 10]
+    return float("nan") if SPECIAL["nan"] in row else float(int("".join(map(str, digits)) or 0) % 10**7)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine of known times, in s."""
+
+    per_batch: float = 0.0
+    per_row: float = 0.0
+    loads: float = 0.0
+    refuses: bool = False
+    width: int = 1  # of an answer
+
+    def __call__(self, batch):
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if (ids == SPECIAL["crash"]).any():
+            os._exit(1)
+        if (ids == SPECIAL["hang"]).any():
+            time.sleep(1000)
+        if (ids == SPECIAL["fail"]).any():
+            raise RuntimeError("the device is lost")
+        time.sleep(self.per_batch + self.per_row * len(ids))
+        rows = [ids[place][mask[place] == 1] for place in range(len(ids))]
+        return np.array([[value(row), *[0.0] * (self.width - 1)] for row in rows], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class FakeServed(Served):
+    """A run with that engine, as both models."""
+
+    fake: Engine = Engine()
+
+    def open_model(self, model):
+        time.sleep(self.fake.loads)
+        if self.fake.refuses:
+            raise MissingDevice("there is no such device")
+        return self.fake
+
+
+def fake_served(max_length=64, classes=(), **engine) -> FakeServed:
+    """A run that scores a text of up to seven digits by its number.
 
     With classes the number is the logit of the first, and the others have 0.
     """
-    base = {"per_batch": per_batch, "per_row": per_row, "classes": len(classes), **order}
-    return Served(
+    return FakeServed(
         name="fake",
-        task=Task(name="numbers", text_columns=("text",), num_labels=1, metrics=("pearson",)),
-        endpoint=ENDPOINTS["classification" if classes else "regression", 1],
+        task=Task(
+            name="numbers",
+            text_columns=("text",),
+            num_labels=max(len(classes), 1),
+            metrics=("accuracy" if classes else "pearson",),
+        ),
         classes=tuple(classes),
         tokenizer=Tokenizer(),
         max_length=max_length,
-        engine=base,
-        twin=base,
         profiles=(Profile((1, 16), (8, 32), (64, max_length)),),
         made_with="fake 1",
         recipe="fake",
+        engine=NO_FILE,
+        graph=NO_FILE,
+        fp32=NO_FILE,
+        fake=Engine(**engine, width=max(len(classes), 1)),
     )
 
 
 def main():
     """As the docstring of this file says."""
-    from qdqbench.quantize.serve.server import Settings, serve
+    from qdqbench.quantize.serve.server import serve
 
     asked = json.loads(sys.argv[1])
-    order, limits = asked.pop("order", {}), Limits(**asked.pop("limits", {}))
-    serve(fake_served(**order), Settings(**asked, limits=limits), lambda url: print(url, flush=True), COMMAND)
+    served = fake_served(**asked.pop("order", {}))
+    serve(served, Settings(**asked), lambda url, loopback: print(url, flush=True))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import REPLACED
 from qdqbench.quantize.deploy import folder as under_test
 from qdqbench.quantize.deploy.folder import SUMS, place, remove
 
@@ -151,6 +152,18 @@ def test_what_a_killed_process_left_is_cleared_away(content, folder):
     (left / "model.onnx").write_bytes(b"half")
     place(folder, content, link=True)
     assert not left.parent.exists()
+
+
+def test_a_process_that_was_killed_between_two_renames_lost_nothing(content, folder):
+    place(folder, content, link=True)
+    (folder / "mine.txt").write_text("mine")
+    private = folder.parent / ".deploy.abc.tmp"
+    private.mkdir()
+    folder.rename(private / REPLACED)
+    with pytest.raises(UserError, match=r"mine\.txt in it is not of qdqbench"):
+        place(folder, content | {"model.json": b"{}"}, link=True)
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert not private.exists()
 
 
 def test_a_full_disk_is_told_in_a_sentence(content, folder, monkeypatch):

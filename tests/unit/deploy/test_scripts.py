@@ -1,6 +1,7 @@
 """The scripts of every kind of task are small and right Python; TensorRT's runs on a fake GPU."""
 
 import ast
+import hashlib
 import importlib.util
 import json
 import subprocess
@@ -94,6 +95,7 @@ def deployed(tmp_path, monkeypatch):
         (tmp_path / name.replace("tensorrt", "tensorrt_rtx")).write_text(source)
     (tmp_path / "model.json").write_text(json.dumps(TOLD))
     (tmp_path / "tensorrt_rtx.engine").write_bytes(b"engine")
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'engine').hexdigest()}  tensorrt_rtx.engine\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("model", "run_tensorrt_rtx"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -106,6 +108,13 @@ def loaded(folder: Path, name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def replace_engine(folder: Path, data: bytes) -> None:
+    """As `build_tensorrt.sh` does."""
+    (folder / "tensorrt_rtx.engine").write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    (folder / "tensorrt_rtx.engine.sha256").write_text(f"{digest}  tensorrt_rtx.engine\n")
 
 
 class TestTensorRT:
@@ -159,9 +168,16 @@ class TestTensorRT:
         assert [each["label"] for each in made] == ["good"] * 4
 
     def test_an_engine_of_another_gpu_is_told(self, deployed, gpu):
-        (deployed / "tensorrt_rtx.engine").write_bytes(b"foreign")
+        replace_engine(deployed, b"foreign")
         with pytest.raises(SystemExit, match=r"for another GPU or TensorRT-RTX: see README.md"):
             loaded(deployed, "run_tensorrt_rtx")
+
+    def test_another_engine_is_not_loaded_but_one_that_was_built_here_is(self, deployed, gpu):
+        (deployed / "tensorrt_rtx.engine").write_bytes(b"evil")
+        with pytest.raises(SystemExit, match="is not the engine that was deployed or built here"):
+            loaded(deployed, "run_tensorrt_rtx")
+        replace_engine(deployed, b"evil")
+        assert loaded(deployed, "run_tensorrt_rtx").engine is not None
 
     def test_an_engine_that_fails_is_no_answer(self, deployed, gpu):
         script = loaded(deployed, "run_tensorrt_rtx")

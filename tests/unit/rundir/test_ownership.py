@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.rundir.ownership import (
     HOLDER,
+    LOCK,
     MARK,
     RunIdentity,
     default_folder,
     locked_folder,
+    locked_if_writable,
     model_name,
     owned_folder,
 )
@@ -258,3 +261,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*--out"), locked_folder(tmp_path / "file"):
         pass
+
+
+def test_a_folder_that_is_only_read_is_locked_where_it_can_be_written(tmp_path, monkeypatch):
+    with locked_if_writable(tmp_path), pytest.raises(Timeout):
+        FileLock(tmp_path / LOCK).acquire(timeout=0)
+    (tmp_path / LOCK).unlink(missing_ok=True)
+    monkeypatch.setattr("qdqbench.quantize.rundir.ownership.os.access", lambda path, mode: False)
+    with locked_if_writable(tmp_path):
+        assert not [*tmp_path.iterdir()]
