@@ -8,6 +8,7 @@ from qdqbench.eval.report.formats import cleaned, count_of, first, in_points, la
 from qdqbench.eval.report.page import page_of
 from qdqbench.eval.report.render import write
 from qdqbench.quantize.core.files import atomic_path, write_json
+from qdqbench.quantize.core.names import without_formula
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -37,7 +38,7 @@ def write_comparison(found: Compared, folder: Path) -> list[Path]:
     for name, rows in tables.items():
         path = folder / f"{name}.csv"
         with atomic_path(path) as temporary:
-            pandas.json_normalize(rows).to_csv(temporary, index=False)
+            pandas.json_normalize(rows).map(without_formula).to_csv(temporary, index=False)
         paths.append(path)
     return [*paths, folder / f"{PAGE}.json"]
 

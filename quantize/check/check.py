@@ -14,6 +14,7 @@ import onnx
 
 from qdqbench.quantize.check.codes import CODES, finding, finding_label
 from qdqbench.quantize.check.gemms import GemmRow, Group, gemm_rows, grouped
+from qdqbench.quantize.check.operators import missing_arguments
 from qdqbench.quantize.check.residuals import check_residuals, missing_residuals
 from qdqbench.quantize.check.rules import (
     HALVES,
@@ -223,7 +224,8 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
         reason, _, context = str(error).partition("==> Context:")
         name = context.partition("Name: ")[2].partition(" OpType:")[0]
         return finding("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
-    return None
+    incomplete = ((node, missing_arguments(node)) for node in model.graph.node)
+    return next((finding("invalid-onnx", node, why) for node, why in incomplete if why), None)
 
 
 def _compare(

@@ -2,17 +2,19 @@
 
 import onnx
 
-from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.graph.index import ONNX_DOMAINS, GraphIndex
+
+QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 
 # Products of all ways to quantize, and the input that holds the weight.
 PRODUCTS = {
     "MatMul": 1, "Gemm": 1, "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1,
     "QLinearMatMul": 3, "QGemm": 3, "QAttention": 1, "MatMulNBits": 1, "FusedMatMul": 1,
 }  # fmt: skip
-# What `qdqbench fix` writes as Q, DQ and the plain operator.
+# What `qdqbench fix` writes as Q, DQ and the plain operator, and the inputs that each needs.
 PLAIN_FORMS = {
-    "QLinearMatMul", "QLinearAdd", "QLinearMul", "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax",
-    "QLinearReduceMean", "QGemm",
+    "QLinearMatMul": 8, "QLinearAdd": 7, "QLinearMul": 7, "QLinearSigmoid": 4, "QLinearLeakyRelu": 4,
+    "QLinearSoftmax": 4, "QLinearReduceMean": 4, "QGemm": 6,
 }  # fmt: skip
 _INTEGER = {
     "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
@@ -22,7 +24,16 @@ _INTEGER = {
 
 def is_integer(node: onnx.NodeProto) -> bool:
     """Does the node compute on INT8 codes itself? It has its own finding, as nothing around it is wrong."""
-    return node.op_type in _INTEGER or node.op_type.startswith("QLinear")
+    integer = node.op_type in _INTEGER or node.op_type.startswith("QLinear")
+    return integer and node.domain in QDQ_DOMAINS
+
+
+def missing_arguments(node: onnx.NodeProto) -> str:
+    """Return what an integer operator lacks, or ''; onnx.checker knows the operators of ONNX only."""
+    least = PLAIN_FORMS.get(node.op_type, PRODUCTS.get(node.op_type, 0) + 1)
+    if not is_integer(node) or (len(node.input) >= least and node.output):
+        return ""
+    return f"{node.op_type} has {len(node.input)} inputs of {least} and {len(node.output)} outputs"
 
 
 def has_plain_form(index: GraphIndex, node: onnx.NodeProto) -> bool:

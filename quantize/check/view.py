@@ -12,10 +12,9 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.check.codes import finding_label
+from qdqbench.quantize.check.operators import QDQ_DOMAINS
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex
-
-QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 
 # Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
 # scalar; an Add, a ReLU or a Mul by a vector does not [measured].

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qdqbench.quantize.cli.terminal import plain, show
+from qdqbench.quantize.cli.terminal import show
 
 if TYPE_CHECKING:
     from qdqbench.eval.runs.made import Made
@@ -26,10 +26,10 @@ def answer(found: "Results | Made", folder: Path, *, json: bool) -> None:
     if isinstance(found, Results):
         begin = where_to_begin(folder, folder / DEPLOY)
         told = {"report": str(folder / "report.html"), **({"deploy": str(begin)} if begin else {})}
-        show(found, json, summary_lines, *(f"{name}: {plain(text)}" for name, text in told.items()))
+        show(found, json, summary_lines, *(f"{name}: {text}" for name, text in told.items()))
         if not found.gate.passed:
             raise CheckFailed(f"the gate does not hold: {'; '.join(found.gate.failures)}")
         return
-    show(found, json, made_lines, f"the gate is judged by [bold]qdqbench report {plain(str(folder))}[/]")
+    show(found, json, made_lines, f"the gate is judged by `qdqbench report {folder}`")
     if found.failures:
         raise CheckFailed("; ".join(found.failures))

@@ -4,7 +4,11 @@ import re
 
 # The user and password of a URL, up to the last @: a password may hold any character, an @ and a / too.
 _USER = re.compile(r"(?<=://)(?:[^/?#:@\s]*:.*|[^/?#@\s]+)@", re.DOTALL)
-_PARAMETER = re.compile(r"([?&;](?:\w*password|passwd|pwd|\w*token|\w*secret)=)[^&;\s'\"]+", re.IGNORECASE)
+# Also inside of a parameter that is percent-encoded itself, as odbc_connect of SQLAlchemy.
+_PARAMETER = re.compile(
+    r"((?:[?&;]|%3B)(?:\w*password|passwd|pwd|\w*token|\w*secret)(?:=|%3D))(?:(?!%3B)[^&;\s'\"])+",
+    re.IGNORECASE,
+)
 
 
 def hide_credentials(text: str) -> str:

@@ -25,7 +25,10 @@ MAX_QUERIES = 1_000_000
 MAX_OUTPUTS = 1_000
 MAX_RANK = 8  # of a tensor in TensorRT
 MAX_MS = 1e9  # of a kernel or a query
-_NOT_A_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|([-+]?)\b(nan|inf)\b(?:\([^)\s]*\))?', re.IGNORECASE)
+# A string may lack its end, and what follows `nan(` is short: each character is looked at once.
+_NOT_A_NUMBER = re.compile(
+    r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|([-+]?)\b(nan|inf)\b(?:\([^)\s]{0,64}\))?', re.IGNORECASE | re.DOTALL
+)
 _DIMENSIONS = re.compile(r"\(?\s*(\d{1,18}(?:\s*[x,]\s*\d{1,18})*)?\s*,?\s*\)?")
 
 

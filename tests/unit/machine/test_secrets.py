@@ -22,6 +22,7 @@ from qdqbench.quantize.machine.secrets import hide_credentials
         "postgresql://host/db?user=me&password=hunter2",
         "postgresql://me:hunter2@host/db?sslpassword=hunter2&sslmode=require",
         "https://host/path?access_token=hunter2",
+        "mssql+pyodbc:///?odbc_connect=SERVER%3Dhost%3BUID%3Dme%3BPWD%3Dhunter2%3BEncrypt%3Dyes",
     ],
 )
 @pytest.mark.parametrize("words", ["--storage {}", "--storage={}", "{}", "--data x --storage {} --json"])
