@@ -10,8 +10,8 @@ MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "err
 
 
 def share(row: ParityRow) -> float:
-    """Fraction of differing codes."""
-    return row.differing / max(row.codes, 1)
+    """Return the fraction of codes that differ without lying at a border."""
+    return (row.differing - row.at_border) / max(row.codes, 1)
 
 
 def worst_first(parity: Parity | None) -> list[ParityRow]:
@@ -44,13 +44,9 @@ def remark_of(row: ParityRow) -> str:
 
 def limits_text(parity: Parity) -> str:
     """The limits of differing codes and steps of all tensors."""
-    shares = sorted({row.limit for row in parity.rows} or {parity.limit_fraction})
     steps = sorted({row.step_limit for row in parity.rows} or {parity.limit_step})
-    codes = f"{100 * shares[0]:.3g}%"
-    if len(shares) > 1:
-        own = sum(row.limit > shares[0] for row in parity.rows)
-        codes += f" (up to {100 * shares[-1]:.3g}% in {own} tensors where FP16 rounding alone moves more)"
-    return f"At most {codes} of the INT8 codes may differ, by at most {' or '.join(map(str, steps))}"
+    limits = f"{100 * parity.limit_fraction:.3g}%", " or ".join(map(str, steps))
+    return f"At most {limits[0]} of the INT8 codes may differ beyond rounding, by at most {limits[1]}"
 
 
 def parity_svg(results: Results) -> str:
