@@ -101,9 +101,7 @@ def compare_layers(
         valid = batch["attention_mask"] != 0
         with _recorded(model, list(counts), [*outputs, *counts]) as (inputs, made):
             expected = forward(model, batch).float().cpu().numpy()
-        feeds = {
-            b.reference: _turn(_fed(b, inputs, made), b.tensor in other_way) for b in boundaries
-        }
+        feeds = {b.reference: _turn(_fed(b, inputs, made), b.tensor in other_way) for b in boundaries}
         names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
         ran = session.run(names, inputs_of(model, batch) | feeds)
         got = {name: _turn(value, name in other_way) for name, value in zip(names, ran, strict=True)}

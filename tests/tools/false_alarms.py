@@ -233,7 +233,7 @@ def interval(count: int, of: int) -> str:
 def failing(parity: Parity) -> list[str]:
     """Return the rows that do not hold, with their figures."""
     return [
-        f"{row.name}: {row.differing - row.at_border} of {row.codes} ({row.differing} with those at a border), "
+        f"{row.name}: {row.differing - row.at_border} of {row.codes} ({row.differing} with borders), "
         f"step {row.max_step}, output {row.output_rel_error}"
         for row in parity.rows
         if not row.holds

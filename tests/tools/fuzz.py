@@ -166,7 +166,7 @@ def search(name: str, seed: int, seconds: float) -> list[str]:
             fault = fault_of(reader, path, data)
             if fault and fault.partition(": ")[0] not in faults:
                 shortest = shortened(reader, path, data, fault, time.monotonic() + 30)
-                faults[fault.partition(": ")[0]] = f"{name}, seed {seed}: {fault}\n  {shortest!r}"
+                faults[fault.partition(": ")[0]] = f"{name}, seed {seed}: {fault}\n  {shortest[:2000]!r}"
                 print(faults[fault.partition(": ")[0]], flush=True)
     print(f"{name}: {count} cases, {len(faults)} faults", flush=True)
     return [*faults.values()]
@@ -179,7 +179,8 @@ def properties(seed: int, seconds: float) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "hypothesis and not long"]
         done = subprocess.run(
             [*command, f"--hypothesis-seed={seed}", *PROPERTIES],
-            cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "random"}, capture_output=True, text=True, check=False,
+            cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "random"}, stdout=subprocess.PIPE, text=True,
+            check=False,
         )  # fmt: skip
         print(f"hypothesis, seed {seed}: {done.stdout.strip().splitlines()[-1:]}", flush=True)
         if done.returncode:
