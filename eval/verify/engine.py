@@ -3,12 +3,15 @@
 `checks.py` judges what comes out, `cases.py` says what goes in. Only `verify_engine` needs a GPU.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import Uncut, reference_blocks, stitch
@@ -29,7 +32,6 @@ from qdqbench.eval.verify.checks import (
     check_shape,
     verification_failures,
 )
-from qdqbench.eval.verify.cut_engine import engine_of
 from qdqbench.quantize.activity.told import counted, doing
 from qdqbench.quantize.core.arrays import Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice
@@ -41,12 +43,15 @@ from qdqbench.quantize.core.results import (
     Verification,
 )
 from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import hazards
-from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import expected_gemms, graph_path
 from qdqbench.quantize.rundir.outcomes import Skipped, read_built
-from qdqbench.quantize.runtime.opened import open_runner
+from qdqbench.quantize.runtime.cpu import CpuEngine
+from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.runtime.opened import open_engine, open_runner
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
@@ -54,6 +59,39 @@ if TYPE_CHECKING:
     from qdqbench.quantize.engine.sidecar import Sidecar
     from qdqbench.quantize.kinds.encoded import Encoded
     from qdqbench.quantize.rundir.session import Session
+
+
+@contextmanager
+def engine_of(
+    model: onnx.ModelProto, sidecar: Sidecar, expected_gemms: Iterable[str] = ()
+) -> Iterator[tuple[Engine | CpuEngine, EngineResult]]:
+    """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
+
+    Args:
+        sidecar: of the deployed engine: its backend and shapes.
+        expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
+
+    Raises:
+        UserError: the builder refuses the graph.
+        MissingDevice: no GPU or library to run it with.
+    """
+    names = {node.name for node in model.graph.node}
+    with tempfile.TemporaryDirectory(prefix="qdqbench-blocks-") as name:
+        path, engine = Path(name) / "blocks.onnx", Path(name) / "blocks.engine"
+        path.write_bytes(model.SerializeToString())
+        result = build(
+            path,
+            engine,
+            backend=sidecar.backend,  # type: ignore[arg-type]
+            profiles=sidecar.profiles,
+            expected_gemms=[gemm for gemm in expected_gemms if gemm in names],
+            expected_attention=0,
+            strict=False,
+            compute=sidecar.compute or "fp32",
+        )
+        with open_engine(engine, path) as loaded:
+            yield loaded, result
+
 
 SAMPLES, PADDING_SAMPLES = 256, 16
 

@@ -5,13 +5,11 @@ from pathlib import Path
 
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.evidence import Evidence
 from qdqbench.quantize.diagnose.found import KINDS, Diagnosis, FileRow, Found
-from qdqbench.quantize.diagnose.onnx_file import TOKENS
 from qdqbench.quantize.diagnose.rules_build import build_rules
 from qdqbench.quantize.diagnose.rules_engine import engine_rules
 from qdqbench.quantize.diagnose.rules_graph import graph_rules
-from qdqbench.quantize.diagnose.sources import Sources, kind_text, read_sources
+from qdqbench.quantize.diagnose.sources import TOKENS, Evidence, Sources, kind_text, read_sources
 from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
 from qdqbench.quantize.engine.kernels import count_text
 from qdqbench.quantize.engine.layers import parse_inspector_json

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.diagnose.advice import FIX, RUN, with_file
-from qdqbench.quantize.diagnose.evidence import Evidence
 from qdqbench.quantize.diagnose.found import Found, Kind
 from qdqbench.quantize.diagnose.log_file import BuildLog, Shape
+from qdqbench.quantize.diagnose.rules_graph import FIX, RUN, with_file
+from qdqbench.quantize.diagnose.sources import Evidence
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 

@@ -5,9 +5,9 @@ from statistics import median
 
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.advice import FIX, RUN, with_file
-from qdqbench.quantize.diagnose.evidence import Evidence, Share
 from qdqbench.quantize.diagnose.found import Found, Kind
+from qdqbench.quantize.diagnose.rules_graph import FIX, RUN, with_file
+from qdqbench.quantize.diagnose.sources import Evidence, Share
 from qdqbench.quantize.engine.facts import Facts
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import named

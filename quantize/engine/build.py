@@ -13,8 +13,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendChoice, limits_of
 from qdqbench.quantize.core.results import EngineResult
-from qdqbench.quantize.cpu.compiled import Compute
-from qdqbench.quantize.cpu.products import name_products
+from qdqbench.quantize.cpu.compiled import Compute, name_products
 from qdqbench.quantize.cpu.runtimes import compiled, first_run
 from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.hazards import hazards

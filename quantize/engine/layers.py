@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import read_bounded
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.products import ATTENTION
+from qdqbench.quantize.cpu.compiled import ATTENTION
 
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels

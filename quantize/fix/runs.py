@@ -13,7 +13,11 @@ import onnx
 
 from qdqbench.quantize.core.arrays import Array, read_arrays
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.load import load_tokenizer
 from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.kinds.encoded import pad
+from qdqbench.quantize.tasks.rows import iter_encoded, load_split
+from qdqbench.quantize.tasks.task import Task
 
 BATCH, LENGTH, ROWS = 4, 32, 16  # of random inputs
 BATCH_SECONDS = 120  # of one batch; BERT-large on one core takes 10
@@ -180,3 +184,27 @@ def _without_padding(batch: dict[str, Array]) -> dict[str, Array]:
     length = int(np.flatnonzero(masks[0].any(0))[-1]) + 1
     same = masks[0].shape
     return {name: value[:, :length] if value.shape == same else value for name, value in batch.items()}
+
+
+TOKENS = 128  # of a sample at most
+
+
+def sample_feeds(  # noqa: PLR0913, PLR0917
+    model: str, revision: str | None, task: Task, source: str, count: int, seed: int
+) -> dict[str, Array]:
+    """Token inputs int64 [count, L], padded to the longest, of a draw of the train split.
+
+    Args:
+        model: folder or hub id with a tokenizer.
+        source: as `load_split` takes it.
+
+    Raises:
+        UserError: no tokenizer or data, or a task whose samples have several rows.
+    """
+    if task.kind.texts_apart or task.kind.windows:
+        raise UserError(f"samples of task {task.name} have several rows; give --inputs FILE.npz")
+    tokenizer = load_tokenizer(model, revision, task.kind)
+    split = load_split(task, source, "train", limit=count, seed=seed, labelled=False)
+    rows = [sample[:3] for sample in iter_encoded(split, task, tokenizer, TOKENS)]
+    _, batch = pad(rows, int(tokenizer.pad_token_id or 0))
+    return {name: np.asarray(value) for name, value in batch.items()}

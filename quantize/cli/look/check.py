@@ -41,9 +41,9 @@ def check(
 
 def _print(report: "CheckReport", path: Path, every: bool) -> None:
     """Kinds of findings, the worst first, and the figures last, where a terminal still shows them."""
-    from qdqbench.quantize.check.words import summary
-    from qdqbench.quantize.diagnose.advice import of_group
+    from qdqbench.quantize.check.check import summary
     from qdqbench.quantize.diagnose.found import KINDS
+    from qdqbench.quantize.diagnose.rules_graph import of_group
 
     out = console()
     told: dict[str, int] = {}

@@ -11,7 +11,7 @@ from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
     from qdqbench.quantize.diagnose.found import Diagnosis, Found
-    from qdqbench.quantize.fix.results import EngineRow, FixReport
+    from qdqbench.quantize.fix.fix import EngineRow, FixReport
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -127,7 +127,7 @@ def fix(  # noqa: PLR0913
             raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
     given: Any = inputs
     if subject.model is not None or subject.task is not None:
-        from qdqbench.quantize.fix.samples import sample_feeds
+        from qdqbench.quantize.fix.runs import sample_feeds
 
         if inputs is not None:
             raise UserError("--inputs and --model both give samples; give one of them")

@@ -81,8 +81,7 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
         raise UserError(
             f"--bisect needs a run directory, whose model is the reference; {target.name} is not in one"
         )
-    from qdqbench.eval.verify.bisect import bisect_lines
-    from qdqbench.eval.verify.bisect_run import bisect_run
+    from qdqbench.eval.verify.bisect import bisect_lines, bisect_run
 
     with status() as say_now:
         say_now("looking for the first wrong tensor")

@@ -355,7 +355,7 @@ def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered: Quanti
 
 
 def test_a_value_that_both_round_to_a_code_of_their_own_is_moved_off_the_border() -> None:
-    """ModelOpt multiplies by 1 / scale and ONNX divides: a value in between, once in every token, is 2 codes."""
+    """ModelOpt multiplies by 1 / scale and ONNX divides: a value in between has two codes."""
     scale = float(np.float32(0.1))
     value = np.float32([10.5 * scale, -3.5 * scale, 7.2 * scale])
     boundary = Boundary("tensor", {"layer.0.query.input_quantizer": scale})

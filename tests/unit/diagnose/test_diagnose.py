@@ -13,11 +13,11 @@ import typer
 from qdqbench.quantize.check.codes import CODES
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.diagnose.advice import ADVICE
 from qdqbench.quantize.diagnose.diagnose import diagnose
 from qdqbench.quantize.diagnose.found import KINDS
 from qdqbench.quantize.diagnose.log_file import SIGNS
 from qdqbench.quantize.diagnose.rules_build import SAID
+from qdqbench.quantize.diagnose.rules_graph import ADVICE
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.fix.fix import FixOptions, rewrite

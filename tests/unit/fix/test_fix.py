@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantFormat, QuantType
 
 from qdqbench.quantize.check.check import check_file, check_model
-from qdqbench.quantize.check.operators import PLAIN_FORMS
+from qdqbench.quantize.check.view import PLAIN_FORMS
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.diagnose.advice import of_group
+from qdqbench.quantize.diagnose.rules_graph import of_group
 from qdqbench.quantize.fix import runs
 from qdqbench.quantize.fix.fix import FixOptions, fix, rewrite
-from qdqbench.quantize.fix.lift import _FORMS
+from qdqbench.quantize.fix.qoperator import _FORMS
 from qdqbench.quantize.fix.rebuild import strip
 from qdqbench.quantize.fix.runs import outputs, ranges
 

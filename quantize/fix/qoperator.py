@@ -7,7 +7,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from qdqbench.quantize.check.codes import finding_label
-from qdqbench.quantize.check.operators import QDQ_DOMAINS, is_integer
+from qdqbench.quantize.check.view import QDQ_DOMAINS, is_integer
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
 
@@ -34,7 +34,7 @@ _FORMS = {
 }
 
 
-def lift(model: onnx.ModelProto) -> tuple[int, list[str]]:
+def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
     """Write integer operators as Q/DQ around plain ones, in place.
 
     A dynamically quantized product becomes one with a DQ at its weight alone: its activation has no scale
