@@ -140,21 +140,15 @@ def atomic_path(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """As `atomic_path`, for a folder, which is there and empty.
-
-    What a process left that was killed between the two renames comes back at the next call.
-    """
-    previous = path.with_name(f".{path.name}.previous")
-    if previous.exists() and not path.exists():
-        previous.rename(path)
+    """As `atomic_path`, for a folder, which is there and empty."""
     with _beside(path) as temporary:
         temporary.mkdir()
         yield temporary
-        shutil.rmtree(previous, ignore_errors=True)
         if path.exists():
-            path.rename(previous)
+            path.rename(
+                temporary.with_name("replaced")
+            )  # goes with the private folder, and is never half gone
         temporary.rename(path)
-        shutil.rmtree(previous, ignore_errors=True)
 
 
 def require_writable(folder: Path) -> None:
@@ -219,7 +213,7 @@ def read_bounded(path: Path, most: int, what: str, give: str) -> str:
         with path.open("rb") as stream:  # a file may grow, and those of /proc have no size
             data = stream.read(most + 1)
         if len(data) > most:
-            raise UserError(f"{path} has over {most} bytes, the most of {what}; give {give}")
+            raise UserError(f"{path} is too large: {what} has at most {most} bytes; give {give}")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
         why = getattr(error, "strerror", None) or "it is not text"

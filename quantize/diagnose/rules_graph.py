@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qdqbench.quantize.check.check import CheckReport, Group
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.diagnose.found import KINDS, Found
+from qdqbench.quantize.diagnose.findings import WORST_FIRST, Finding
 from qdqbench.quantize.diagnose.sources import Evidence, OnnxFile
 from qdqbench.quantize.engine.inspection import named
 
@@ -123,7 +123,7 @@ ADVICE: dict[str, Advice] = {
 BLOCKERS = ("mixed-types", "bad-scale")
 
 
-def of_group(report: CheckReport, group: Group, path: Path) -> Found:
+def of_group(report: CheckReport, group: Group, path: Path) -> Finding:
     """One finding for all places of a code.
 
     Args:
@@ -141,14 +141,13 @@ def of_group(report: CheckReport, group: Group, path: Path) -> Found:
     why = f"{'for example ' * (len(group.rows) > 1)}{first.node}: {first.why}"
     why = "tensor cores read both operands along K" if group.code == "slow-weight-order" else why
     first_of_all = " and ".join(code for code in BLOCKERS if any(row.code == code for row in report.findings))
-    fixes = with_file(advice.fixes, path)
+    templates = advice.fixes
     if first_of_all:
-        fixes = [
-            f"mend {first_of_all}, then {fix}" if fix.startswith("qdqbench fix") else fix for fix in fixes
-        ]
-    return Found(
+        templates = tuple(f"correct {first_of_all}, then {fix}" if FIX in fix else fix for fix in templates)
+    fixes = with_file(templates, path)
+    return Finding(
         code=group.code,
-        kind=min((row.effect or "note" for row in group.rows), key=KINDS.index),
+        effect=min((row.effect or "note" for row in group.rows), key=WORST_FIRST.index),
         what=what,
         why=why,
         fixes=fixes,
@@ -167,7 +166,7 @@ def with_file(texts: Sequence[str], path: Path | None) -> list[str]:
     ]
 
 
-def graph_rules(evidence: Evidence) -> Iterator[Found]:
+def graph_rules(evidence: Evidence) -> Iterator[Finding]:
     """Findings in the graph; the layer table, where there is one, says what became of them."""
     onnx = evidence.onnx
     if onnx is None:
@@ -179,7 +178,7 @@ def graph_rules(evidence: Evidence) -> Iterator[Found]:
     yield from _long_attention(evidence, onnx)
 
 
-def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Found:
+def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Finding:
     found = of_group(onnx.report, group, onnx.path)
     share = evidence.share_of_nodes(group.gemms) if group.gemms else None
     if share:
@@ -191,16 +190,16 @@ def _of_check(evidence: Evidence, onnx: OnnxFile, group: Group) -> Found:
     return found
 
 
-def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
+def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     """A file without Q/DQ, or with Q/DQ on a part of its linears only."""
     weighted = [name for name, product in onnx.products.items() if product.weighted]
     if onnx.integer or not weighted:
         return
     if not onnx.qdq:
         share = evidence.share_of_nodes(weighted)
-        yield Found(
+        yield Finding(
             code="no-qdq",
-            kind="not INT8",
+            effect="not INT8",
             what=f"nothing is quantized: none of {len(weighted)} linears has Q/DQ",
             why="without Q/DQ only implicit calibration made INT8, which TensorRT 10 discourages, does not "
             "do for "
@@ -219,9 +218,9 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
     ]
     share = evidence.share_of_nodes(bare)
     if share and share[0] > 0.02:
-        yield Found(
+        yield Finding(
             code="float-linears",
-            kind="slow",
+            effect="slow",
             what=f"{len(bare)} of {len(weighted)} linears have no Q/DQ and stay in floating point",
             why="they gain nothing from INT8",
             fixes=[RUN],
@@ -233,15 +232,15 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
         )
 
 
-def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
+def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     """Q/DQ in an FP32 graph: what is not INT8 runs in FP32 in a strongly typed engine."""
     if not onnx.qdq or not onnx.types or onnx.types["FLOAT"] < sum(onnx.types.values()):
         return
     rest = [name for name in onnx.report.not_quantized if name in onnx.products]
     share = evidence.share_of_nodes(rest)
-    yield Found(
+    yield Finding(
         code="fp32-compute",
-        kind="slow",
+        effect="slow",
         what="all floating point is FP32: a strongly typed engine runs attention, LayerNorm, GELU and what "
         "is "
         "not INT8 in FP32",
@@ -256,16 +255,16 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
     )
 
 
-def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Found]:
+def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     """INT8 attention in an engine whose profile is longer than the fused kernel takes."""
     limit = limits_of().int8_attention_length
     profiles = evidence.log.profiles if evidence.log else []
     highest = [high for profile in profiles for _, _, high in profile.values()]
     longest = max((high[1] for high in highest if len(high) > 1), default=0)
     if onnx.report.attention_quantized and longest > limit:
-        yield Found(
+        yield Finding(
             code="attention-too-long",
-            kind="slow",
+            effect="slow",
             what=f"{len(onnx.report.attention_quantized)} INT8 attentions in an engine for up to {longest} "
             f"tokens: the fused kernel takes {limit}",
             why="beyond that the attention falls apart into single kernels",

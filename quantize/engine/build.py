@@ -19,6 +19,7 @@ from qdqbench.quantize.engine.backend import Backend, BuiltEngine, build_engine,
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.kernels import float_residuals, one_profile
 from qdqbench.quantize.engine.layers import (
+    NotInt8,
     coverage,
     parse_inspector_json,
     parse_log,
@@ -250,7 +251,7 @@ def require_int8(result: EngineResult) -> None:
     """
     problems = []
     if result.not_int8:
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[NotInt8, list[str]] = {}
         for node in result.not_int8:
             reasons.setdefault(why_not(result.layers, node), []).append(node)
         listed = "; ".join(f"{', '.join(nodes)}: {why}" for why, nodes in reasons.items())

@@ -73,7 +73,7 @@ class FixReport(Strict):
     file: str
     out: str
     done: list[str]  # sentences
-    left: list[str]  # what could not be mended, and what to do
+    left: list[str]  # what could not be fixed, and what to do
     findings_before: dict[str, int]  # code of `check` -> how many
     findings_after: dict[str, int]
     int8_before: int  # matrix products that TensorRT would run in INT8, by the graph: 0 in a refused file
@@ -133,7 +133,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     plain, work = rewrite(model, options, feeds, done, left)
     if work.ByteSize() > MAX_FILE:
         raise UserError(
-            f"the mended graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
+            f"the rewritten graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
         )
     data = work.SerializeToString(deterministic=True)
     after = check_model(work)
@@ -173,14 +173,14 @@ def _checked(model: onnx.ModelProto, path: Path) -> CheckReport:
     report = check_model(model)
     stopped = [row for row in report.findings if row.code in ("invalid-onnx", "opset-too-low")]
     if stopped:
-        raise UserError(f"{path} cannot be mended: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
+        raise UserError(f"{path} cannot be fixed: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
     return report
 
 
 def rewrite(
     model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-    """The graph without Q/DQ, and the mended one; what was done and could not be is added to the lists."""
+    """The graph without Q/DQ, and the rewritten one; what was done and could not be is added to the lists."""
     work = onnx.ModelProto()
     work.CopyFrom(model)
     lifted, integer = qoperator_to_qdq(work)
@@ -282,7 +282,7 @@ def _validate(model: onnx.ModelProto) -> None:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         why = " ".join(str(error).split())[:300]
-        raise UserError(f"the mended graph is not valid ({why}); nothing was written") from error
+        raise UserError(f"the rewritten graph is not valid ({why}); nothing was written") from error
 
 
 FACTOR = 1.5  # a range made symmetric has steps up to twice as wide

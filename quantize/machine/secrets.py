@@ -4,9 +4,10 @@ import re
 
 # The user and password of a URL, up to the last @: a password may hold any character, an @ and a / too.
 _USER = re.compile(r"(?<=://)(?:[^/?#:@\s]*:.*|[^/?#@\s]+)@", re.DOTALL)
-# Also inside of a parameter that is percent-encoded itself, as odbc_connect of SQLAlchemy.
+# Parameters of a URL, and those of a connection string inside one of them, which are percent-encoded.
 _PARAMETER = re.compile(
-    r"((?:[?&;]|%3B)(?:\w*password|passwd|pwd|\w*token|\w*secret)(?:=|%3D))(?:(?!%3B)[^&;\s'\"])+",
+    r"((?:[?&;=]|%3B|%26)(?:\s|\+|%20)*(?:\w*password|passwd|pwd|\w*token|\w*secret)(?:=|%3D))"
+    r"(?:(?!%3B|%26)[^&;\s'\"])+",
     re.IGNORECASE,
 )
 

@@ -22,7 +22,8 @@ from qdqbench.quantize.machine.secrets import hide_credentials
         "postgresql://host/db?user=me&password=hunter2",
         "postgresql://me:hunter2@host/db?sslpassword=hunter2&sslmode=require",
         "https://host/path?access_token=hunter2",
-        "mssql+pyodbc:///?odbc_connect=SERVER%3Dhost%3BUID%3Dme%3BPWD%3Dhunter2%3BEncrypt%3Dyes",
+        "mssql+pyodbc:///?odbc_connect=SERVER%3Dhost%3BUID%3Dsa%3BPWD%3Dhunter2%3BEncrypt%3Dyes",
+        "mssql+pyodbc:///?odbc_connect=Pwd%3Dhunter2%3BServer%3Dhost",
     ],
 )
 @pytest.mark.parametrize("words", ["--storage {}", "--storage={}", "{}", "--data x --storage {} --json"])

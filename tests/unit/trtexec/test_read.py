@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_said(tmp_path, reader):
 
 def test_a_large_file_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MAX_BYTES", 100)
-    with pytest.raises(UserError, match="over 100 bytes"):
+    with pytest.raises(UserError, match="at most 100"):
         read_outputs(written(tmp_path, "[" + " " * 100 + "]"))
 
 
