@@ -1,7 +1,6 @@
 """The folder `deploy` of a finished run, with its verdict in words; and where to begin with it."""
 
 import shlex
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
     results = read_results(folder)
-    with nullcontext() if out else held(folder):  # a run on a read-only disk is written elsewhere
+    with held(folder):
         _write(session, results, out)
     return out or folder / DEPLOY
 

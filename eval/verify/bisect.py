@@ -16,7 +16,7 @@ import onnx
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.cases import batch_of, block_cases, widest
-from qdqbench.eval.verify.causes import Evidence, likely_cause
+from qdqbench.eval.verify.causes import Deviation, likely_cause
 from qdqbench.eval.verify.engine import engine_of
 from qdqbench.eval.verify.tensors import TensorError, compare_tensors
 from qdqbench.quantize.core.arrays import Array
@@ -242,7 +242,7 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     node = index.producers[tensor]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
-    evidence = Evidence(
+    evidence = Deviation(
         index=index,
         node=node,
         family=search.stitched.family,

@@ -16,7 +16,7 @@ import onnx
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import Uncut, reference_blocks, stitch
 from qdqbench.eval.verify.cases import (
-    Case,
+    InputCase,
     batch_of,
     block_cases,
     fitting_samples,
@@ -142,7 +142,7 @@ def verify_engine(session: "Session") -> Verification:
 
 
 @dataclass
-class Asked:
+class EngineAnswers:
     """What an engine answered, beside what it is held to."""
 
     data: _Data
@@ -152,7 +152,7 @@ class Asked:
     got: Floats  # answers to the drawn rows
 
 
-def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> Asked:
+def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> EngineAnswers:
     """Ask an engine of these profiles for its answers; the questions depend on the session alone.
 
     Raises:
@@ -163,11 +163,13 @@ def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> As
     shapes = _run_shapes(run, data, profiles, session)
     chosen = data.rows[:PADDING_SAMPLES].tolist()
     answers = padding_answers(run, data.encoded, chosen, profiles, session.pad_id)
-    return Asked(data, cost, shapes, check_padding(answers, cost), _run_rows(run, data, profiles, session))
+    return EngineAnswers(
+        data, cost, shapes, check_padding(answers, cost), _run_rows(run, data, profiles, session)
+    )
 
 
 def judged(
-    session: "Session", asked: Asked, built: EngineResult, blocks: list[BlockCheck], uncut: str | None
+    session: "Session", asked: EngineAnswers, built: EngineResult, blocks: list[BlockCheck], uncut: str | None
 ) -> Verification:
     """Whether what an engine answered is right; `uncut` is why its blocks were not run."""
     data, task, seed = asked.data, session.config.task, session.config.seed
@@ -234,7 +236,7 @@ def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", sessio
         rows = drawn[start : start + profile.opt[0]]
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
         length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
-        made = run(batch_of(data.encoded, Case("drawn", filled, length), session.pad_id))[: len(rows)]
+        made = run(batch_of(data.encoded, InputCase("drawn", filled, length), session.pad_id))[: len(rows)]
         parts.append(data.encoded.kept(rows, made))
     return np.concatenate(parts)
 

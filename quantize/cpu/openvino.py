@@ -31,7 +31,7 @@ _PARTS = re.compile(r"/(DequantizationMultiply|DequantizationSubtract|WithoutBia
 _CONSTANTS = ("Const", "Constant")
 
 
-class Compiled:
+class OpenVinoModel:
     """A model that OpenVINO compiled for this CPU.
 
     Args:

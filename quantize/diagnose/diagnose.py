@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.findings import WORST_FIRST, Diagnosis, FileRow, Finding
+from qdqbench.quantize.diagnose.findings import WORST_FIRST, Diagnosis, Finding, SourceRow
 from qdqbench.quantize.diagnose.rules_build import build_rules
 from qdqbench.quantize.diagnose.rules_engine import engine_rules
 from qdqbench.quantize.diagnose.rules_graph import graph_rules
@@ -40,7 +40,7 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
     findings = _merged(findings)
     findings.sort(key=lambda found: (WORST_FIRST.index(found.effect), -(found.share or 0.0)))
     return Diagnosis(
-        files=[FileRow(name=path.name, kind=kind_text(kind), what=_told(evidence, kind))
+        files=[SourceRow(name=path.name, kind=kind_text(kind), what=_told(evidence, kind))
                for kind, path in sources.paths.items()],
         findings=findings,
         ranked_by=_ranked_by(evidence, findings),

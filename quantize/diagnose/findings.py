@@ -37,7 +37,7 @@ class Finding(Strict):
         return "warning" if self.effect in ("slow", "note") else "error"
 
 
-class FileRow(Strict):
+class SourceRow(Strict):
     """One file that was read."""
 
     name: str
@@ -48,7 +48,7 @@ class FileRow(Strict):
 class Diagnosis(Tabular):
     """Every finding of the files of one build, the worst first."""
 
-    files: list[FileRow]
+    files: list[SourceRow]
     findings: list[Finding]
     ranked_by: str  # how the order came about
     joined: list[str] = []  # which files were read together, and by what

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import Effect
 from qdqbench.quantize.diagnose.findings import Finding
-from qdqbench.quantize.diagnose.log_file import BuildLog, Shape
+from qdqbench.quantize.diagnose.log_file import LogFile, Shape
 from qdqbench.quantize.diagnose.rules_graph import FIX, RUN, with_file
 from qdqbench.quantize.diagnose.sources import Evidence
 from qdqbench.quantize.engine.hazards import is_older
@@ -154,7 +154,7 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _weak_typing(evidence: Evidence, log: BuildLog) -> Iterator[Finding]:
+def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     used = [name for name in _WEAK if name in log.options]
     gone = log.names.get("unknown-option", [])
     refused = [name for name in gone if name.removeprefix("--") in _WEAK]
@@ -168,7 +168,7 @@ def _weak_typing(evidence: Evidence, log: BuildLog) -> Iterator[Finding]:
     yield _found(evidence, "weak-typing", "refused" if eleven else "note", what, why, fixes)
 
 
-def _shapes(evidence: Evidence, log: BuildLog) -> Iterator[Finding]:
+def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     """Profiles that are tuned for another shape than the one that runs, or for everything at once."""
     near: tuple[float, str, Shape, Shape] | None = None
     for profile in log.profiles:
@@ -205,7 +205,7 @@ def _shapes(evidence: Evidence, log: BuildLog) -> Iterator[Finding]:
                 return
 
 
-def _failed(evidence: Evidence, log: BuildLog) -> Iterator[Finding]:
+def _failed(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     """Errors that no other rule explains."""
     if not log.errors:
         return

@@ -16,7 +16,7 @@ from qdqbench.quantize.check.view import MOVES, PRODUCTS, CheckGraph, is_dequant
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import BackendName
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.log_file import BuildLog, is_log, read_log
+from qdqbench.quantize.diagnose.log_file import LogFile, is_log, read_log
 from qdqbench.quantize.engine.facts import Facts, Graph, graph_of
 from qdqbench.quantize.engine.inspection import Inspection, inspect_layers
 from qdqbench.quantize.engine.layers import computing_rows, read_table
@@ -28,7 +28,7 @@ TOKENS = 128  # length that the FLOPs of attention are counted at
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """One node that multiplies matrices."""
 
     name: str
@@ -43,7 +43,7 @@ class OnnxFile:
     path: Path
     origin: str  # who quantized it and how, in a few words
     report: CheckReport
-    products: dict[str, Product]
+    products: dict[str, MatrixProduct]
     groups: list[Group]  # one a code, in the order of `check`
     operators: Counter[str]
     types: Counter[str] = field(default_factory=Counter)  # what the floating-point GEMMs compute in
@@ -90,23 +90,23 @@ def read_onnx(path: Path) -> OnnxFile:
     )
 
 
-def _products(graph: CheckGraph) -> dict[str, Product]:
+def _products(graph: CheckGraph) -> dict[str, MatrixProduct]:
     sizes: dict[str, tuple[int, int] | None] = {}
     nodes = [node for node in graph.nodes if node.op_type in PRODUCTS and node.output]
     for node in nodes:
         sizes[node.output[0]] = _weight_size(graph, node)
     widths = Counter(size[0] for size in sizes.values() if size)
     hidden = widths.most_common(1)[0][0] if widths else 1
-    found: dict[str, Product] = {}
+    found: dict[str, MatrixProduct] = {}
     for node in nodes:
         size = sizes[node.output[0]]
         name = finding_label(node)
         if size is None:
-            found[name] = Product(name, False, 2.0 * TOKENS * hidden)
+            found[name] = MatrixProduct(name, False, 2.0 * TOKENS * hidden)
         else:
             # an exporter writes Gemm for what has no length any more: it runs once a sequence
             share = 1 / TOKENS if node.op_type in ("Gemm", "QGemm") else 1.0
-            found[name] = Product(name, True, 2.0 * size[0] * size[1] * share)
+            found[name] = MatrixProduct(name, True, 2.0 * size[0] * size[1] * share)
     return found
 
 
@@ -230,7 +230,7 @@ class Sources:
 
     paths: dict[str, Path] = field(default_factory=dict)  # by kind
     onnx: OnnxFile | None = None
-    log: BuildLog | None = None
+    log: LogFile | None = None
     layers: list[LayerRow] = field(default_factory=list)  # of a table, or of the log
     profile: dict[str, float] = field(default_factory=dict)  # milliseconds by kernel
     times: Times | None = None

@@ -1,13 +1,15 @@
 """Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
 
-    python -m tests.tools.false_alarms [--seeds N] [--families bert,roberta]
+    python -m tests.tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N]
 
 Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
-BERT's names has channels that are the same in every token, on a border of rounding. Exits with 1 where a
-healthy graph fails, or a fault passes.
+BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many
+whole runs on CPU engines instead and counts those whose parity, verification or gate fails. Exits with 1
+where something healthy fails, or a fault passes.
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
@@ -240,13 +242,48 @@ def failing(parity: Parity) -> list[str]:
     ]
 
 
+def whole_runs(count: int, families: list[str]) -> bool:
+    """Run the main job on tiny models and engines for CPUs; whether none fails."""
+    from tests.integration.tiny import entries, write_data
+
+    import qdqbench
+
+    failures: dict[str, int] = dict.fromkeys(("parity", "verification", "gate"), 0)
+    cases = itertools.product(itertools.count(), ("onnxruntime", "openvino"), families)
+    for seed, backend, family in itertools.islice(cases, count):
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            write_data(folder / "data", "sst2")
+            model = write_model(folder / "model", family, entries(), seed=seed)
+            known = [each for each in recipes_of(family) if "residual" not in each.name]
+            recipe = known[seed % len(known)].model_dump(mode="json")
+            recipe["calibration"]["samples"], recipe["engine"]["backend"] = 64, backend
+            options = {"out": folder / "run", "seed": seed}
+            results = qdqbench.run(Recipe.model_validate(recipe), model, "sst2", folder / "data", **options)
+            found = {
+                "parity": results.parity is None or not results.parity.passed,
+                "verification": results.verification is None or not results.verification.passed,
+                "gate": results.gate.state == "failed",
+            }
+            failures = {name: failures[name] + failed for name, failed in found.items()}
+            if any(found.values()):
+                name = f"{family} {recipe['name']} {backend} seed {seed}"
+                print(f"FALSE ALARM: {name}: {results.gate.failures}", flush=True)
+    for name, failed in failures.items():
+        print(f"| whole runs that fail: {name} | {interval(failed, count)} |", flush=True)
+    return not any(failures.values())
+
+
 def main() -> None:
     """Run all and print the table of docs/graph.md."""
     warnings.simplefilter("ignore")
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--seeds", type=int, default=2)
     asked.add_argument("--families", default=",".join(SIZES))
+    asked.add_argument("--runs", type=int, default=0)
     options = asked.parse_args()
+    if options.runs:
+        sys.exit(not whole_runs(options.runs, options.families.split(",")))
     healthy: list[bool] = []
     caught: dict[str, list[bool]] = {name: [] for name in FAULTS}
     worst, start = 0.0, time.monotonic()

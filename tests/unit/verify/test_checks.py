@@ -19,7 +19,7 @@ from qdqbench.eval.accuracy.runners import onnxruntime_runner
 from qdqbench.eval.stages import engine
 from qdqbench.eval.verify.bisect import run_onnxruntime
 from qdqbench.eval.verify.cases import (
-    Case,
+    InputCase,
     batch_of,
     block_cases,
     padding_answers,
@@ -446,7 +446,7 @@ def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> N
 
 
 def test_a_case_is_padded_with_the_pad_token() -> None:
-    batch = batch_of(encoded([3, 2]), Case("padded", [0, 1], 5), pad_id=9)
+    batch = batch_of(encoded([3, 2]), InputCase("padded", [0, 1], 5), pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [1, 2, 9, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
     assert batch["token_type_ids"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
