@@ -249,7 +249,7 @@ def whole_runs(count: int, families: list[str]) -> bool:
     import qdqbench
 
     failures: dict[str, int] = dict.fromkeys(("parity", "verification", "gate"), 0)
-    cases = itertools.product(itertools.count(), ("onnxruntime", "openvino"), families)
+    cases = itertools.product(range(count), ("onnxruntime", "openvino"), families)
     for seed, backend, family in itertools.islice(cases, count):
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
