@@ -24,6 +24,7 @@ import numpy as np
 from tests.support.disfigured import disfigure
 from tests.support.foreign_layer import float_layer
 from tests.support.fuzz import broken
+from tests.support.records import engine_result
 from tests.support.tiny_layer import FORMS, healthy
 from tests.unit.diagnose.test_hostile import BASES
 
@@ -31,7 +32,7 @@ from qdqbench.eval.accuracy.logits import read_answers
 from qdqbench.quantize.check.check import check_file, check_model, to_json
 from qdqbench.quantize.core.arrays import read_arrays
 from qdqbench.quantize.core.errors import QdqError
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.results import EngineResult
 from qdqbench.quantize.core.strict import read
 from qdqbench.quantize.diagnose.diagnose import diagnose
 from qdqbench.quantize.fix.fix import FixOptions, rewrite
@@ -72,12 +73,9 @@ def graphs() -> list[bytes]:
     return [*(healthy(form).SerializeToString() for form in FORMS), float_layer().SerializeToString()]
 
 
-def results() -> list[bytes]:
-    """Return committed results."""
-    return [
-        (ROOT / "tests" / "golden" / "tiny_run.json").read_bytes(),
-        b'{"schema_version": 1, "stages": {}}',
-    ]
+def engines() -> list[bytes]:
+    """Return what a run records of an engine."""
+    return [engine_result(12).model_dump_json().encode()]
 
 
 def recipes() -> list[bytes]:
@@ -89,7 +87,7 @@ TARGETS: dict[str, tuple[Reader, Callable[[], list[bytes]]]] = {
     "check": (lambda path: json.dumps(to_json(check_file(path)), allow_nan=False), graphs),
     "fix": (rewritten, graphs),
     "recipe": (lambda path: load_recipe(str(path)), recipes),
-    "results": (lambda path: read(path, Results, "results", "run it again"), results),
+    "engine record": (lambda path: read(path, EngineResult, "engine record", "build it again"), engines),
     "arrays": (lambda path: read_arrays(path, "write it again"), archives),
     "answers": (read_answers, archives),
     "cache": (read_cache_file, BASES["cache"]),
