@@ -17,8 +17,8 @@ from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.eval.verify import blocks
 from qdqbench.eval.verify.cases import batch_of, block_cases, widest
 from qdqbench.eval.verify.causes import Deviation, likely_cause
+from qdqbench.eval.verify.checks import TensorError, compare_tensors
 from qdqbench.eval.verify.engine import engine_of
-from qdqbench.eval.verify.tensors import TensorError, compare_tensors
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from qdqbench.eval.verify.tensors import kept_positions
+from qdqbench.eval.verify.checks import kept_positions
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.families.family import Family
