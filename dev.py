@@ -6,7 +6,8 @@ python3 dev.py test [--all] [ARGUMENTS of pytest]
 
 `run` without arguments makes a small BERT, takes it down the whole path, and times its engine.
 
-`test` leaves out what goes a second way through what shorter tests go through once; `--all` runs it too.
+`test` leaves out what goes a second way through what shorter tests go through once; `--all` runs it too,
+and draws the examples of property tests at random.
 """
 
 import hashlib
@@ -82,7 +83,9 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core
         given = [word for word in sys.argv[2:] if word != "--all"]
         chosen = [] if "--all" in sys.argv else ["-m", "not long"]
-        call(BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *chosen, *given)
+        profile = "fixed" if chosen else "random"
+        pytest = (BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *chosen, *given)
+        call(*pytest, HYPOTHESIS_PROFILE=profile)
         return
     sys.exit(__doc__)
 

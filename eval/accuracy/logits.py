@@ -9,7 +9,8 @@ import numpy as np
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.runners import predict
 from qdqbench.quantize.core import files
-from qdqbench.quantize.core.arrays import Floats
+from qdqbench.quantize.core.arrays import Array, Floats, read_arrays
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import StageResult
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks import metrics
@@ -52,10 +53,30 @@ def evaluate_stage(
 
 
 def read_logits(path: Path) -> Logits:
-    """What `evaluate_stage` wrote of a stage, without the labels."""
-    with np.load(path, allow_pickle=False) as arrays:
-        names = [name.removesuffix(".logits") for name in arrays.files if name.endswith(".logits")]
-        return {n: arrays[f"{n}.logits"] for n in names}
+    """Read the logits that `evaluate_stage` wrote, float [answers, width] by split.
+
+    Raises:
+        UserError: as `read_answers`.
+    """
+    return read_answers(path)[0]
+
+
+def read_answers(path: Path) -> tuple[Logits, dict[str, Array]]:
+    """Read the logits and the labels that `evaluate_stage` wrote, by split.
+
+    Raises:
+        UserError: the file is missing, damaged or too large, or lacks logits and labels that are numbers.
+    """
+    again = f"run `qdqbench evaluate {path.parent.parent}` again"
+    arrays = read_arrays(path, again)
+    splits = [name.removesuffix(".logits") for name in arrays if name.endswith(".logits")]
+    for split in splits:
+        logits, labels = arrays[f"{split}.logits"], arrays.get(f"{split}.labels")
+        if labels is None or logits.dtype.kind != "f" or not logits.ndim or labels.dtype.kind not in "biuf":
+            raise UserError(f"{path} holds no logits and labels of {split}; {again}")
+    if not splits:
+        raise UserError(f"{path} holds no answers; {again}")
+    return {n: arrays[f"{n}.logits"] for n in splits}, {n: arrays[f"{n}.labels"] for n in splits}
 
 
 def score(  # noqa: PLR0913, PLR0917

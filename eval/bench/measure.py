@@ -10,6 +10,7 @@ of two latencies that were taken in the same process within the same seconds.
 """
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -208,11 +209,17 @@ def alone_on_cpu() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _alone(kind: str, name: str, fix: str) -> Iterator[None]:
-    path = Path(tempfile.gettempdir()) / f"qdqbench-{name}.lock"
+    # one for each user: the kernel refuses the files of others in the temporary folder
+    lock = FileLock(Path(tempfile.gettempdir()) / f"qdqbench-{name}-{os.getuid()}.lock", timeout=0)
     try:
-        with FileLock(path, timeout=0, mode=0o666):  # for every user of the machine
-            yield
+        lock.acquire()
     except Timeout as error:
         raise UserError(
             f"another process times engines on this {kind}, and both would measure each other; {fix}"
         ) from error
+    except OSError as error:
+        raise UserError(f"cannot lock {lock.lock_file} ({error.strerror}); remove it") from error
+    try:
+        yield
+    finally:
+        lock.release()

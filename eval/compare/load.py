@@ -7,16 +7,18 @@ from pathlib import Path
 import numpy as np
 
 from qdqbench.eval.accuracy.changes import Answered, answered, sample_texts
-from qdqbench.eval.accuracy.logits import read_logits
+from qdqbench.eval.accuracy.logits import read_answers
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
 from qdqbench.eval.compare.results import ComparedRun, RunLatency
 from qdqbench.eval.report.formats import model_label
 from qdqbench.eval.runreport.verdict import last_measured, quantized_file
+from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Array, Floats
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.encoders.load import class_names
+from qdqbench.quantize.rundir.pipeline import finished
 from qdqbench.quantize.rundir.session import RunConfig, Session, read_config
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
@@ -141,24 +143,27 @@ def _load(folder: Path, name: str) -> LoadedRun:
     last = last_measured(results)
     if last is None or last[0] == "fp32":
         raise UserError(f"{folder} has scored nothing but FP32; run it to its end first")
-    fp32, answers = (_answers(folder, stage) for stage in ("fp32", last[0]))
+    (fp32, labels), (answers, _) = (read_answers(_answers_file(folder, stage)) for stage in ("fp32", last[0]))
     split = next(iter(fp32))
     if split not in answers:
         raise UserError(f"{folder} has no answers of {last[0]} to {split}; run `qdqbench evaluate {folder}`")
-    with np.load(folder / "logits" / "fp32.npz", allow_pickle=False) as arrays:
-        labels = arrays[f"{split}.labels"]
-    return LoadedRun(name, folder, config, results, last[0], fp32[split], answers[split], labels, split)
+    return LoadedRun(
+        name, folder, config, results, last[0], fp32[split], answers[split], labels[split], split
+    )
 
 
-def _answers(folder: Path, stage: str) -> dict[str, Floats]:
-    path = folder / "logits" / f"{stage}.npz"
-    try:
-        found = read_logits(path)
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"cannot read {path} ({error}); run `qdqbench evaluate {folder}` again") from error
-    if not found:
-        raise UserError(f"{path} holds no answers; run `qdqbench evaluate {folder}` again")
-    return found
+def _answers_file(folder: Path, stage: str) -> Path:
+    """Return the file of a stage's answers, which is as the stage left it.
+
+    Raises:
+        UserError: it changed since.
+    """
+    name = f"logits/{stage}.npz"
+    path = folder / name
+    recorded = {done.outputs[name] for done in finished(folder).values() if name in done.outputs}
+    if recorded and path.is_file() and files.sha256(path) not in recorded:
+        raise UserError(f"{path} changed after its stage; run `qdqbench evaluate {folder}` again")
+    return path
 
 
 def describe_run(run: LoadedRun) -> ComparedRun:

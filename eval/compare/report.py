@@ -35,6 +35,7 @@ from qdqbench.eval.report.formats import cleaned, count_of, in_points, label, si
 from qdqbench.eval.report.render import write_report
 from qdqbench.quantize.core.comparison import Comparison, GateState
 from qdqbench.quantize.core.files import atomic_path, write_json
+from qdqbench.quantize.core.names import without_formula
 from qdqbench.quantize.core.speedup import SpeedVerdict
 
 NAME = "compare"  # of its files
@@ -66,7 +67,7 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
     for name, rows in tables.items():
         path = folder / f"{name}.csv"
         with atomic_path(path) as temporary:
-            pandas.json_normalize(rows).to_csv(temporary, index=False)
+            pandas.json_normalize(rows).map(without_formula).to_csv(temporary, index=False)
         paths.append(path)
     return [*paths, folder / f"{NAME}.json"]
 

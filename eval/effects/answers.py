@@ -13,6 +13,7 @@ from qdqbench.eval.effects.beside import Beside
 from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.comparison import Change, ChangedAnswer, ChangedAnswers
 from qdqbench.quantize.core.files import atomic_path
+from qdqbench.quantize.core.names import without_formula
 
 if TYPE_CHECKING:
     import datasets
@@ -86,4 +87,5 @@ def _write(rows: list[ChangedAnswer], path: Path) -> None:
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
         table = csv.DictWriter(stream, [*ChangedAnswer.model_fields])
         table.writeheader()
-        table.writerows(row.model_dump() for row in rows)
+        for row in rows:
+            table.writerow({key: without_formula(value) for key, value in row.model_dump().items()})

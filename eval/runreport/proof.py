@@ -202,13 +202,9 @@ def parity_section(results: Results) -> Section:
 
 def _limits_text(parity: Parity) -> str:
     """Return the limits of differing codes and steps of all tensors."""
-    shares = sorted({each.limit for each in parity.rows} or {parity.limit_fraction})
-    steps = sorted({each.step_limit for each in parity.rows} or {parity.limit_step})
-    codes = f"{100 * shares[0]:.3g}%"
-    if len(shares) > 1:
-        own = sum(each.limit > shares[0] for each in parity.rows)
-        codes += f" (up to {100 * shares[-1]:.3g}% in {own} tensors where FP16 rounding alone moves more)"
-    return f"At most {codes} of the INT8 codes may differ, by at most {' or '.join(map(str, steps))}"
+    steps = " or ".join(map(str, sorted({each.step_limit for each in parity.rows} or {parity.limit_step})))
+    limit = f"{100 * parity.limit_fraction:.3g}%"
+    return f"At most {limit} of the INT8 codes may differ beyond rounding, by at most {steps}"
 
 
 def lengths_sections(results: Results) -> list[Section]:

@@ -6,6 +6,7 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +15,22 @@ import onnx
 
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.eval.verify import blocks
-from qdqbench.eval.verify.causes import Evidence, likely_cause
-from qdqbench.eval.verify.tensors import TensorError, compare_tensors
+from qdqbench.eval.verify.cases import batch_of, block_cases, widest
+from qdqbench.eval.verify.causes import Deviation, likely_cause
+from qdqbench.eval.verify.checks import TensorError, compare_tensors
+from qdqbench.eval.verify.engine import engine_of
 from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.machine.gpu import find_gpu
+from qdqbench.quantize.rundir.artifacts import Skipped, expected_gemms, graph_path, read_built, read_verified
+from qdqbench.quantize.rundir.session import Session, read_config
 
 BLOCK_LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
 INNER_LIMIT = 0.05  # of a tensor inside of a block
@@ -232,7 +241,7 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     node = index.producers[tensor]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
-    evidence = Evidence(
+    evidence = Deviation(
         index=index,
         node=node,
         family=search.stitched.family,
@@ -277,3 +286,53 @@ def run_onnxruntime(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
     wanted = {value.name for value in model.graph.input}
     made = session.run(names, {name: array for name, array in feeds.items() if name in wanted})
     return dict(zip(names, made, strict=True))
+
+
+def bisect_run(folder: Path) -> BisectResult:
+    """Find the first tensor that the engine of a run directory gets wrong, on this machine.
+
+    Raises:
+        MissingDevice: no GPU, or no library to run engines with.
+        UserError: no run directory, no engine in it, or one that is not for this machine.
+    """
+    session = Session(read_config(folder), folder)
+    built = read_built(folder)
+    if find_gpu() is None and (isinstance(built, Skipped) or not built.on_cpu):
+        raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
+    if isinstance(built, Skipped):
+        raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
+    path = graph_path(session)
+    sidecar = check_sidecar(folder / "engine" / built.file, path)
+    gemms = expected_gemms(session)
+
+    def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
+        with engine_of(model, sidecar, gemms) as (engine, _):
+            return engine.run(feeds)
+
+    _, encoded = next(iter(session.eval_splits.values()))
+    case = block_cases(encoded.lengths, widest(sidecar.profiles), session.config.seed)[0]
+    batch = batch_of(encoded, case, session.pad_id)
+    quantized = session.recipe.quantizes
+    reference = session.fake_quant_model if quantized else session.fp32_model
+    half = session.recipe.precision.compute == "fp16" and not built.on_cpu
+    verified = read_verified(folder)
+    rows = [] if isinstance(verified, Skipped) else verified.blocks
+    with session.fp32_shifted() if quantized else nullcontext() as fp32:
+        tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
+    costs = {name: _relative(t.unquantized, t.output, batch) for name, t in tensors.items()}
+    return bisect(
+        path,
+        inputs_of(reference, batch),
+        run_engine,
+        run_onnxruntime,
+        family=session.plan.family,
+        inputs={name: t.input for name, t in tensors.items() if t.input is not None},
+        limits={name: max(0.01, cost) for name, cost in costs.items()},
+        suspects={row.name for row in rows if not row.holds},
+        layers=built.layers,
+    )
+
+
+def _relative(got: Array, reference: Array, batch: Mapping[str, Array]) -> float:
+    mask = np.asarray(batch["attention_mask"], bool)
+    return compare_tensors("", got, reference, mask, 0.0).error or 0.0

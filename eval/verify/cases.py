@@ -19,7 +19,7 @@ BLOCK_SAMPLES = 32
 
 
 @dataclass
-class Case:
+class InputCase:
     """One batch to run: samples, and the length that they are padded to."""
 
     what: str
@@ -32,14 +32,14 @@ def widest(profiles: "Sequence[Profile]") -> "Profile":
     return max(profiles, key=lambda profile: (profile.max[1], profile.max[0]))
 
 
-def shape_cases(lengths: Int64, profiles: "Sequence[Profile]", seed: int) -> list[Case]:
+def shape_cases(lengths: Int64, profiles: "Sequence[Profile]", seed: int) -> list[InputCase]:
     """Batches at each corner of the profiles, padded and of equal lengths, and the shortest and longest."""
     random = np.random.default_rng(seed)
-    cases: dict[tuple[str, int, int], Case] = {}
+    cases: dict[tuple[str, int, int], InputCase] = {}
 
     def add(what: str, rows: Array, batch: int, length: int) -> None:
         chosen = np.resize(random.permutation(rows), batch).tolist()
-        cases.setdefault((what, batch, length), Case(what, chosen, length))
+        cases.setdefault((what, batch, length), InputCase(what, chosen, length))
 
     for profile in profiles:
         low, high = profile.min[1], profile.max[1]
@@ -76,7 +76,7 @@ def fitting_samples(lengths: Int64, longest: int) -> Int64:
     return found
 
 
-def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[Case]:
+def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[InputCase]:
     """Batches for the blocks: mixed lengths with the extremes, equal lengths, and the shortest sample.
 
     Raises:
@@ -93,10 +93,10 @@ def block_cases(lengths: Int64, profile: "Profile", seed: int) -> list[Case]:
     equal = np.resize(np.flatnonzero(lengths == counts.argmax()), batch)
     alone = np.resize(order[:1], profile.min[0])
     drawn = (("padded", mixed), ("padded", again), ("equal lengths", equal), ("shortest", alone))
-    return [Case(what, rows.tolist(), max(low, int(lengths[rows].max()))) for what, rows in drawn]
+    return [InputCase(what, rows.tolist(), max(low, int(lengths[rows].max()))) for what, rows in drawn]
 
 
-def batch_of(encoded: "Encoded", case: Case, pad_id: int) -> dict[str, Int64]:
+def batch_of(encoded: "Encoded", case: InputCase, pad_id: int) -> dict[str, Int64]:
     """int64 [B, L] arrays of a case."""
     _, batch = encoded.batch(case.rows, pad_id)
     return widened(batch, case.length - batch["input_ids"].shape[1], pad_id)
@@ -110,13 +110,15 @@ def padding_answers(
     (small, low), (large, high) = profile.min, profile.max
 
     def alone(row: int, length: int) -> Floats:
-        made = run(batch_of(encoded, Case("alone", [row] * small, length), pad_id))[:1]
+        made = run(batch_of(encoded, InputCase("alone", [row] * small, length), pad_id))[:1]
         answers: Floats = encoded.kept(np.array([row]), made)
         return answers
 
     lengths = encoded.lengths
     together = np.resize(np.array(rows), max(large, len(rows))).tolist()[:large]
-    batch = run(batch_of(encoded, Case("together", together, max(low, int(lengths[together].max()))), pad_id))
+    batch = run(
+        batch_of(encoded, InputCase("together", together, max(low, int(lengths[together].max()))), pad_id)
+    )
     rows = rows[:large]
     short = [alone(row, max(low, int(lengths[row]))) for row in rows]
     long = [alone(row, high) for row in rows]

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from qdqbench.eval.verify.tensors import kept_positions
+from qdqbench.eval.verify.checks import kept_positions
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.families.family import Family
@@ -20,7 +20,7 @@ _NORM_PARTS = ("LayerNormalization", "ReduceMean", "Pow", "Sqrt", "Reciprocal")
 
 
 @dataclass
-class Evidence:
+class Deviation:
     """What is known about the first wrong tensor."""
 
     index: GraphIndex
@@ -32,9 +32,9 @@ class Evidence:
     nonfinite: bool
 
 
-def likely_cause(evidence: Evidence) -> tuple[str, str]:
+def likely_cause(evidence: Deviation) -> tuple[str, str]:
     """Cause and advice; ("unknown", ...) where no rule fits."""
-    rules: tuple[Callable[[Evidence], tuple[str, str] | None], ...] = (
+    rules: tuple[Callable[[Deviation], tuple[str, str] | None], ...] = (
         _norm_in_half,
         _accumulator,
         _overflow,
@@ -49,7 +49,7 @@ def likely_cause(evidence: Evidence) -> tuple[str, str]:
     return "unknown", "compare the kernels named above with those of another backend version, and report it"
 
 
-def _norm_in_half(evidence: Evidence) -> tuple[str, str] | None:
+def _norm_in_half(evidence: Deviation) -> tuple[str, str] | None:
     node = evidence.node
     norm = node.op_type in _NORM_PARTS or module_of(node.name).lower().endswith("norm")
     if not evidence.nonfinite or not norm or _behind_int8(evidence) is not None:
@@ -60,7 +60,7 @@ def _norm_in_half(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _accumulator(evidence: Evidence) -> tuple[str, str] | None:
+def _accumulator(evidence: Deviation) -> tuple[str, str] | None:
     if not evidence.nonfinite or (gemm := _behind_int8(evidence)) is None:
         return None
     dequantizers = [dq for name in gemm.input[:2] if (dq := _dequantizer(evidence.index, name)) is not None]
@@ -79,7 +79,7 @@ def _accumulator(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _overflow(evidence: Evidence) -> tuple[str, str] | None:
+def _overflow(evidence: Deviation) -> tuple[str, str] | None:
     if not evidence.nonfinite or evidence.expected is None:
         return None
     largest = float(np.abs(np.nan_to_num(evidence.expected.astype(np.float64), posinf=np.inf)).max())
@@ -91,7 +91,7 @@ def _overflow(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _mask(evidence: Evidence) -> tuple[str, str] | None:
+def _mask(evidence: Deviation) -> tuple[str, str] | None:
     """Samples with padding are wrong and the others are not."""
     padded = ~evidence.mask.all(axis=1)
     errors = _sample_errors(evidence)
@@ -105,7 +105,7 @@ def _mask(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _sample_errors(evidence: Evidence) -> Array | None:
+def _sample_errors(evidence: Deviation) -> Array | None:
     """Relative error of each sample over its unpadded positions."""
     got, expected, mask = evidence.got, evidence.expected, evidence.mask
     if got is None or expected is None or got.shape[:1] != mask.shape[:1] or got.shape != expected.shape:
@@ -118,7 +118,7 @@ def _sample_errors(evidence: Evidence) -> Array | None:
     return np.array(rows) if np.isfinite(rows).all() else None
 
 
-def _partial_attention(evidence: Evidence) -> tuple[str, str] | None:
+def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
     """q, k and v are quantized and the softmax is not, and the tensor is not ahead of the scores."""
     index, module = evidence.index, module_of(evidence.node.name)
     for softmax in (node for node in index.graph.node if node.op_type == "Softmax"):
@@ -141,7 +141,7 @@ def _partial_attention(evidence: Evidence) -> tuple[str, str] | None:
     return None
 
 
-def _scale(evidence: Evidence) -> tuple[str, str] | None:
+def _scale(evidence: Deviation) -> tuple[str, str] | None:
     """One factor explains the error."""
     flat = _flat(evidence)
     if flat is None:
@@ -157,7 +157,7 @@ def _scale(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _offset(evidence: Evidence) -> tuple[str, str] | None:
+def _offset(evidence: Deviation) -> tuple[str, str] | None:
     """One number per channel explains the error."""
     flat = _flat(evidence)
     if flat is None or len(flat[0]) < 8:
@@ -171,7 +171,7 @@ def _offset(evidence: Evidence) -> tuple[str, str] | None:
     )
 
 
-def _flat(evidence: Evidence) -> tuple[Array, Array] | None:
+def _flat(evidence: Deviation) -> tuple[Array, Array] | None:
     """Finite values as [positions, channels]."""
     if evidence.got is None or evidence.expected is None or evidence.nonfinite:
         return None
@@ -179,7 +179,7 @@ def _flat(evidence: Evidence) -> tuple[Array, Array] | None:
     return (got.reshape(len(got), -1), expected.reshape(len(expected), -1)) if got.size else None
 
 
-def _behind_int8(evidence: Evidence) -> onnx.NodeProto | None:
+def _behind_int8(evidence: Deviation) -> onnx.NodeProto | None:
     """The INT8 GEMM whose result reaches the node through factors, biases, residuals and moves only."""
     waiting, seen = [evidence.node], set()
     while waiting:

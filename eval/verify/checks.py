@@ -19,6 +19,7 @@ from qdqbench.eval.accuracy import gate
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.results import AnswersCheck, BlockCheck, PaddingCheck, ShapeCheck, Verification
+from qdqbench.quantize.core.strict import Strict
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 
@@ -40,12 +41,14 @@ def finite(value: float) -> float | None:
 
 
 class BlockSums:
-    """Sums over the positions of one block, from which its check is made; memory does not grow with n."""
+    """Sums over the positions of one block, from which its check is made."""
 
     def __init__(self, name: str) -> None:
         self.name, self.n, self.nonfinite = name, 0, 0
         self.shapes: list[list[int]] = []
-        self.error2 = self.cost2 = self.power = self.worst = self.worst_cost = 0.0
+        self.error2 = self.cost2 = self.power = 0.0
+        self.norms: list[Floats] = []  # of error, cost and reference, [3, positions]
+        self.is_head = False
         # by channel: sums of the error, of the reference, of their product, and of the reference's square
         self.sums: Any = np.zeros((4, 1))
 
@@ -66,15 +69,12 @@ class BlockSums:
             self.shapes.append(list(mask.shape))
         with np.errstate(invalid="ignore", over="ignore"):
             error, cost = made - truth, plain - truth
-            size = np.maximum(np.linalg.norm(truth, axis=1), np.finfo(np.float32).tiny)
-            self.worst = max(self.worst, float(np.max(np.linalg.norm(error, axis=1) / size, initial=0)))
-            self.worst_cost = max(
-                self.worst_cost, float(np.max(np.linalg.norm(cost, axis=1) / size, initial=0))
-            )
             self.n += len(made)
             self.error2 += float((error**2).sum())
             self.cost2 += float((cost**2).sum())
             self.power += float((truth**2).sum())
+            self.norms.append(np.stack([np.linalg.norm(a, axis=1) for a in (error, cost, truth)]))
+            self.is_head = got.ndim == 2
             self.sums = self.sums + np.stack([a.sum(0) for a in (error, truth, error * truth, truth**2)])
 
     def systematic2(self) -> float:
@@ -86,6 +86,17 @@ class BlockSums:
             factor = np.divide(slope, spread, out=np.zeros_like(slope), where=spread > 1e-9 * square)
             return float((error**2 / self.n + factor * slope).sum())
 
+    def worst_position(self) -> tuple[float, float]:
+        """Return the error and the cost at their worst positions, relative to the reference there.
+
+        Logits near 0 are small differences of large terms, which rounding is relative to. Those of a head are
+        relative to the root mean square over all positions where that is larger.
+        """
+        error, cost, size = np.concatenate([np.zeros((3, 0)), *self.norms], axis=1)
+        least = np.sqrt(self.power / max(self.n, 1)) if self.is_head else 0.0
+        size = np.maximum(size, max(least, float(np.finfo(np.float32).tiny)))
+        return float(np.max(error / size, initial=0)), float(np.max(cost / size, initial=0))
+
     def check(self) -> BlockCheck:
         """Errors against their limits."""
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -93,14 +104,15 @@ class BlockSums:
             error, cost = np.sqrt(self.error2 / power), np.sqrt(self.cost2 / power)
             systematic2 = self.systematic2() / power
             noise = np.sqrt(max(error**2 - systematic2, 0.0)) if np.isfinite(error) else 0.0
+            worst, worst_cost = self.worst_position()
         return BlockCheck(
             name=self.name,
             n=self.n,
             error=None if self.nonfinite else finite(error),
             quantization_error=float(cost),
             limit=max(MIN_LIMIT, float(cost)),
-            position_error=None if self.nonfinite else finite(self.worst),
-            position_limit=max(MIN_POSITION_LIMIT, TWO_ROUNDINGS * self.worst_cost),
+            position_error=None if self.nonfinite else finite(worst),
+            position_limit=max(MIN_POSITION_LIMIT, TWO_ROUNDINGS * worst_cost),
             systematic_error=None if self.nonfinite else finite(np.sqrt(max(systematic2, 0.0))),
             systematic_limit=max(MIN_LIMIT, float(NOISE_FACTOR * noise * np.sqrt(2 / max(self.n, 1)))),
             nonfinite=self.nonfinite,
@@ -276,3 +288,61 @@ def _answer_failures(row: AnswersCheck, reference: str) -> Iterator[str]:
         yield f"mean logit difference from {reference} is {row.mean_abs_logit_diff:.3g}, {limit}"
     if row.ks_p is not None and row.ks_p < row.ks_p_limit:
         yield f"logits are distributed otherwise than those of {reference} (p {row.ks_p:.2g})"
+
+
+SYSTEMATIC_LIMIT = 0.01  # of what one offset and factor per channel explain of the error: not rounding
+
+
+class TensorError(Strict):
+    """How far a tensor is from the reference, ||engine - reference|| / ||reference||; None: not finite."""
+
+    tensor: str
+    error: float | None
+    limit: float
+    systematic: float = 0.0  # the part that one offset and factor per channel explain
+    systematic_limit: float = float("inf")
+
+    @property
+    def holds(self) -> bool:
+        """Finite and within the limit."""
+        within = self.error is not None and self.error <= self.limit
+        return within and self.systematic <= self.systematic_limit
+
+
+def compare_tensors(tensor: str, got: Array, expected: Array, mask: Array, limit: float) -> TensorError:
+    """Relative error of one tensor; padded positions of [batch, length, ...] tensors are left out."""
+    made, truth = (kept_positions(array, mask) for array in (got, expected))
+    made, truth = (values.reshape(len(values), -1) for values in (made, truth))
+    sums = BlockSums(tensor)
+    sums.add(made, truth, truth, mask)
+    found = sums.check()
+    if found.error is None or found.systematic_error is None:
+        return TensorError(tensor=tensor, error=None, limit=limit)
+    return TensorError(
+        tensor=tensor,
+        error=found.error,
+        limit=limit,
+        systematic=found.systematic_error,
+        systematic_limit=max(SYSTEMATIC_LIMIT, found.systematic_limit),
+    )
+
+
+def kept_positions(array: Array, mask: Array) -> Array:
+    """float64 values of the positions that are not padding.
+
+    Handles [B, L, ...], [L, B, ...], attention tensors [B, heads, L, ...], and anything else as a whole.
+    Scores of masked keys are left out: they are about -1e4, which would hide everything else.
+    """
+    values = array.astype(np.float64)
+    batch, length = mask.shape
+    if values.ndim >= 3 and values.shape[:2] == (batch, length):
+        return values[mask]
+    if values.ndim >= 3 and values.shape[:2] == (length, batch):
+        return values[mask.T]
+    if values.ndim == 4 and values.shape[0] == batch and values.shape[2] == length:
+        rows = np.moveaxis(values, 1, 2)
+        if values.shape[3] == length:
+            both = mask[:, :, None, None] & mask[:, None, None, :]
+            return rows[np.broadcast_to(both, rows.shape)]
+        return rows[mask]
+    return values

@@ -3,17 +3,20 @@
 `checks.py` judges what comes out, `cases.py` says what goes in. Only `verify_engine` needs a GPU.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
 
 from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.verify.blocks import Uncut, reference_blocks, stitch
 from qdqbench.eval.verify.cases import (
-    Case,
+    InputCase,
     batch_of,
     block_cases,
     fitting_samples,
@@ -29,7 +32,6 @@ from qdqbench.eval.verify.checks import (
     check_shape,
     verification_failures,
 )
-from qdqbench.eval.verify.cut_engine import engine_of
 from qdqbench.quantize.core.arrays import Floats, Int64
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.core.progress import report_phase, track
@@ -41,11 +43,14 @@ from qdqbench.quantize.core.results import (
     Verification,
 )
 from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import hazards
-from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.rundir.artifacts import Skipped, expected_gemms, graph_path, read_built
-from qdqbench.quantize.runtime.opened import open_runner
+from qdqbench.quantize.runtime.cpu import CpuEngine
+from qdqbench.quantize.runtime.engine import Engine
+from qdqbench.quantize.runtime.opened import open_engine, open_runner
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict
@@ -53,6 +58,39 @@ if TYPE_CHECKING:
     from qdqbench.quantize.engine.sidecar import Sidecar
     from qdqbench.quantize.kinds.encoded import Encoded
     from qdqbench.quantize.rundir.session import Session
+
+
+@contextmanager
+def engine_of(
+    model: onnx.ModelProto, sidecar: Sidecar, expected_gemms: Iterable[str] = ()
+) -> Iterator[tuple[Engine | CpuEngine, EngineResult]]:
+    """Build a cut graph as the deployed engine was built, load it, and remove it afterwards.
+
+    Args:
+        sidecar: of the deployed engine: its backend and shapes.
+        expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
+
+    Raises:
+        UserError: the builder refuses the graph.
+        MissingDevice: no GPU or library to run it with.
+    """
+    names = {node.name for node in model.graph.node}
+    with tempfile.TemporaryDirectory(prefix="qdqbench-blocks-") as name:
+        path, engine = Path(name) / "blocks.onnx", Path(name) / "blocks.engine"
+        path.write_bytes(model.SerializeToString())
+        result = build(
+            path,
+            engine,
+            backend=sidecar.backend,  # type: ignore[arg-type]
+            profiles=sidecar.profiles,
+            expected_gemms=[gemm for gemm in expected_gemms if gemm in names],
+            expected_attention=0,
+            strict=False,
+            compute=sidecar.compute or "fp32",
+        )
+        with open_engine(engine, path) as loaded:
+            yield loaded, result
+
 
 SAMPLES, PADDING_SAMPLES = 256, 16
 
@@ -103,7 +141,7 @@ def verify_engine(session: "Session") -> Verification:
 
 
 @dataclass
-class Asked:
+class EngineAnswers:
     """What an engine answered, beside what it is held to."""
 
     data: _Data
@@ -113,7 +151,7 @@ class Asked:
     got: Floats  # answers to the drawn rows
 
 
-def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> Asked:
+def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> EngineAnswers:
     """Ask an engine of these profiles for its answers; the questions depend on the session alone.
 
     Raises:
@@ -124,11 +162,13 @@ def ask(session: "Session", run: "Predict", profiles: "Sequence[Profile]") -> As
     shapes = _run_shapes(run, data, profiles, session)
     chosen = data.rows[:PADDING_SAMPLES].tolist()
     answers = padding_answers(run, data.encoded, chosen, profiles, session.pad_id)
-    return Asked(data, cost, shapes, check_padding(answers, cost), _run_rows(run, data, profiles, session))
+    return EngineAnswers(
+        data, cost, shapes, check_padding(answers, cost), _run_rows(run, data, profiles, session)
+    )
 
 
 def judged(
-    session: "Session", asked: Asked, built: EngineResult, blocks: list[BlockCheck], uncut: str | None
+    session: "Session", asked: EngineAnswers, built: EngineResult, blocks: list[BlockCheck], uncut: str | None
 ) -> Verification:
     """Whether what an engine answered is right; `uncut` is why its blocks were not run."""
     data, task, seed = asked.data, session.config.task, session.config.seed
@@ -195,7 +235,7 @@ def _run_rows(run: "Predict", data: _Data, profiles: "Sequence[Profile]", sessio
         rows = drawn[start : start + profile.opt[0]]
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
         length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
-        made = run(batch_of(data.encoded, Case("drawn", filled, length), session.pad_id))[: len(rows)]
+        made = run(batch_of(data.encoded, InputCase("drawn", filled, length), session.pad_id))[: len(rows)]
         parts.append(data.encoded.kept(rows, made))
     return np.concatenate(parts)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.eval.verify.blocks import HEAD, block_name, reference_blocks
-from qdqbench.eval.verify.tensors import kept_positions
+from qdqbench.eval.verify.checks import kept_positions
 from qdqbench.quantize.core.arrays import Array, Batch
 from qdqbench.quantize.core.comparison import LayerError, LayerErrors
 from qdqbench.quantize.encoders.attention import UNROUNDED

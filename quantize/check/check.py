@@ -6,15 +6,13 @@ file, others are accepted and the layer then runs in FP16, or gives wrong number
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 
 from qdqbench.quantize.check.codes import CODES, finding, finding_label
-from qdqbench.quantize.check.gemms import GemmRow, Group, gemm_rows, grouped
-from qdqbench.quantize.check.residuals import check_residuals, missing_residuals
 from qdqbench.quantize.check.rules import (
     HALVES,
     check_attentions,
@@ -22,17 +20,124 @@ from qdqbench.quantize.check.rules import (
     check_operators,
     check_pairs,
     check_protected,
+    check_residuals,
+    check_weights,
+    is_stored_kn,
     is_whole,
+    missing_residuals,
 )
 from qdqbench.quantize.check.types import check_constants, walk_types
-from qdqbench.quantize.check.view import CheckGraph, is_dequantize, is_quantize
-from qdqbench.quantize.check.weights import check_weights
+from qdqbench.quantize.check.view import (
+    MOVES,
+    PRODUCTS,
+    CheckGraph,
+    is_dequantize,
+    is_integer,
+    is_quantize,
+    missing_arguments,
+    operator,
+)
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.frames import Tabular
+from qdqbench.quantize.core.names import count_of
 from qdqbench.quantize.core.results import FindingRow
-from qdqbench.quantize.graph.index import module_of, opset_of
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, module_of, opset_of
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.graph.residuals import ResidualAdd, residuals
+
+ORDER = "slow-weight-order"
+State = Literal["INT8", "refused", "not INT8", "floating point"]
+
+
+class GemmRow(Strict):
+    """One node that multiplies matrices.
+
+    "refused": in a form of INT8 that TensorRT does not take; "not INT8": with Q/DQ that make no INT8 kernel.
+    """
+
+    node: str
+    operator: str
+    state: State
+    codes: list[str] = []  # of findings at it, or at the Q/DQ behind its inputs
+
+
+class Group(Strict):
+    """Findings of one code."""
+
+    code: str
+    rows: list[FindingRow]
+    gemms: list[str]  # nodes that they touch
+
+
+def gemm_rows(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
+    """Every matrix product with what happens to it, in the order of the graph."""
+    found: dict[str, list[FindingRow]] = defaultdict(list)
+    for row in findings:
+        found[row.node].append(row)
+    apart = _attentions_apart(graph, found)
+    slow = any(row.code == ORDER for row in findings)  # one finding names one of them for all
+    rows = []
+    for node in graph.nodes:
+        if node.op_type in PRODUCTS and node.output:
+            name = finding_label(node)
+            touching = [row for label in (name, *_behind(graph, node)) for row in found.get(label, ())]
+            state = _state(graph, node, touching, name in apart)
+            codes = list(dict.fromkeys(row.code for row in touching))
+            if slow and node.op_type in MATMULS and ORDER not in codes and is_stored_kn(graph, node):
+                codes.append(ORDER)
+            rows.append(GemmRow(node=name, operator=node.op_type, state=state, codes=codes))
+    return rows
+
+
+def grouped(findings: Sequence[FindingRow], gemms: Sequence[GemmRow]) -> list[Group]:
+    """Findings by code, in their order."""
+    found: dict[str, list[FindingRow]] = defaultdict(list)
+    for row in findings:
+        found[row.code].append(row)
+    return [
+        Group(code=code, rows=rows, gemms=[row.node for row in gemms if code in row.codes])
+        for code, rows in found.items()
+    ]
+
+
+def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRow], apart: bool) -> State:
+    if is_integer(node):
+        return "refused"
+    operands = graph.operands.get(node.output[0], ())
+    effects = {row.effect for row in touching}
+    if not any(operand.dq is not None for operand in operands):
+        return "floating point"
+    if "refused" in effects:
+        return "refused"
+    lost = apart or "not INT8" in effects or not all(map(graph.is_int8, operands))
+    return "not INT8" if lost else "INT8"
+
+
+def _attentions_apart(graph: CheckGraph, found: dict[str, list[FindingRow]]) -> set[str]:
+    """The products of attentions in INT8 that no fused kernel takes."""
+    apart = set()
+    for attention in graph.attentions:
+        names = {finding_label(node) for node in (attention.scores, attention.context)}
+        codes = {row.code for name in names for row in found.get(name, ())}
+        if codes & {"partial-attention", "attention-head-size"}:
+            apart |= names
+    return apart
+
+
+def _behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
+    """The Q and DQ that the operands of a product come through."""
+    for position in (0, PRODUCTS[node.op_type]):
+        name = node.input[position] if position < len(node.input) else ""
+        for _ in range(MAX_STEPS):
+            maker = graph.index.producers.get(name)
+            if maker is None:
+                break
+            if is_quantize(maker) or is_dequantize(maker):
+                yield finding_label(maker)
+            elif operator(maker) not in (*MOVES, "Mul", "Div"):
+                break
+            name = next(iter(maker.input), "")
 
 
 class CheckReport(Tabular):
@@ -223,7 +328,8 @@ def _invalid(model: onnx.ModelProto) -> FindingRow | None:
         reason, _, context = str(error).partition("==> Context:")
         name = context.partition("Name: ")[2].partition(" OpType:")[0]
         return finding("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
-    return None
+    incomplete = ((node, missing_arguments(node)) for node in model.graph.node)
+    return next((finding("invalid-onnx", node, why) for node, why in incomplete if why), None)
 
 
 def _compare(
@@ -255,3 +361,48 @@ def _compare(
             if module not in expected and name in quantized:
                 why = f"it is in INT8, but the recipe keeps {module or 'it'} in floating point"
                 yield finding("recipe-surplus", name, why)
+
+
+def summary(report: CheckReport) -> list[str]:
+    """What TensorRT would run of the file, its attentions, and how many findings there are."""
+    return [_gemms(report), *_attentions(report), _findings(report)]
+
+
+def _gemms(report: CheckReport) -> str:
+    counts = report.counts
+    if not report.gemms:
+        return "no matrix products were looked into"
+    refused = Counter(row.operator for row in report.gemms if row.state == "refused")
+    parts = [
+        f"{counts['refused']} in INT8 that it refuses ({_operators(refused)})" if refused else "",
+        f"{counts['not_int8']} with Q/DQ that make no INT8 kernel" if counts["not_int8"] else "",
+        f"{counts['floating_point']} in floating point" if counts["floating_point"] else "",
+    ]
+    if report.refusals:
+        taken = sum(row.state == "INT8" for row in report.gemms)
+        parts.insert(1, f"{taken} in INT8 that it takes" if taken else "")
+        of_all = f"; of {count_of(counts['gemms'], 'GEMM')}, {', '.join(filter(None, parts))}"
+        return f"TensorRT refuses this file, so none of it runs in INT8{of_all}"
+    rest = f"; {', '.join(filter(None, parts))}" if any(parts) else ""
+    return f"{counts['int8']} of {count_of(counts['gemms'], 'GEMM')} run in INT8{rest}"
+
+
+def _operators(refused: Counter[str]) -> str:
+    return ", ".join(f"{count} {operator}" for operator, count in refused.most_common())
+
+
+def _attentions(report: CheckReport) -> list[str]:
+    whole, rest = len(report.attention_quantized), len(report.attention_not_quantized)
+    if not whole or report.refusals:
+        return []
+    return [f"{whole} of {count_of(whole + rest, 'attention')} in INT8 as a whole"]
+
+
+def _findings(report: CheckReport) -> str:
+    counts = report.counts
+    if not counts["findings"]:
+        return "no findings"
+    kinds = count_of(len(report.groups), "kind")
+    errors = count_of(counts["errors"], "error")
+    refusals = f", {counts['refusals']} of them refusals" if counts["refusals"] else ""
+    return f"{count_of(counts['findings'], 'finding')} of {kinds}: {errors}{refusals}"

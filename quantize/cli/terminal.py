@@ -53,13 +53,13 @@ def show_json(found: "BaseModel") -> None:
 
 
 def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: str) -> None:
-    """A result: JSON of all of it, or its summary and lines such as where its report is."""
+    """Print a result: JSON of all of it, or its summary and plain lines such as where its report is."""
     if json:
         show_json(found)
         return
     console().print(summary(found))
     for line in lines:
-        say(line)
+        say(plain(line))
 
 
 def complain(sentence: str) -> None:
@@ -68,7 +68,7 @@ def complain(sentence: str) -> None:
     import shutil
     import textwrap
 
-    text = f"qdqbench: {sentence}"
+    text = f"qdqbench: {clean(sentence)}"
     if sys.stderr.isatty():
         whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
         width = shutil.get_terminal_size().columns

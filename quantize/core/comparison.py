@@ -64,15 +64,16 @@ class ParityRow(Strict):
     name: str  # module path of the quantizer's layer
     codes: int  # INT8 codes compared
     differing: int
+    at_border: int = 0  # of them, one step off for values that are as near as the graph's arithmetic rounds
     max_step: int
     output_rel_error: float | None  # of the layer's own output: ||onnx - reference|| / ||reference||
-    limit: float = 0.005  # largest fraction of differing codes that this tensor may have
+    limit: float = 0.005  # largest fraction of codes that may differ and are at no border
     step_limit: int = 1  # largest step that this tensor may have
 
     @property
     def share(self) -> float:
-        """Fraction of differing codes."""
-        return self.differing / max(self.codes, 1)
+        """Fraction of codes that differ without lying at a rounding border."""
+        return (self.differing - self.at_border) / max(self.codes, 1)
 
     @property
     def nearest(self) -> tuple[float, str]:
@@ -82,7 +83,8 @@ class ParityRow(Strict):
         """
         over = self.max_step / self.step_limit if self.max_step > self.step_limit else 0.0
         allowed = self.limit * self.codes
-        codes = self.differing / allowed if allowed else math.inf if self.differing else 0.0
+        faults = self.differing - self.at_border
+        codes = faults / allowed if allowed else math.inf if faults else 0.0
         error = self.output_rel_error or 0.0
         output = math.inf if math.isnan(error) else error / MAX_OUTPUT_ERROR
         return max((codes, "codes"), (output, "output"), (over, "step"), key=lambda part: part[0])

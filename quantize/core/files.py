@@ -17,6 +17,7 @@ from qdqbench.quantize.core.errors import QdqError, UserError
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 SAID = re.compile(r"no space left|os error 28|disk is full|disk quota exceeded", re.IGNORECASE)
+MAX_JSON = 32 << 20  # bytes; the largest results.json has 0.5 MB
 NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on a disk as full as that
 
 
@@ -63,7 +64,8 @@ def free_bytes(path: Path) -> int:
 def unwritable(error: Exception, folder: Path) -> OSError | None:
     """What kept a file from being written into `folder`, where that is what an exception says."""
     if isinstance(error, OSError):
-        elsewhere = error.filename is not None and not str(error.filename).startswith(str(folder.parent))
+        named = error.filename2 or error.filename  # of a copy the second is written
+        elsewhere = named is not None and not str(named).startswith(str(folder.parent))
         return error if error.errno in REFUSED and not elsewhere else None
     full = SAID.search(str(error)) or free_bytes(folder) < NOTHING_LEFT
     if isinstance(error, QdqError) or not full:
@@ -75,10 +77,14 @@ def full_disk(error: Exception) -> UserError | None:
     """The sentence on a disk that got full while something else than a result was written, as in TMPDIR."""
     if not (isinstance(error, OSError) and error.errno in FULL) and not SAID.search(str(error)):
         return None
-    places = [Path(tempfile.gettempdir()), Path.cwd()]
-    named = getattr(error, "filename", None)
-    where = Path(str(named)) if named else min(places, key=free_bytes) / "a temporary file"
-    return cannot_write(where, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    # shutil.copyfile names the file that it reads first, and the one that it writes second
+    if named := getattr(error, "filename2", None) or getattr(error, "filename", None):
+        return cannot_write(Path(str(named)), full)
+    place = min((Path(tempfile.gettempdir()), Path.cwd()), key=free_bytes)
+    if free_bytes(place) < NOTHING_LEFT:
+        return cannot_write(place / "a temporary file", full)
+    return UserError("cannot write the output: no space left on device; make room where the output goes")
 
 
 def _there(path: Path) -> Path:
@@ -195,19 +201,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, again: str = "delete it and run the stage again") -> Any:
-    """Read a JSON file.
+    """Read a JSON file of at most MAX_JSON bytes.
 
     Args:
         again: how to get a good one, in errors.
 
     Raises:
-        UserError: the file is missing or is not JSON.
+        UserError: the file is missing, no regular file, too large, unreadable, or not JSON.
     """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; run the stage that writes it first")
+    text = read_bounded(path, MAX_JSON, "a JSON file of qdqbench", "the file that the stage wrote")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; run the stage that writes it first") from error
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON, not text, or a number of any length
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of any length
         raise UserError(f"{path} is not valid JSON ({error}); {again}") from error
 
 
@@ -218,13 +225,16 @@ def read_bounded(path: Path, most: int, what: str, give: str) -> str:
         what: it should be, and `give` what to give instead, in errors.
 
     Raises:
-        UserError: missing, too large, or not text.
+        UserError: missing, no regular file, too large, or not text.
     """
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise UserError(f"{path} has {size} bytes, and {what} at most {most}")
-        return path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe would wait for its writer
+            raise UserError(f"{path} is no regular file; give {give}")
+        with path.open("rb") as stream:  # a file may grow, and those of /proc have no size
+            data = stream.read(most + 1)
+        if len(data) > most:
+            raise UserError(f"{path} is too large: {what} has at most {most} bytes; give {give}")
+        return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not text, or no possible path
         why = getattr(error, "strerror", None) or "it is not text"
         raise UserError(f"cannot read {path} ({why}); give {give}") from error

@@ -1,6 +1,7 @@
 """Names and numbers in messages."""
 
 from collections.abc import Iterable
+from typing import Any
 
 DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are not given one
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
@@ -16,3 +17,8 @@ def name_list(names: Iterable[str], most: int = MAX_NAMED) -> str:
 def count_of(number: int, noun: str) -> str:
     """3 linears, 1 linear."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def without_formula(value: Any) -> Any:
+    """Return a cell of a CSV file; a text that a spreadsheet would compute gets an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value

@@ -29,7 +29,7 @@ _TYPES = {
 _GEMMS = re.compile(r"MatMul|Gemm")  # MatMulIntegerToFloat, QLinearMatMul, FusedMatMul, QGemm, ...
 
 
-class Compiled:
+class OnnxRuntimeModel:
     """A graph that ONNX Runtime optimized for this CPU.
 
     Args:

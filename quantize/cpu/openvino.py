@@ -11,8 +11,7 @@ import numpy as np
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.compiled import FREE, Compute, Kernel, Run, Signature, Sizes
-from qdqbench.quantize.cpu.products import ATTENTION
+from qdqbench.quantize.cpu.compiled import ATTENTION, FREE, Compute, Kernel, Run, Signature, Sizes
 from qdqbench.quantize.machine.cpu import quota
 
 DEVICE = "CPU"
@@ -32,7 +31,7 @@ _PARTS = re.compile(r"/(DequantizationMultiply|DequantizationSubtract|WithoutBia
 _CONSTANTS = ("Const", "Constant")
 
 
-class Compiled:
+class OpenVinoModel:
     """A model that OpenVINO compiled for this CPU.
 
     Args:

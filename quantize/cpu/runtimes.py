@@ -9,9 +9,9 @@ from qdqbench.quantize.cpu import onnxruntime, openvino
 from qdqbench.quantize.cpu.compiled import FREE, Compiled, Compute, Sizes
 from qdqbench.quantize.machine.cpu import Cpu
 
-_RUNTIMES: dict[BackendName, type[openvino.Compiled | onnxruntime.Compiled]] = {
-    "openvino": openvino.Compiled,
-    "onnxruntime": onnxruntime.Compiled,
+_RUNTIMES: dict[BackendName, type[openvino.OpenVinoModel | onnxruntime.OnnxRuntimeModel]] = {
+    "openvino": openvino.OpenVinoModel,
+    "onnxruntime": onnxruntime.OnnxRuntimeModel,
 }
 
 

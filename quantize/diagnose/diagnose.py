@@ -5,13 +5,11 @@ from pathlib import Path
 
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.evidence import Evidence
-from qdqbench.quantize.diagnose.found import KINDS, Diagnosis, FileRow, Found
-from qdqbench.quantize.diagnose.onnx_file import TOKENS
+from qdqbench.quantize.diagnose.findings import WORST_FIRST, Diagnosis, Finding, SourceRow
 from qdqbench.quantize.diagnose.rules_build import build_rules
 from qdqbench.quantize.diagnose.rules_engine import engine_rules
 from qdqbench.quantize.diagnose.rules_graph import graph_rules
-from qdqbench.quantize.diagnose.sources import Sources, kind_text, read_sources
+from qdqbench.quantize.diagnose.sources import TOKENS, Evidence, Sources, kind_text, read_sources
 from qdqbench.quantize.engine.backend import choose_backend, inspect_engine
 from qdqbench.quantize.engine.kernels import count_text
 from qdqbench.quantize.engine.layers import parse_inspector_json
@@ -40,9 +38,9 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
     explained = {name for found in in_graph for name in found.nodes}
     findings = [*in_graph, *engine_rules(evidence, explained), *build_rules(evidence)]
     findings = _merged(findings)
-    findings.sort(key=lambda found: (KINDS.index(found.kind), -(found.share or 0.0)))
+    findings.sort(key=lambda found: (WORST_FIRST.index(found.effect), -(found.share or 0.0)))
     return Diagnosis(
-        files=[FileRow(name=path.name, kind=kind_text(kind), what=_told(evidence, kind))
+        files=[SourceRow(name=path.name, kind=kind_text(kind), what=_told(evidence, kind))
                for kind, path in sources.paths.items()],
         findings=findings,
         ranked_by=_ranked_by(evidence, findings),
@@ -68,7 +66,7 @@ def _loaded(sources: Sources) -> list[LayerRow]:
     return parse_inspector_json(text)
 
 
-def _merged(findings: list[Found]) -> list[Found]:
+def _merged(findings: list[Finding]) -> list[Finding]:
     """Without what a better founded finding says already."""
     codes = {found.code for found in findings}
     covered = {
@@ -85,7 +83,7 @@ def _merged(findings: list[Found]) -> list[Found]:
     return [found for found in findings if covered.get(found.code) not in codes]
 
 
-def _ranked_by(evidence: Evidence, findings: Sequence[Found]) -> str:
+def _ranked_by(evidence: Evidence, findings: Sequence[Finding]) -> str:
     bases = list(dict.fromkeys(found.basis for found in findings if found.basis))
     order = "first what keeps an engine from being built, then wrong answers, no INT8, lost time"
     if not bases:

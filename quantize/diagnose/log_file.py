@@ -69,7 +69,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class BuildLog:
+class LogFile:
     """What a log says; names and messages are the first KEPT of each kind."""
 
     tool: str  # trtexec, Polygraphy or TensorRT
@@ -97,13 +97,13 @@ def is_log(start: bytes) -> bool:
     )
 
 
-def read_log(path: Path) -> BuildLog:
+def read_log(path: Path) -> LogFile:
     """Read a build log; memory is bounded whatever the file holds.
 
     Raises:
         UserError: it cannot be read, is too large, or holds nothing of a build.
     """
-    found = BuildLog("")
+    found = LogFile("")
     table: list[str] = []
     room, searched = MAX_TABLE_CHARACTERS, 0
     for line in _lines(path):
@@ -146,7 +146,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
-def _take(found: BuildLog, line: str) -> None:
+def _take(found: LogFile, line: str) -> None:
     for tool, mark in _TOOLS:
         if mark in line and (not found.tool or found.tool == "TensorRT"):
             found.tool = tool
@@ -165,7 +165,7 @@ def _take(found: BuildLog, line: str) -> None:
         _keep(found.errors, line[severity.end() :].strip().removeprefix("[TRT]").strip()[:400])
 
 
-def _take_shapes(found: BuildLog, line: str) -> bool:
+def _take_shapes(found: LogFile, line: str) -> bool:
     """Options, shapes and times; whether the line may have any."""
     _, _, told = line.partition("] ")
     if ("trtexec" in line or "polygraphy" in line) and "--" in line:
@@ -207,7 +207,7 @@ def _named_shapes(told: str) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _add_profile(found: BuildLog, name: str, sizes: tuple[Shape, Shape, Shape]) -> None:
+def _add_profile(found: LogFile, name: str, sizes: tuple[Shape, Shape, Shape]) -> None:
     """To the first profile that does not have this input; a repeated line is no other profile."""
     if any(profile.get(name) == sizes for profile in found.profiles):
         return

@@ -4,18 +4,19 @@ import math
 from collections.abc import Iterator
 
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.diagnose.advice import FIX, RUN, with_file
-from qdqbench.quantize.diagnose.evidence import Evidence
-from qdqbench.quantize.diagnose.found import Found, Kind
-from qdqbench.quantize.diagnose.log_file import BuildLog, Shape
+from qdqbench.quantize.core.results import Effect
+from qdqbench.quantize.diagnose.findings import Finding
+from qdqbench.quantize.diagnose.log_file import LogFile, Shape
+from qdqbench.quantize.diagnose.rules_graph import FIX, RUN, with_file
+from qdqbench.quantize.diagnose.sources import Evidence
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 
 _WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
 _WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
 
-# Lines of a log that mean one thing: key of SIGNS -> kind, what, why, fixes; `{n}` lines name `{names}`.
-SAID: dict[str, tuple[Kind, str, str, tuple[str, ...]]] = {
+# Lines of a log that mean one thing: key of SIGNS -> effect, what, why, fixes; `{n}` lines name `{names}`.
+SAID: dict[str, tuple[Effect, str, str, tuple[str, ...]]] = {
     "asymmetric": (
         "refused", "the parser refuses asymmetric quantization ({n} messages)",
         "TensorRT takes zero points of 0 only", (FIX,),
@@ -83,34 +84,34 @@ SAID: dict[str, tuple[Kind, str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def build_rules(evidence: Evidence) -> Iterator[Found]:
+def build_rules(evidence: Evidence) -> Iterator[Finding]:
     """Findings in the log and the cache."""
     yield from _implicit(evidence)
     log = evidence.log
     if log is None:
         return
-    for key, (kind, what, why, fixes) in SAID.items():
+    for key, (effect, what, why, fixes) in SAID.items():
         if count := log.signs[key]:
             names = name_list(log.names.get(key, [])) or f"an operator ({count} messages)"
             text = what.replace("{n}", str(count)).replace("{names}", names)
-            yield _found(evidence, f"log-{key}", kind, text, why, list(fixes), log.names.get(key))
+            yield _found(evidence, f"log-{key}", effect, text, why, list(fixes), log.names.get(key))
     yield from _weak_typing(evidence, log)
     yield from _shapes(evidence, log)
     yield from _failed(evidence, log)
 
 
 def _found(  # noqa: PLR0913, PLR0917
-    evidence: Evidence, code: str, kind: Kind, what: str, why: str, fixes: list[str],
+    evidence: Evidence, code: str, effect: Effect, what: str, why: str, fixes: list[str],
     nodes: list[str] | None = None,
-) -> Found:  # fmt: skip
-    return Found(
-        code=code, kind=kind, what=what, why=why, nodes=nodes or [],
+) -> Finding:  # fmt: skip
+    return Finding(
+        code=code, effect=effect, what=what, why=why, nodes=nodes or [],
         fixes=with_file(fixes, evidence.sources.paths.get("onnx")),
         where=name_list(nodes) if nodes else "", files=[evidence.sources.name("log")],
     )  # fmt: skip
 
 
-def _implicit(evidence: Evidence) -> Iterator[Found]:
+def _implicit(evidence: Evidence) -> Iterator[Finding]:
     """INT8 from a calibrator: scales missing, deprecated, gone in TensorRT 11."""
     log, cache, onnx = evidence.log, evidence.sources.cache, evidence.onnx
     missing = log.signs["missing-scale"] if log else 0
@@ -144,8 +145,8 @@ def _implicit(evidence: Evidence) -> Iterator[Found]:
     if cache:
         graph = f" --onnx {onnx.path.name}" if onnx else ""
         fixes.append(f"qdqbench recipes from-cache {evidence.sources.name('cache')} --model MODEL{graph}")
-    yield Found(
-        code="implicit-calibration", kind="not INT8",
+    yield Finding(
+        code="implicit-calibration", effect="not INT8",
         what="INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file",
         why="; ".join(parts), fixes=fixes, nodes=names, where=name_list(names),
         share=share[0] if share else None, basis=share[1] if share else "",
@@ -153,7 +154,7 @@ def _implicit(evidence: Evidence) -> Iterator[Found]:
     )  # fmt: skip
 
 
-def _weak_typing(evidence: Evidence, log: BuildLog) -> Iterator[Found]:
+def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     used = [name for name in _WEAK if name in log.options]
     gone = log.names.get("unknown-option", [])
     refused = [name for name in gone if name.removeprefix("--") in _WEAK]
@@ -167,7 +168,7 @@ def _weak_typing(evidence: Evidence, log: BuildLog) -> Iterator[Found]:
     yield _found(evidence, "weak-typing", "refused" if eleven else "note", what, why, fixes)
 
 
-def _shapes(evidence: Evidence, log: BuildLog) -> Iterator[Found]:
+def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     """Profiles that are tuned for another shape than the one that runs, or for everything at once."""
     near: tuple[float, str, Shape, Shape] | None = None
     for profile in log.profiles:
@@ -204,11 +205,11 @@ def _shapes(evidence: Evidence, log: BuildLog) -> Iterator[Found]:
                 return
 
 
-def _failed(evidence: Evidence, log: BuildLog) -> Iterator[Found]:
+def _failed(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     """Errors that no other rule explains."""
     if not log.errors:
         return
-    known = any(log.signs[key] for key, (kind, *_) in SAID.items() if kind == "refused")
+    known = any(log.signs[key] for key, (effect, *_) in SAID.items() if effect == "refused")
     if not known and (log.passed is False or log.passed is None):
         yield _found(
             evidence, "build-failed", "refused", f"the log has {len(log.errors)} errors",

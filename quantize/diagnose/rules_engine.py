@@ -4,22 +4,23 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.diagnose.advice import FIX, RUN, with_file
-from qdqbench.quantize.diagnose.evidence import Evidence, Share
-from qdqbench.quantize.diagnose.found import Found, Kind
+from qdqbench.quantize.core.results import Effect, LayerRow
+from qdqbench.quantize.diagnose.findings import Finding
+from qdqbench.quantize.diagnose.rules_graph import FIX, RUN, with_file
+from qdqbench.quantize.diagnose.sources import Evidence, Share
 from qdqbench.quantize.engine.facts import Facts
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.inspection import named
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_kind, kernel_label
-from qdqbench.quantize.engine.layers import base_name, is_attention
+from qdqbench.quantize.engine.layers import NotInt8, base_name, is_attention
 from qdqbench.quantize.trtexec.read import Times
 
 _LARGE = 0.2  # a share of a query's time that is no small thing
 _SMALL = 0.01  # a share of the time below which copies are not worth a finding
+DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
 
 
-def engine_rules(evidence: Evidence, explained: set[str]) -> Iterator[Found]:
+def engine_rules(evidence: Evidence, explained: set[str]) -> Iterator[Finding]:
     """Findings in the layer table, the profile and the times.
 
     Args:
@@ -38,12 +39,12 @@ def engine_rules(evidence: Evidence, explained: set[str]) -> Iterator[Found]:
 
 
 def _found(  # noqa: PLR0913, PLR0917
-    evidence: Evidence, code: str, kind: Kind, what: str, why: str, fixes: list[str],
+    evidence: Evidence, code: str, effect: Effect, what: str, why: str, fixes: list[str],
     nodes: list[str] | None = None, share: Share | None = None,
-) -> Found:  # fmt: skip
-    return Found(
+) -> Finding:  # fmt: skip
+    return Finding(
         code=code,
-        kind=kind,
+        effect=effect,
         what=what,
         why=why,
         fixes=with_file(fixes, evidence.sources.paths.get("onnx")),
@@ -59,19 +60,19 @@ def _timed(evidence: Evidence) -> str:
     return evidence.sources.name("profile") if evidence.joined_time else ""
 
 
-def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Found]:
+def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Finding]:
     inspection = evidence.inspection
     assert inspection is not None
     total = len(facts.linears)
     if rest := [node for node in inspection.proof.not_int8 if node not in explained]:
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[NotInt8, list[str]] = {}
         for node in rest:
             reasons.setdefault(inspection.reasons[node], []).append(node)
         for why, nodes in reasons.items():
             inside = any(block_of_node(node).startswith("layer.") for node in nodes)
-            kind: Kind = "not INT8" if "dequantiz" in why else "slow" if inside else "note"
+            effect: Effect = "not INT8" if why.cause in DEQUANTIZED else "slow" if inside else "note"
             yield _found(
-                evidence, "engine-not-int8", kind,
+                evidence, "engine-not-int8", effect,
                 f"{len(nodes)} of {total or inspection.gemms} linears of the engine do not multiply in INT8",
                 f"each {why}", ["qdqbench check {file}"], nodes, evidence.share_of_nodes(nodes),
             )  # fmt: skip
@@ -95,7 +96,7 @@ def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Fo
         )  # fmt: skip
 
 
-def _attention(evidence: Evidence, facts: Facts) -> Iterator[Found]:
+def _attention(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
     apart = facts.attentions - len(facts.fused)
     if apart > 0:
         rows = [row for row in facts.rows if kernel_kind(row) == "softmax"]
@@ -136,10 +137,10 @@ def _products(evidence: Evidence) -> Iterable[LayerRow]:
     return [row for row in facts.rows if wanted.intersection(facts.computed.get(row.name, ()))]
 
 
-def _copies(evidence: Evidence, facts: Facts) -> Iterator[Found]:
+def _copies(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
     """Kernels that only move, cast, quantize or dequantize."""
     clean = evidence.onnx is not None and not evidence.onnx.groups  # then `fix` changes nothing
-    mend = RUN if clean else FIX
+    way = RUN if clean else FIX
     for kind, code, what in (
         ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
         ("quantize", "quantize-alone", "kernels only quantize or dequantize"),
@@ -154,12 +155,12 @@ def _copies(evidence: Evidence, facts: Facts) -> Iterator[Found]:
             evidence, code, "slow", f"{len(rows)} of {len(facts.rows)} {what}, {codes} of them INT8 codes",
             "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where "
             "the Q stands next to the GEMM and types do not change in between",
-            [mend, f"qdqbench inspect {evidence.sources.name('layers')}"],
+            [way, f"qdqbench inspect {evidence.sources.name('layers')}"],
             labels, share,
         )  # fmt: skip
 
 
-def _copies_by_name(evidence: Evidence) -> Iterator[Found]:
+def _copies_by_name(evidence: Evidence) -> Iterator[Finding]:
     """The same of a profile without its layer table: names tell some of it."""
     profile = evidence.sources.profile
     rows = [LayerRow(name=name, kind="", onnx=[], inputs=[], constants=[], outputs=[]) for name in profile]
@@ -167,9 +168,9 @@ def _copies_by_name(evidence: Evidence) -> Iterator[Found]:
     total = sum(profile.values())
     share = sum(profile[row.name] for row in moved) / total if total else 0.0
     if share >= _SMALL:
-        yield Found(
+        yield Finding(
             code="copies",
-            kind="slow",
+            effect="slow",
             what=f"{len(moved)} of {len(rows)} kernels only move, cast or transpose",
             why=f"for example {base_name(moved[0])[:200]}",
             fixes=["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"],
@@ -180,7 +181,7 @@ def _copies_by_name(evidence: Evidence) -> Iterator[Found]:
         )
 
 
-def _norms(evidence: Evidence, facts: Facts) -> Iterator[Found]:
+def _norms(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
     low = facts.norms.get("FP16", [])
     if low:
         yield _found(
@@ -193,7 +194,7 @@ def _norms(evidence: Evidence, facts: Facts) -> Iterator[Found]:
         )  # fmt: skip
 
 
-def _version(evidence: Evidence) -> Iterator[Found]:
+def _version(evidence: Evidence) -> Iterator[Finding]:
     """Known faults of the version; those of `_gemm_mha_v2` where a kernel is called so."""
     engine, log = evidence.sources.engine, evidence.log
     version = (engine.version if engine else None) or (log.version if log else None)
@@ -205,29 +206,29 @@ def _version(evidence: Evidence) -> Iterator[Found]:
     ]
     for text in hazards(backend, version, None) if version else []:
         if "_gemm_mha" not in text or fused or not names:
-            yield Found(
-                code="known-fault", kind="wrong",
+            yield Finding(
+                code="known-fault", effect="wrong",
                 what=text, why="it is a fault of this version, not of the file",
                 fixes=["build with the version that has the fix"], files=files,
             )  # fmt: skip
     if engine and not evidence.layers and not evidence.sources.profile:
-        yield Found(
-            code="engine-not-read", kind="note",
+        yield Finding(
+            code="engine-not-read", effect="note",
             what="an engine's header has its version and nothing of its layers",
             why="only TensorRT itself reads them, on the GPU that the engine is for",
             fixes=["give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes",
                    f"qdqbench diagnose {evidence.sources.name('engine')} --load-engine"], files=files,
         )  # fmt: skip
     if fused and not version:
-        yield Found(
-            code="version-unknown", kind="note",
+        yield Finding(
+            code="version-unknown", effect="note",
             what="attention runs as _gemm_mha, and no file says in which version of TensorRT",
-            why="10.0.0 has a fault there in FP16 that 10.0.1.6 mends",
+            why="10.0.0 has a fault there in FP16 that 10.0.1.6 fixes",
             fixes=["give the build log or the engine too"], files=files,
         )  # fmt: skip
 
 
-def _times(evidence: Evidence) -> Iterator[Found]:
+def _times(evidence: Evidence) -> Iterator[Finding]:
     """Where the time of a query goes besides its kernels."""
     times, log = evidence.sources.times, evidence.log
     medians = dict(log.medians) if log else {}
@@ -266,10 +267,10 @@ def _idle(times: Times) -> float:
 
 def _of_query(  # noqa: PLR0913, PLR0917
     code: str, what: str, why: str, fixes: list[str], share: float, files: list[str]
-) -> Found:
-    return Found(
+) -> Finding:
+    return Finding(
         code=code,
-        kind="slow",
+        effect="slow",
         what=what,
         why=why,
         fixes=fixes,

@@ -10,7 +10,7 @@ from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import Facts, Graph, facts_of, graph_from_table
 from qdqbench.quantize.engine.kernels import block_of_node, block_order, kernel_block, kernel_kind, short
-from qdqbench.quantize.engine.layers import Coverage, copy_of, coverage, name_parts, why_not
+from qdqbench.quantize.engine.layers import Coverage, NotInt8, copy_of, coverage, name_parts, why_not
 from qdqbench.quantize.families.any_family import first_feed_forwards
 from qdqbench.quantize.graph.index import module_of
 
@@ -39,7 +39,7 @@ class Inspection:
     gemms: int  # linears, and the products that a recipe wants in INT8
     expected: list[str] | None  # ONNX names that the recipe wants in INT8; None: no recipe
     expected_attention: int
-    reasons: dict[str, str]  # ONNX name -> why it is not in INT8
+    reasons: dict[str, NotInt8]  # by ONNX name
     time: Time | None
 
     @property

@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.files import read_bounded
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.cpu.products import ATTENTION
+from qdqbench.quantize.cpu.compiled import ATTENTION
 
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
@@ -231,20 +231,37 @@ def is_int8(row: LayerRow) -> bool:
     return row.kind == "gemm" and codes and weights_int8
 
 
-def why_not(layers: Sequence[LayerRow], node: str) -> str:
-    """One clause on what runs `node` instead of an INT8 GEMM."""
+@dataclass(frozen=True)
+class NotInt8:
+    """Why an engine does not run a GEMM in INT8; as text one clause."""
+
+    cause: Literal["no kernel", "no Q/DQ", "dequantizes both", "dequantizes weights"]
+    kernel: str = ""  # what runs it, on which datatypes
+
+    def __str__(self) -> str:
+        return _CLAUSES[self.cause].format(kernel=self.kernel)
+
+
+_CLAUSES = {
+    "no kernel": "no kernel names it",
+    "no Q/DQ": "runs as {kernel}, because no Q/DQ pair reaches both of its inputs",
+    "dequantizes both": "runs as {kernel} after dequantizing both, because of its weight axis or a "
+    "per-channel activation scale",
+    "dequantizes weights": "runs as {kernel} after dequantizing its weights, because its input has no Q/DQ "
+    "or a scale no GEMM takes",
+}
+
+
+def why_not(layers: Sequence[LayerRow], node: str) -> NotInt8:
+    """Return what runs `node` instead of an INT8 GEMM, and why."""
     rows = [row for row in layers if node in _nodes(row, {node})]
     if not rows:
-        return "no kernel names it"
+        return NotInt8("no kernel")
     row = next((row for row in _deciding(rows, node) if not is_int8(row)), rows[0])
-    kernel = f"runs as {row.kind} on {'/'.join(row.inputs) or 'nothing'}"
+    kernel = f"{row.kind} on {'/'.join(row.inputs) or 'nothing'}"
     if "Int8" not in row.constants:
-        return f"{kernel}, because no Q/DQ pair reaches both of its inputs"
-    if "Int8" in row.inputs:
-        return (
-            f"{kernel} after dequantizing both, because of its weight axis or a per-channel activation scale"
-        )
-    return f"{kernel} after dequantizing its weights, because its input has no Q/DQ or a scale no GEMM takes"
+        return NotInt8("no Q/DQ", kernel)
+    return NotInt8("dequantizes both" if "Int8" in row.inputs else "dequantizes weights", kernel)
 
 
 def _deciding(rows: list[LayerRow], node: str) -> list[LayerRow]:

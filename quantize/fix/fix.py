@@ -1,30 +1,99 @@
 """Rewrite an ONNX file of any origin into one whose INT8 GEMMs an engine runs, and say what changed."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
 import onnx
+from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.check.check import CheckReport, check_model
+from qdqbench.quantize.check.view import MOVES
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.arrays import Array
-from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.engine.inspection import named
-from qdqbench.quantize.fix.floats import finite_masks, to_half
-from qdqbench.quantize.fix.lift import lift
-from qdqbench.quantize.fix.prove import compare_outputs, engine_row, find_builder
-from qdqbench.quantize.fix.rebuild import place, strip
-from qdqbench.quantize.fix.results import FixReport
-from qdqbench.quantize.fix.runs import Feeds, fitting, random_feeds, ranges, read_feeds
-from qdqbench.quantize.fix.scales import Product, Scales, read_scales
-from qdqbench.quantize.graph.index import opset_of
+from qdqbench.quantize.core.strict import Strict
+from qdqbench.quantize.encoders.attention import MASK_FILL
+from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
+from qdqbench.quantize.engine.facts import graph_of
+from qdqbench.quantize.engine.inspection import inspect_layers, named
+from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.fix.qoperator import qoperator_to_qdq
+from qdqbench.quantize.fix.rebuild import Product, Scales, place, read_scales, strip
+from qdqbench.quantize.fix.runs import Feeds, fitting, outputs, random_feeds, ranges, read_feeds
+from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of, opset_of, prune
+from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
+
+
+class EngineRow(Strict):
+    """What an engine of a file runs in INT8, or why there is none."""
+
+    engine: str  # backend, version, compute capability
+    refused: str | None = None
+    gemms: int = 0  # linears that its layer table names
+    int8_gemms: int = 0
+    attentions: int = 0
+    attention_fused: int = 0
+    attention_int8: int = 0
+    kernels: int = 0
+
+
+class Outputs(Strict):
+    """Outputs of ONNX Runtime; errors are relative, ||a - b|| / ||b|| over all outputs."""
+
+    inputs: str  # where they come from
+    n: int  # samples
+    before_error: (
+        float | None
+    )  # of the file to its own values without Q/DQ; None: ONNX Runtime does not run it
+    after_error: float  # of what was written, to the same
+    difference: float | None  # of what was written to the file
+    limit: float  # of `after_error`
+    largest: float | None  # absolute difference of one output
+    disagreements: int | None  # samples with another largest output; None: outputs are no scores of classes
+
+    @property
+    def holds(self) -> bool:
+        """Within the limit; what is not a number is not."""
+        return self.after_error <= self.limit
+
+
+class FixReport(Strict):
+    """Of one file."""
+
+    file: str
+    out: str
+    done: list[str]  # sentences
+    left: list[str]  # what could not be fixed, and what to do
+    findings_before: dict[str, int]  # code of `check` -> how many
+    findings_after: dict[str, int]
+    int8_before: int  # matrix products that TensorRT would run in INT8, by the graph: 0 in a refused file
+    int8_after: int
+    gemms: int
+    outputs: Outputs
+    engine_before: EngineRow | None = None  # None: not built
+    engine_after: EngineRow | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """What does not hold."""
+        found = []
+        if not self.outputs.holds:
+            out = self.outputs
+            found.append(f"outputs are {out.after_error:.3g} off, and the limit is {out.limit:.3g}")
+        if self.engine_after and self.engine_after.refused:
+            found.append("the builder refuses what was written")
+        return found + self.left
+
 
 Compute = Literal["fp16", "keep"]
 WeightForm = Literal["channel", "factored"]
@@ -64,7 +133,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     plain, work = rewrite(model, options, feeds, done, left)
     if work.ByteSize() > MAX_FILE:
         raise UserError(
-            f"the mended graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
+            f"the rewritten graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
         )
     data = work.SerializeToString(deterministic=True)
     after = check_model(work)
@@ -104,17 +173,17 @@ def _checked(model: onnx.ModelProto, path: Path) -> CheckReport:
     report = check_model(model)
     stopped = [row for row in report.findings if row.code in ("invalid-onnx", "opset-too-low")]
     if stopped:
-        raise UserError(f"{path} cannot be mended: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
+        raise UserError(f"{path} cannot be fixed: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
     return report
 
 
 def rewrite(
     model: onnx.ModelProto, options: FixOptions, feeds: Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-    """The graph without Q/DQ, and the mended one; what was done and could not be is added to the lists."""
+    """The graph without Q/DQ, and the rewritten one; what was done and could not be is added to the lists."""
     work = onnx.ModelProto()
     work.CopyFrom(model)
-    lifted, integer = lift(work)
+    lifted, integer = qoperator_to_qdq(work)
     if lifted:
         done.append(f"{lifted} operators that compute on codes are Q, DQ and the plain operator")
     if integer:
@@ -213,4 +282,189 @@ def _validate(model: onnx.ModelProto) -> None:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         why = " ".join(str(error).split())[:300]
-        raise UserError(f"the mended graph is not valid ({why}); nothing was written") from error
+        raise UserError(f"the rewritten graph is not valid ({why}); nothing was written") from error
+
+
+FACTOR = 1.5  # a range made symmetric has steps up to twice as wide
+PROFILE = Profile((1, 8), (8, 64), (32, 128))
+
+
+def compare_outputs(  # noqa: PLR0913  the last two are keywords
+    before: Path,
+    plain: onnx.ModelProto,
+    after: Path,
+    feeds: Mapping[str, Array],
+    *,
+    inputs: str,
+    limit: float,
+) -> Outputs:
+    """Run the file, its values without Q/DQ, and what was written, on the same inputs.
+
+    What was written may be FACTOR times as far from its values without Q/DQ as the file was, or `limit`.
+
+    Raises:
+        UserError: ONNX Runtime refuses what was written.
+    """
+    reference = outputs(plain, feeds)
+    made = outputs(after, feeds)
+    try:
+        own = outputs(before, feeds)
+    except UserError:
+        own = None
+    before_error = None if own is None else _distance(own, reference)
+    difference = None if own is None else _distance(made, own)
+    return Outputs(
+        inputs=inputs,
+        n=max((len(value) for value in feeds.values()), default=0),
+        before_error=before_error,
+        after_error=_distance(made, reference),
+        difference=difference,
+        limit=max(limit, FACTOR * (before_error or 0.0)),
+        largest=None if own is None else _largest(made, own),
+        disagreements=None if own is None else _disagreements(made, own),
+    )
+
+
+def _distance(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    """||one - other|| / ||other||, 1e9 where a number is missing or not finite."""
+    above = below = 0.0
+    for name, value in other.items():
+        if name not in one or one[name].shape != value.shape:
+            return 1e9
+        reference, got = value.astype(np.float64), one[name].astype(np.float64)
+        if not np.isfinite(got).all():
+            return 1e9
+        above += float(np.square(got - reference).sum())
+        below += float(np.square(reference).sum())
+    return float(np.sqrt(above / below)) if below else float(above > 0)
+
+
+def _largest(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    parts = (np.abs(one[name].astype(np.float64) - value).max(initial=0.0) for name, value in other.items())
+    value = max(map(float, parts), default=0.0)
+    return value if np.isfinite(value) else 1e9
+
+
+def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int | None:
+    scores = [name for name, value in other.items() if value.ndim == 2 and 1 < value.shape[1] < 1000]
+    if len(other) != 1 or not scores:
+        return None
+    name = scores[0]
+    return int((one[name].argmax(1) != other[name].argmax(1)).sum())
+
+
+def find_builder() -> Backend | None:
+    """What builds engines for GPUs here, ahead of time where there is none; None where nothing does."""
+    try:
+        return choose_backend(gpu_backend())
+    except MissingDevice:
+        return None
+
+
+def engine_row(path: Path, backend: Backend) -> EngineRow:
+    """Build an engine of a file and read from its layer table what runs in INT8."""
+    profiles = [PROFILE] if _is_dynamic(read_model(path)) else []
+    made = f"{backend.name} {backend.version}"
+    try:
+        built = build_engine(path, backend, profiles)
+    except UserError as error:
+        why = " ".join(str(error).replace(str(path), path.name).split())
+        return EngineRow(engine=made, refused=why[:600])
+    rows = (
+        parse_inspector_json(built.inspector_json) if built.inspector_json else parse_log(built.layer_lines)
+    )
+    made += f", compute capability {', '.join(built.compute_capability)}"
+    made += ", built ahead of time" if built.ahead_of_time else ""
+    if not rows:
+        return EngineRow(engine=made, refused="the builder shows no layer table")
+    judged = inspect_layers(rows, graph_of(path))
+    facts = judged.facts
+    return EngineRow(
+        engine=made,
+        gemms=judged.gemms,
+        int8_gemms=len(set(judged.proof.int8_gemms).intersection(judged.graph.linears)),
+        attentions=facts.attentions,
+        attention_fused=judged.proof.attention_fused,
+        attention_int8=judged.proof.attention_int8,
+        kernels=len(facts.rows),
+    )
+
+
+def _is_dynamic(model: onnx.ModelProto) -> bool:
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in constants]
+    return any(
+        not entry.HasField("dim_value") for value in inputs for entry in value.type.tensor_type.shape.dim
+    )
+
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+_TO_SOFTMAX = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Min", "And", "Clip")
+
+
+def finite_masks(model: onnx.ModelProto) -> list[str]:
+    """Replace what masks scores and does not fit FP16 by MASK_FILL, in place; exactly 0 behind a softmax too.
+
+    Returns:
+        Constants that were changed.
+    """
+    index = GraphIndex(model)
+    stored = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    for node in model.graph.node:
+        if node.op_type in ("Constant", "ConstantOfShape"):
+            stored += [(node.output[0], item.t) for item in node.attribute if item.HasField("t")]
+    changed = []
+    for name, tensor in stored:
+        if tensor.data_type not in _FLOATS:
+            continue
+        value = numpy_helper.to_array(tensor)
+        low = ~(value >= -FP16_MAX) & ~np.isnan(value)
+        if low.any() and _reaches_softmax(index, name):
+            tensor.CopyFrom(
+                numpy_helper.from_array(np.where(low, value.dtype.type(MASK_FILL), value), tensor.name)
+            )
+            changed.append(name)
+    return changed
+
+
+def _reaches_softmax(index: GraphIndex, name: str) -> bool:
+    todo, seen = deque([name]), {name}
+    while todo and len(seen) < 8 * MAX_STEPS:
+        for node in index.consumers.get(todo.popleft(), ())[:MAX_STEPS]:
+            if node.op_type == "Softmax":
+                return True
+            if node.op_type in _TO_SOFTMAX and node.output and node.output[0] not in seen:
+                seen.add(node.output[0])
+                todo.append(node.output[0])
+    return False
+
+
+def to_half(model: onnx.ModelProto) -> None:
+    """Give an FP32 graph FP16 compute, in place: Q/DQ keep FP32 scales, LayerNorms compute in FP32.
+
+    Raises:
+        UserError: a constant does not fit FP16, or the types of the graph cannot be inferred.
+    """
+    try:
+        constants_to_initializers(model)
+        drop_noop_casts(model)
+        to_fp16(model, _norms(model))
+        prune(model)
+    except CheckFailed as error:
+        raise UserError(f"{error}; or keep the file in FP32 with --compute keep") from error
+    except onnx.shape_inference.InferenceError as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the types of the graph cannot be told ({why}); keep them with --compute keep"
+        ) from error
+
+
+def _norms(model: onnx.ModelProto) -> set[str]:
+    """Modules of LayerNorms, whole or written out; their squares leave FP16 first."""
+    found = {
+        module_of(node.name)
+        for node in model.graph.node
+        if node.op_type in ("LayerNormalization", "Pow", "ReduceMean", "ReduceVariance") and node.name
+    }
+    own = {module for module in found if "norm" in module.rpartition(".")[2].lower()}
+    return own or (found - {""})

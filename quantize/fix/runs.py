@@ -1,17 +1,27 @@
 """ONNX Runtime on graphs before and after: inputs, outputs, the range of a tensor."""
 
+import math
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 
-from qdqbench.quantize.core.arrays import Array
+from qdqbench.quantize.core.arrays import Array, read_arrays
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.encoders.load import load_tokenizer
 from qdqbench.quantize.graph.index import GraphIndex
+from qdqbench.quantize.kinds.encoded import pad
+from qdqbench.quantize.tasks.rows import iter_encoded, load_split
+from qdqbench.quantize.tasks.task import Task
 
 BATCH, LENGTH, ROWS = 4, 32, 16  # of random inputs
-MAX_VALUES = 1 << 27  # in given inputs
+BATCH_SECONDS = 120  # of one batch; BERT-large on one core takes 10
+MAX_VALUES = 1 << 27  # of a random input
 Feeds = Mapping[str, Array]
 
 
@@ -35,7 +45,7 @@ def random_feeds(model: onnx.ModelProto, seed: int) -> dict[str, Array]:
         known = [entry.dim_value if entry.HasField("dim_value") else -1 for entry in tensor.shape.dim]
         shape = [size if size > 0 else (ROWS, LENGTH)[min(axis, 1)] for axis, size in enumerate(known)]
         kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        if int(np.prod(shape)) > MAX_VALUES:
+        if math.prod(shape) > MAX_VALUES:
             raise UserError(
                 f"input {value.name!r} has shape {shape}, too large to be random; give --inputs FILE.npz"
             )
@@ -66,18 +76,8 @@ def read_feeds(path: Path, model: onnx.ModelProto) -> dict[str, Array]:
     Raises:
         UserError: not such a file, or without an input of the model.
     """
-    try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            sizes = [info.file_size for info in archive.zip.infolist()]
-            if sum(sizes) > 8 * MAX_VALUES:
-                raise UserError(f"{path} holds {sum(sizes)} bytes; give fewer samples")
-            found = {name: archive[name] for name in archive.files}
-    except UserError:
-        raise
-    except Exception as error:  # a damaged archive raises errors of zipfile, zlib, numpy and struct
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())[:100]
-        raise UserError(f"cannot read {path} ({why}); give arrays that numpy.savez wrote") from error
-    return fitting(found, model, str(path))
+    arrays = read_arrays(path, "give arrays that numpy.savez wrote, fewer samples where they are too many")
+    return fitting(arrays, model, str(path))
 
 
 def fitting(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str, Array]:
@@ -145,10 +145,35 @@ def _run(
         for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else 1 if alone else BATCH)):
             batch = {name: value[start : start + step] for name, value in feeds.items()}
             batch = _without_padding(batch) if alone and free else batch
-            yield dict(zip(names, session.run(names, batch), strict=True))
+            yield dict(zip(names, _run_in_time(session, names, batch), strict=True))
+    except FutureTimeout as error:
+        raise UserError(
+            f"the graph took over {BATCH_SECONDS} s for one batch and was stopped; take an endless "
+            "Loop out of it, or give shorter samples"
+        ) from error
     except Exception as error:  # its errors are of classes of its own, which it does not export
         why = " ".join(str(error).split())[:300]
         raise UserError(f"ONNX Runtime refuses the graph or its inputs: {why}") from error
+
+
+def _run_in_time(session: Any, names: list[str], batch: Feeds) -> list[Array]:
+    """Run a session in a thread: Ctrl-C and BATCH_SECONDS end it at its next node, in a Loop too."""
+    import onnxruntime
+
+    options, result = onnxruntime.RunOptions(), Future[list[Array]]()
+    options.log_severity_level = 4
+
+    def work() -> None:
+        try:
+            result.set_result(session.run(names, batch, options))
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return result.result(BATCH_SECONDS)
+    finally:
+        options.terminate = True
 
 
 def _without_padding(batch: dict[str, Array]) -> dict[str, Array]:
@@ -159,3 +184,27 @@ def _without_padding(batch: dict[str, Array]) -> dict[str, Array]:
     length = int(np.flatnonzero(masks[0].any(0))[-1]) + 1
     same = masks[0].shape
     return {name: value[:, :length] if value.shape == same else value for name, value in batch.items()}
+
+
+TOKENS = 128  # of a sample at most
+
+
+def sample_feeds(  # noqa: PLR0913, PLR0917
+    model: str, revision: str | None, task: Task, source: str, count: int, seed: int
+) -> dict[str, Array]:
+    """Token inputs int64 [count, L], padded to the longest, of a draw of the train split.
+
+    Args:
+        model: folder or hub id with a tokenizer.
+        source: as `load_split` takes it.
+
+    Raises:
+        UserError: no tokenizer or data, or a task whose samples have several rows.
+    """
+    if task.kind.texts_apart or task.kind.windows:
+        raise UserError(f"samples of task {task.name} have several rows; give --inputs FILE.npz")
+    tokenizer = load_tokenizer(model, revision, task.kind)
+    split = load_split(task, source, "train", limit=count, seed=seed, labelled=False)
+    rows = [sample[:3] for sample in iter_encoded(split, task, tokenizer, TOKENS)]
+    _, batch = pad(rows, int(tokenizer.pad_token_id or 0))
+    return {name: np.asarray(value) for name, value in batch.items()}

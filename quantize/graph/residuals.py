@@ -30,7 +30,8 @@ def residuals(index: GraphIndex) -> list[ResidualAdd]:
     """Every Add before a normalization, in the order of the graph."""
     found = []
     for norm in index.graph.node:
-        add = index.producers.get(_still(index, norm.input[0])) if norm.op_type in _NORMS else None
+        known = norm.op_type in _NORMS and norm.input
+        add = index.producers.get(_still(index, norm.input[0])) if known else None
         if add is not None and add.op_type == "Add":
             behind = (_dequantize(index, name) for name in add.input)
             found.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))

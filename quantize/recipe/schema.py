@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.names import DEFAULT_RECIPE
+from qdqbench.quantize.core.names import DEFAULT_RECIPE, MAX_NAMED
 from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import FAMILIES
@@ -30,6 +30,7 @@ from qdqbench.quantize.recipe.shapes import AUTO, FORMS
 from qdqbench.quantize.recipe.training import Qat
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
+LONGEST = 200  # characters of a key or of what is wrong with it, in an error
 
 
 class Recipe(Frozen):
@@ -277,10 +278,12 @@ def _explain(error: ValidationError) -> str:
             keys = _keys_at(location[:-1])
             near = difflib.get_close_matches(str(location[-1]), keys, n=1, cutoff=0.3)
             fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
-            parts.append(f"unknown key {where!r}, {fix}")
+            parts.append(f"unknown key {where[:LONGEST]!r}, {fix}")
         else:
-            parts.append(f"{where or 'recipe'}: {item['msg'].removeprefix('Value error, ')}")
-    return "; ".join(parts)
+            message = item["msg"].removeprefix("Value error, ")
+            parts.append(f"{where[:LONGEST] or 'recipe'}: {message[:LONGEST]}")
+    more = f"; and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
+    return "; ".join(parts[:MAX_NAMED]) + more
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:

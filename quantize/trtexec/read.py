@@ -22,7 +22,10 @@ MAX_PARTS = 2_000_000  # lists and objects of a file, each of which takes far mo
 MAX_KERNELS = 20_000  # BERT-large with four profiles has 1,400
 MAX_QUERIES = 1_000_000
 MAX_MS = 1e9  # of a kernel or a query
-_NOT_A_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|([-+]?)\b(nan|inf)\b(?:\([^)\s]*\))?', re.IGNORECASE)
+# A string may lack its end, and what follows `nan(` is short: each character is looked at once.
+_NOT_A_NUMBER = re.compile(
+    r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|([-+]?)\b(nan|inf)\b(?:\([^)\s]{0,64}\))?', re.IGNORECASE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def test_the_gate_fails_with_the_verification(faulty):
 
 
 def test_bisecting_a_right_engine_finds_nothing(linears):
-    from qdqbench.eval.verify.bisect_run import bisect_run
+    from qdqbench.eval.verify.bisect import bisect_run
 
     assert bisect_run(linears).block is None
 
@@ -78,7 +78,7 @@ def test_bisecting_a_right_engine_finds_nothing(linears):
 def test_bisecting_names_the_tensor(linears):
     """The engine is built from a graph with a fault that the reference graph does not have."""
     from qdqbench.eval.verify.bisect import bisect, run_onnxruntime
-    from qdqbench.eval.verify.cut_engine import engine_of
+    from qdqbench.eval.verify.engine import engine_of
     from qdqbench.quantize.engine.sidecar import check_sidecar
 
     sidecar = check_sidecar(linears / "engine" / "model.int8.engine")

@@ -45,7 +45,9 @@ def test_json_has_every_node(static, qdqbench):
     done = qdqbench("diagnose", static, "--json")
     told = json.loads(done.out)
     assert done.code == 2
-    assert told["errors"] == sum(row["kind"] in ("refused", "wrong", "not INT8") for row in told["findings"])
+    assert told["errors"] == sum(
+        row["effect"] in ("refused", "wrong", "not INT8") for row in told["findings"]
+    )
     assert all(row["fixes"] for row in told["findings"])
     assert len(told["findings"][0]["nodes"]) > 3
 

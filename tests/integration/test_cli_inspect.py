@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from qdqbench.eval.verify import bisect, bisect_run
+from qdqbench.eval.verify import bisect
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine.layers import read_table
 from qdqbench.quantize.machine.gpu import Gpu
@@ -337,7 +337,7 @@ def test_kernel_times_need_a_gpu(finished_run, qdqbench, monkeypatch):
 def test_bisect(block, code, finished_run, qdqbench, monkeypatch):
     asked = []
     found = bisect.BisectResult.model_construct(block=block)
-    monkeypatch.setattr(bisect_run, "bisect_run", lambda folder: asked.append(folder) or found)
+    monkeypatch.setattr(bisect, "bisect_run", lambda folder: asked.append(folder) or found)
     monkeypatch.setattr(bisect, "bisect_lines", lambda result: ["first [bad] block: x"])
     done = qdqbench("inspect", finished_run, "--bisect")
     assert (done.code, done.out) == (code, "first [bad] block: x\n")

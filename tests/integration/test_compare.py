@@ -15,6 +15,7 @@ from .tiny import results
 @pytest.fixture
 def changed_run(a_run) -> tuple[Path, list[int]]:
     """A copy of the finished run in which three answers became the other ones; two of them were right."""
+    (a_run / "stages.json").unlink()  # which holds answers to their hashes
     for name in ("onnxruntime", "engine"):
         path = a_run / "logits" / f"{name}.npz"
         if not path.is_file():
@@ -70,6 +71,14 @@ def test_runs_that_cannot_be_compared_are_named(finished_run, a_run, qdqbench, t
 
 
 def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_run, qdqbench, tmp_path):
+    refused = a_run / "logits" / "fp32.npz"
+    original = refused.read_bytes()
+    refused.write_bytes(original + b" ")
+    done = qdqbench("compare", finished_run, a_run, "--out", tmp_path / "page")
+    assert done.code == 1
+    assert "fp32.npz changed after its stage" in done.err
+    refused.write_bytes(original)
+    (a_run / "stages.json").unlink()
     for path in (a_run / "logits").glob("*.npz"):
         with np.load(path) as arrays:
             held = dict(arrays)

@@ -141,7 +141,7 @@ def _write_new(
         raise UserError(f"{path} is there already; give another --out")
     files.write_text(path, made.text)
     told = f"wrote {path}; run it with `qdqbench run {path} --model {model} --task ...`"
-    show(made, json, lines, plain(told))
+    show(made, json, lines, told)
 
 
 def _print_recipes(rows: "Sequence[Shipped]") -> None:

@@ -41,14 +41,14 @@ def check(
 
 def _print(report: "CheckReport", path: Path, every: bool) -> None:
     """Kinds of findings, the worst first, and the figures last, where a terminal still shows them."""
-    from qdqbench.quantize.check.words import summary
-    from qdqbench.quantize.diagnose.advice import of_group
-    from qdqbench.quantize.diagnose.found import KINDS
+    from qdqbench.quantize.check.check import summary
+    from qdqbench.quantize.diagnose.findings import WORST_FIRST
+    from qdqbench.quantize.diagnose.rules_graph import of_group
 
     out = console()
     told: dict[str, int] = {}
     found = [of_group(report, group, path) for group in report.groups]
-    found.sort(key=lambda each: KINDS.index(each.kind))
+    found.sort(key=lambda each: WORST_FIRST.index(each.effect))
     for number, each in enumerate(found, 1):
         print_one(number, each, told)
         for row in (row for row in report.findings if every and row.code == each.code):

@@ -10,8 +10,8 @@ from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, console, plain, print_json
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.diagnose.found import Diagnosis, Found
-    from qdqbench.quantize.fix.results import EngineRow, FixReport
+    from qdqbench.quantize.diagnose.findings import Diagnosis, Finding
+    from qdqbench.quantize.fix.fix import EngineRow, FixReport
 
 _COLOURS = {"error": "red", "warning": "yellow"}
 
@@ -63,12 +63,12 @@ def _print(found: "Diagnosis") -> None:
         out.print("Nothing was found.")
 
 
-def print_one(number: int, found: "Found", told: dict[str, int]) -> None:
+def print_one(number: int, found: "Finding", told: dict[str, int]) -> None:
     """A finding: what, its effect, why, where, and fixes that no earlier one told (fix -> its number)."""
-    from qdqbench.quantize.diagnose.found import EFFECTS
+    from qdqbench.quantize.diagnose.findings import EFFECTS
 
     out = console()
-    effect = EFFECTS[found.kind]
+    effect = EFFECTS[found.effect]
     if found.share is not None:
         effect = f"{effect}, {found.share:.0%} of {found.basis}"
     colour = _COLOURS[found.severity]
@@ -127,7 +127,7 @@ def fix(  # noqa: PLR0913
             raise UserError(f"{name} {value} is unknown; use {' or '.join(known)}")
     given: Any = inputs
     if subject.model is not None or subject.task is not None:
-        from qdqbench.quantize.fix.samples import sample_feeds
+        from qdqbench.quantize.fix.runs import sample_feeds
 
         if inputs is not None:
             raise UserError("--inputs and --model both give samples; give one of them")

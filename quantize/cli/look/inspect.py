@@ -81,8 +81,7 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
         raise UserError(
             f"--bisect needs a run directory, whose model is the reference; {target.name} is not in one"
         )
-    from qdqbench.eval.verify.bisect import bisect_lines
-    from qdqbench.eval.verify.bisect_run import bisect_run
+    from qdqbench.eval.verify.bisect import bisect_lines, bisect_run
 
     with status() as say_now:
         say_now("looking for the first wrong tensor")
@@ -113,7 +112,7 @@ def to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
         "int8_gemms": len(proof.int8_gemms),
         "expected_int8_gemms": None if judged.expected is None else len(judged.expected),
         "not_int8": proof.not_int8,
-        "why_not_int8": judged.reasons,
+        "why_not_int8": {node: str(why) for node, why in judged.reasons.items()},
         "unknown": proof.unknown,
         "attentions": facts.attentions,
         "attention_fused": proof.attention_fused,
@@ -182,7 +181,7 @@ def _print_not_int8(judged: "Inspection") -> None:
 
     groups: dict[str, list[str]] = defaultdict(list)
     for node in judged.proof.not_int8:
-        groups[judged.reasons[node]].append(node)
+        groups[str(judged.reasons[node])].append(node)
     title = "[red]not INT8[/]" if judged.expected is not None else "not INT8"
     for why, nodes in groups.items():
         ordered = sorted(nodes, key=lambda node: block_order(block_of_node(node)))

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.accuracy.compare import compare
-from qdqbench.eval.accuracy.logits import score
+from qdqbench.eval.accuracy.logits import read_logits, score
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks.task import GLUE
 
 
@@ -45,3 +46,23 @@ def test_n_is_of_the_split_that_the_metric_is_of(written):
         pairs = zip(("accuracy", "accuracy_mm"), versus.values(), strict=True)
         assert getattr(found.vs_fp32, field) == {name: getattr(c, field)["accuracy"] for name, c in pairs}
     assert found.vs_fp32.disagreements == versus["matched"].disagreements
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"a.logits": np.array(["abc"]), "a.labels": np.zeros(1)}, "no logits and labels of a"),
+        ({"a.logits": np.zeros((2, 2))}, "no logits and labels of a"),
+        ({"a.logits": np.array(1.0), "a.labels": np.zeros(1)}, "no logits and labels of a"),
+        ({"other": np.zeros(3)}, "no answers"),
+        (None, "cannot read"),
+    ],
+)
+def test_answers_that_are_none_are_one_sentence(arrays, said, tmp_path):
+    path = tmp_path / "run" / "logits" / "fp32.npz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"PK")
+    if arrays is not None:
+        np.savez(path, **arrays)
+    with pytest.raises(UserError, match=rf"{said}.*; run `qdqbench evaluate .*run` again"):
+        read_logits(path)

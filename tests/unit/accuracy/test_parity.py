@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 
-from qdqbench.eval.accuracy.parity import LIMIT_FRACTION, Boundary, compare_layers, force
+from qdqbench.eval.accuracy.parity import BORDER, LIMIT_FRACTION, Boundary, _fed, compare_layers, force
 from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.comparison import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.quantize.encoders.attention import MASK_FILL
@@ -25,6 +25,7 @@ from ...support.tiny_bert import (
     calibrate,
     copied,
     exported,
+    exported_of,
     new_bert,
     padded_batch,
     quantized,
@@ -68,8 +69,9 @@ def test_the_right_graph_passes(tiny_bert: Path, name: str, weights: str, comput
     assert {row.name for row in parity.rows} == names
     tokens = sum(batch["attention_mask"].sum() for batch in BATCHES)
     assert {row.name: row.codes for row in parity.rows}[FFN2] == 64 * tokens
+    assert {row.limit for row in parity.rows} == {LIMIT_FRACTION}
+    assert all(row.differing == row.at_border for row in parity.rows)
     if compute == "fp32":
-        assert {row.limit for row in parity.rows} == {LIMIT_FRACTION}
         assert all(row.differing <= 1 for row in parity.rows)
     assert graph.SerializeToString(deterministic=True) == before
 
@@ -314,3 +316,54 @@ def test_what_goes_on_as_it_is_is_rounded_once(kind: str) -> None:
     boundary = Boundary("tensor", {"layer.0.query.input_quantizer": 0.1, made: 0.1})
     assert boundary.fed == made
     assert Boundary("tensor", {"layer.0.query.input_quantizer": 0.1}).fed.endswith("input_quantizer")
+
+
+@pytest.fixture(scope="module")
+def bordered(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """Channels of a LayerNorm that are the same in every token, each on a border of rounding."""
+    model, channels = new_bert(), slice(0, 4)
+    norm = model.bert.encoder.layer[0].attention.output.LayerNorm
+    norm.weight.data[channels] = 0.0
+    folder = write_tiny_bert(tmp_path_factory.mktemp("bordered-bert"), model)
+    made = calibrate(folder, recipe_with("bert-int8-residual"))
+    layer = made.model.bert.encoder.layer[0]
+    scale = layer.intermediate.dense.input_quantizer.amax / 127
+    bias = layer.attention.output.LayerNorm.bias
+    border = (torch.floor(bias[channels] / scale) + 0.5) * scale
+    away = torch.sign(border - border.half().float())  # from the side that FP16 rounds to
+    bias.data[channels] = border + 1e-4 * away * scale
+    return made
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered: Quantized, compute: str) -> None:
+    graph = exported_of(bordered.model, bordered.plan, "channel", compute)
+    parity = compare_layers(graph, bordered.model, BATCHES)
+    assert failing(parity) == []
+    if compute == "fp16":  # or the test would not reproduce what it is for
+        row = next(row for row in parity.rows if row.name == FFN1)
+        assert row.differing == row.at_border > 2 * LIMIT_FRACTION * row.codes
+    norm = next(
+        t.name for t in graph.graph.initializer if "layer.0.attention.output.LayerNorm.bias" in t.name
+    )
+    value = tensor(graph, norm).astype(np.float32)
+    amax = bordered.record.quantizers[f"{FFN1}.input_quantizer"].amax
+    assert amax is not None
+    value[:2] -= 0.9 * amax / 127
+    store(graph, norm, value)
+    assert FFN1 in failing(compare_layers(graph, bordered.model, BATCHES))
+
+
+def test_a_value_that_both_round_to_a_code_of_their_own_is_moved_off_the_border() -> None:
+    """ModelOpt multiplies by 1 / scale and ONNX divides: a value in between has two codes."""
+    scale = float(np.float32(0.1))
+    value = np.float32([10.5 * scale, -3.5 * scale, 7.2 * scale])
+    boundary = Boundary("tensor", {"layer.0.query.input_quantizer": scale})
+    for codes in ([10, -4, 7], [11, -3, 7]):
+        made = (np.float32(codes) * np.float32(scale)).astype(np.float32)
+        fed = _fed(boundary, {boundary.fed: value}, {boundary.fed: made})
+        assert np.rint(fed / np.float32(scale)).tolist() == codes
+        assert np.abs(fed - value).max() < 2 * BORDER * scale
+        assert fed[2] == value[2]
+    stale = _fed(boundary, {boundary.fed: value}, {boundary.fed: np.float32([5, 5, 5])})
+    assert np.array_equal(stale, value)  # of another scale: nothing is hidden

@@ -1,5 +1,6 @@
 """Latencies of a search from engines that are files: one twin, proof, and failures that are a trial's own."""
 
+import os
 import tempfile
 from contextlib import ExitStack, nullcontext
 
@@ -207,3 +208,10 @@ def test_models_are_made_from_shared_calibrations(work, monkeypatch):
     again = Workspace(work.session, work.space, 8)
     again.model(*placed(work, [(1, "output")]))
     assert len(calls) == 1  # from the folder
+
+
+def test_a_lock_that_cannot_be_opened_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"qdqbench-cpu-{os.getuid()}.lock").mkdir()
+    with pytest.raises(UserError, match=r"cannot lock .*; remove it"), timing.alone_on_cpu():
+        pass

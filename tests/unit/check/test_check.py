@@ -13,7 +13,7 @@ from qdqbench.quantize.check.check import CheckReport, check_model, to_json
 from qdqbench.quantize.check.codes import CODES
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.fix.prove import engine_row
+from qdqbench.quantize.fix.fix import engine_row
 
 from ...support.broken_layers import (
     CASES,

@@ -102,9 +102,14 @@ def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
             write(error)
 
 
-def test_a_temporary_file_is_told_too() -> None:
+def test_a_temporary_file_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.full_disk(ValueError("x")) is None
-    told = files.full_disk(OSError(errno.ENOSPC, "No space left on device"))
+    copied = OSError(errno.ENOSPC, "No space left on device", "/from", None, "/x/to")
+    assert "cannot write /x/to: no space" in str(files.full_disk(copied))
+    nameless = OSError(errno.ENOSPC, "No space left on device")
+    assert "cannot write the output: no space" in str(files.full_disk(nameless))  # of stdout
+    monkeypatch.setattr(files, "free_bytes", lambda path: 0)
+    told = files.full_disk(nameless)
     assert "a temporary file: no space left on device; it needs more: " in str(told)
     assert "/x/y: no space" in str(files.full_disk(OSError(errno.ENOSPC, "No space left on device", "/x/y")))
     assert files.full_disk(RuntimeError("(sqlite3.OperationalError) database or disk is full")) is not None

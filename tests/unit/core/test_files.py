@@ -2,15 +2,19 @@
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.core import files
+from qdqbench.quantize.core.arrays import read_arrays
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.names import without_formula
 
 
 def _write_half(path: Path, failure: type[BaseException]) -> None:
@@ -84,7 +88,7 @@ def test_json_comes_back_equal(tmp_path: Path, value: Any) -> None:
         (None, "does not exist; run the stage that writes it first"),
         (b"{", "is not valid JSON"),
         (b"", "is not valid JSON"),
-        (b"\xff\xfe", "is not valid JSON"),
+        (b"\xff\xfe", "it is not text"),
     ],
 )
 def test_unreadable_json_is_one_sentence(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -110,3 +114,34 @@ def test_what_cannot_be_written_is_told_before_and_nothing_is_left(tmp_path):
     for folder in (tmp_path / "file" / "x", Path("/proc/qdqbench")):
         with pytest.raises(UserError, match="choose another --out"):
             files.require_writable(folder)
+
+
+@pytest.mark.parametrize("reader", [files.read_json, partial(read_arrays, again="write it again")])
+def test_what_is_no_regular_file_or_too_large_is_refused_at_once(reader, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is no regular file"):
+            reader(path)
+    with (tmp_path / "sparse").open("wb") as stream:
+        stream.truncate(files.MAX_JSON + 1)
+    with pytest.raises(UserError, match=r"at most 33554432 bytes|cannot read"):
+        reader(tmp_path / "sparse")
+
+
+def test_arrays_are_bounded_when_unpacked(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, a=np.ones(3), bomb=np.zeros(1 << 20))
+    assert set(read_arrays(path, "again")) == {"a", "bomb"}
+    with pytest.raises(UserError, match="over the limit of 1024; write less"):
+        read_arrays(path, "write less", most=1024)
+    data = path.read_bytes()
+    unknown_compression = data.replace(b"\x08\x00", b"\x63\x00")
+    for broken in (data[:-100], b"", unknown_compression):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"cannot read .*; write it again"):
+            read_arrays(path, "write it again")
+
+
+@pytest.mark.parametrize(("text", "cell"), [("=1+1", "'=1+1"), ("@a", "'@a"), ("a=b", "a=b"), (-1.5, -1.5)])
+def test_no_cell_is_a_formula(text, cell):
+    assert without_formula(text) == cell

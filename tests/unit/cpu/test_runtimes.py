@@ -10,7 +10,7 @@ from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.cpu import onnxruntime as ort
-from qdqbench.quantize.cpu.products import name_products
+from qdqbench.quantize.cpu.compiled import name_products
 from qdqbench.quantize.cpu.runtimes import compiled, compute_type, first_run
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.engine.build import build, gemm_names

@@ -13,11 +13,11 @@ import typer
 from qdqbench.quantize.check.codes import CODES
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.diagnose.advice import ADVICE
 from qdqbench.quantize.diagnose.diagnose import diagnose
-from qdqbench.quantize.diagnose.found import KINDS
+from qdqbench.quantize.diagnose.findings import WORST_FIRST
 from qdqbench.quantize.diagnose.log_file import SIGNS
 from qdqbench.quantize.diagnose.rules_build import SAID
+from qdqbench.quantize.diagnose.rules_graph import ADVICE
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.fix.fix import FixOptions, rewrite
@@ -62,7 +62,10 @@ def one(report, code):
 def test_what_check_finds_is_found(tmp_path, case):
     report = diagnose([saved(tmp_path, case.broken())])
     found = one(report, case.code)
-    assert (found.kind == "refused") == (case.int8 is None) or case.code in {"opset-too-low", "invalid-onnx"}
+    assert (found.effect == "refused") == (case.int8 is None) or case.code in {
+        "opset-too-low",
+        "invalid-onnx",
+    }
     assert found.nodes
     assert len(codes(report)) == len({*codes(report)})  # grouped: one finding a code
     assert not re.search(r"\{\w*\}", found.what + " ".join(found.fixes))
@@ -106,15 +109,15 @@ def test_edits_name_what_there_is():
 def test_a_file_in_the_form_of_qdqbench_has_no_errors(tmp_path):
     model, _, _ = mended(healthy("fp16"))
     report = diagnose([saved(tmp_path, model)])
-    assert [found.kind for found in report.findings] == []
+    assert [found.effect for found in report.findings] == []
 
 
 def test_the_worst_comes_first(tmp_path):
     report = diagnose([write_static(tmp_path, "static.onnx")])
-    places = [KINDS.index(found.kind) for found in report.findings]
+    places = [WORST_FIRST.index(found.effect) for found in report.findings]
     assert places == sorted(places)
-    assert report.findings[0].kind == "refused"
-    shares = [found.share or 0.0 for found in report.findings if found.kind == "slow"]
+    assert report.findings[0].effect == "refused"
+    shares = [found.share or 0.0 for found in report.findings if found.effect == "slow"]
     assert shares == sorted(shares, reverse=True)
     assert "GEMM FLOPs" in report.ranked_by
     assert report.errors
@@ -141,7 +144,7 @@ def test_shares_are_of_flops(tmp_path):
 def test_an_fp32_file_is_told_how_to_be_quantized(tmp_path):
     report = diagnose([saved(tmp_path, float_layer())])
     found = one(report, "no-qdq")
-    assert found.kind == "not INT8"
+    assert found.effect == "not INT8"
     assert found.fixes[0].startswith("qdqbench run ")
     assert report.files[0].what.startswith("not quantized")
 
@@ -172,7 +175,7 @@ def test_operators_of_onnxruntimes_optimizer(tmp_path):
     norm.input.insert(1, norm.input[0])
     model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     found = one(diagnose([saved(tmp_path, model)]), "onnxruntime-operators")
-    assert (found.kind, found.nodes) == ("refused", [norm.name])
+    assert (found.effect, found.nodes) == ("refused", [norm.name])
 
 
 def test_implicit_calibration_is_told_with_every_file_that_shows_it(tmp_path):
@@ -187,13 +190,13 @@ def test_implicit_calibration_is_told_with_every_file_that_shows_it(tmp_path):
     assert '2 lines say "Missing scale and zero-point"' in found.why
     assert "scales of 1 tensors" in found.why
     assert found.share
-    assert one(report, "weak-typing").kind == "note"
+    assert one(report, "weak-typing").effect == "note"
 
 
 def test_weak_typing_is_gone_in_tensorrt_11(tmp_path):
     log = trtexec(line("Unknown option: --int8", "E"), version="110000", verdict="FAILED")
     found = one(diagnose([written(tmp_path, "b.log", log)]), "weak-typing")
-    assert (found.kind, found.severity) == ("refused", "error")
+    assert (found.effect, found.severity) == ("refused", "error")
     strong = trtexec(options="--onnx=m.onnx --stronglyTyped")
     assert "weak-typing" not in codes(diagnose([written(tmp_path, "s.log", strong)]))
 
@@ -251,7 +254,7 @@ def test_a_profile_ranks_by_measured_time(tmp_path):
     found = one(report, "attention-apart")
     assert found.basis == "profiled time"
     assert found.share > 0.9
-    slow = [each.code for each in report.findings if each.kind == "slow"]
+    slow = [each.code for each in report.findings if each.effect == "slow"]
     assert slow[0] == "attention-apart"
     assert "by the names of kernels" in report.joined[-1]
     assert "layers.json" in found.files

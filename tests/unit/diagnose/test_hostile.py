@@ -226,8 +226,10 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path, location):
         "[" * 100_000,
         '[{"ms": ' + "[" * 100_000,
         '{"Layers": ' + '{"a":' * 100_000,
+        '[{"startComputeMs": 1, "x": "' + '\\"' * 500_000,
+        '[{"startComputeMs": 1, "x": ' + "nan(" * 250_000,
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_texts_that_are_made_to_take_long(tmp_path, text):
     (tmp_path / "file").write_text(text)

@@ -10,8 +10,7 @@ import pytest
 from qdqbench.quantize.cli.app import main
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.doctor import look as looked
-from qdqbench.quantize.doctor.look import bug_report, look, state_of, unmet
-from qdqbench.quantize.doctor.probe import Probed, anonymous, probe
+from qdqbench.quantize.doctor.look import Probed, anonymous, bug_report, look, probe, state_of, unmet
 from qdqbench.quantize.machine.gpu import Gpu
 
 L4, H100 = Gpu("NVIDIA L4", "8.9", "580.1"), Gpu("NVIDIA H100", "9.0", "580.1")

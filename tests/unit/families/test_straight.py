@@ -19,13 +19,13 @@ from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine.build import TOGETHER, one_gemm
 from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
-from qdqbench.quantize.graph.one_gemm import TOGETHER, one_gemm
 from qdqbench.quantize.graph.residuals import int8_norms
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import load_recipe

@@ -1,18 +1,24 @@
 """`fix` on every broken layer of `check`, and on what ONNX Runtime's quantizers write."""
 
+import signal
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantFormat, QuantType
 
 from qdqbench.quantize.check.check import check_file, check_model
-from qdqbench.quantize.check.operators import PLAIN_FORMS
+from qdqbench.quantize.check.view import PLAIN_FORMS
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.diagnose.advice import of_group
+from qdqbench.quantize.diagnose.rules_graph import of_group
+from qdqbench.quantize.fix import runs
 from qdqbench.quantize.fix.fix import FixOptions, fix, rewrite
-from qdqbench.quantize.fix.lift import _FORMS
+from qdqbench.quantize.fix.qoperator import _FORMS
 from qdqbench.quantize.fix.rebuild import strip
 from qdqbench.quantize.fix.runs import outputs, ranges
 
@@ -91,7 +97,7 @@ def test_what_fix_is_offered_for_in_files_of_onnxruntime_it_mends(tmp_path, opti
 
 
 def test_plain_forms_are_those_that_check_knows():
-    assert {*_FORMS} == PLAIN_FORMS
+    assert {*_FORMS} == {*PLAIN_FORMS}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.code in ("mixed-types", "invalid-onnx")][:3],
@@ -256,3 +262,56 @@ def test_calibration_sees_no_padding():
     tokens = np.array([[1, 2, 99, 99], [3, 4, 5, 99]])
     kept = np.array([[1, 1, 0, 0], [1, 1, 1, 0]])
     assert ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
+
+
+def endless() -> onnx.ModelProto:
+    """A Loop of 2^62 rounds."""
+    value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT, shape=[1])
+    flag = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]
+    count = helper.make_tensor_value_info("round", TensorProto.INT64, [])
+    body = [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Identity", ["a"], ["b"])]
+    inner = helper.make_graph(body, "body", [count, flag[0], value("a")], [flag[1], value("b")])
+    rounds = onnx.numpy_helper.from_array(np.array(1 << 62), "rounds")
+    loop = helper.make_node("Loop", ["rounds", "", "x"], ["y"], body=inner)
+    graph = helper.make_graph([loop], "endless", [value("x")], [value("y")], [rounds])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
+    onnx.save(endless(), tmp_path / "loop.onnx")
+    monkeypatch.setattr(runs, "BATCH_SECONDS", 0.5)
+    with pytest.raises(UserError, match=r"took over 0\.5 s for one batch"):
+        fix(tmp_path / "loop.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["loop.onnx"]
+
+
+def test_ctrl_c_ends_an_endless_loop():
+    threads = threading.active_count()
+    threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        outputs(endless(), {"x": np.ones(1, np.float32)})
+    deadline = time.monotonic() + 20
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= threads
+
+
+def test_an_input_too_large_for_any_machine_is_one_sentence():
+    model = endless()
+    for size in (1 << 32, 1 << 32):
+        model.graph.input[0].type.tensor_type.shape.dim.add().dim_value = size
+    with pytest.raises(UserError, match="too large to be random"):
+        runs.random_feeds(model, 0)
+
+
+@pytest.mark.parametrize("domain", ["", "com.microsoft", "other"])
+@pytest.mark.parametrize("operator", ["LayerNormalization", "DynamicQuantizeLinear", "MatMul", *PLAIN_FORMS])
+def test_nodes_without_inputs_or_outputs_are_a_finding(operator, domain):
+    for inputs, made in (([], ["y"]), (["x"], []), ([], [])):
+        model = healthy()
+        model.graph.node.append(helper.make_node(operator, inputs, made, domain=domain))
+        model.opset_import.append(helper.make_opsetid("other", 1))
+        codes = {row.code for row in check_model(model).findings}
+        assert codes & {"invalid-onnx", "onnxruntime-operators", "not-checked"}
+        if "invalid-onnx" not in codes:
+            rewrite(model, FixOptions(), {}, [], [])

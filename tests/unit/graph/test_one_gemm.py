@@ -7,11 +7,10 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.engine.build import build, gemm_names
+from qdqbench.quantize.engine.build import TOGETHER, build, gemm_names, one_gemm
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import module_of
-from qdqbench.quantize.graph.one_gemm import TOGETHER, one_gemm
 
 from ...support.tiny_bert import (
     INT8,

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval.accuracy.agreement import agreement_of
-from qdqbench.eval.accuracy.compare import compare
+from qdqbench.eval.accuracy.compare import agreement_of, compare
 from qdqbench.quantize.core.comparison import COSINE_EDGES
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.kinds.embedding import PAIRS, TEXTS_ALONE

@@ -117,6 +117,13 @@ def test_the_gelu_of_a_recipe() -> None:
     assert forms == {name: "tanh" if "int8" in name else "exact" for name in SHIPPED}
 
 
+def test_a_long_key_makes_no_long_sentence() -> None:
+    keys = "".join(f"{number}{'A' * 9000}: 1\n" for number in range(40))
+    with pytest.raises(UserError) as caught:
+        parse_recipe(keys, "file.yaml")
+    assert len(str(caught.value)) < 10_000
+
+
 def test_an_unknown_key_near_nothing_lists_the_keys() -> None:
     assert "unknown key 'gate.xyzzy', known keys: max_drop, int8_layers" in refusal(HEAD + "gate: {xyzzy: 1}")
 

@@ -7,7 +7,7 @@ import pytest
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.tasks import embedded
 from qdqbench.quantize.tasks import rows as data
-from qdqbench.quantize.tasks.sentences import ASIDES, LABEL_NOISE, MAX_WORDS, NEGATIONS, POLAR, sentences
+from qdqbench.quantize.tasks.embedded import ASIDES, LABEL_NOISE, MAX_WORDS, NEGATIONS, POLAR, sentences
 from qdqbench.quantize.tasks.task import check_model_fits, get_task
 
 TINY = embedded.Size(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.tasks.texts import distinct, half, read_lines
+from qdqbench.quantize.tasks.sources import distinct, half, read_lines
 
 NAMES = ("train", "validation")
 

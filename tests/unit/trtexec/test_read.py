@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said(tmp_path, reader, text, said):
 def test_what_cannot_be_read_is_said(tmp_path, reader):
     with pytest.raises(UserError, match="No such file"):
         reader(tmp_path / "none.json")
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match="is no regular file"):
         reader(tmp_path)
     (tmp_path / "binary").write_bytes(b"\x00\xff\xfe")
     with pytest.raises(UserError, match="not text"):

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from qdqbench.eval.verify.bisect import BisectResult, bisect, bisect_lines, run_onnxruntime
-from qdqbench.eval.verify.bisect_run import bisect_run
-from qdqbench.eval.verify.tensors import compare_tensors, kept_positions
+from qdqbench.eval.verify.bisect import BisectResult, bisect, bisect_lines, bisect_run, run_onnxruntime
+from qdqbench.eval.verify.checks import compare_tensors, kept_positions
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.families.bert import BERT

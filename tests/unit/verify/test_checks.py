@@ -19,7 +19,7 @@ from qdqbench.eval.accuracy.runners import onnxruntime_runner
 from qdqbench.eval.stages import engine
 from qdqbench.eval.verify.bisect import run_onnxruntime
 from qdqbench.eval.verify.cases import (
-    Case,
+    InputCase,
     batch_of,
     block_cases,
     padding_answers,
@@ -446,7 +446,7 @@ def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> N
 
 
 def test_a_case_is_padded_with_the_pad_token() -> None:
-    batch = batch_of(encoded([3, 2]), Case("padded", [0, 1], 5), pad_id=9)
+    batch = batch_of(encoded([3, 2]), InputCase("padded", [0, 1], 5), pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [1, 2, 9, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
     assert batch["token_type_ids"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
@@ -620,3 +620,19 @@ def test_the_report_says_why_blocks_were_not_checked(tmp_path: Path) -> None:
         assert "The engine's blocks are not verified, only its answers: the layers do not end" in text
     assert "All hold." not in markdown[markdown.index("## Engine outputs") :]
     assert "0 / 0" not in page.text
+
+
+def test_logits_near_zero_are_no_fault_of_the_head() -> None:
+    """Rounding is relative to the terms of a sum; one sample's two logits may be as small as it."""
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(64, 2))
+    truth[7] *= 0.01
+    sums = BlockSums("head")
+    for rows in (slice(0, 32), slice(32, 64)):
+        got = truth[rows] + 0.004 * rng.standard_normal((32, 2))
+        sums.add(got, truth[rows], truth[rows], np.ones((32, 1)))
+    assert sums.check().holds
+    got = truth.copy()
+    got[7] += 0.2  # a fault of one sample is one still
+    sums.add(got, truth, truth, np.ones((64, 1)))
+    assert not sums.check().holds

@@ -6,9 +6,8 @@ from qdqbench.quantize.core.frames import Tabular
 from qdqbench.quantize.core.results import Effect
 from qdqbench.quantize.core.strict import Strict
 
-Kind = Effect
-KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they matter
-EFFECTS: dict[Kind, str] = {
+WORST_FIRST: tuple[Effect, ...] = get_args(Effect)
+EFFECTS: dict[Effect, str] = {
     "refused": "no engine is built",
     "wrong": "answers can be wrong",
     "not INT8": "no gain from INT8",
@@ -18,11 +17,11 @@ EFFECTS: dict[Kind, str] = {
 }
 
 
-class Found(Strict):
+class Finding(Strict):
     """One thing that is wrong, for all the nodes that have it."""
 
     code: str
-    kind: Kind
+    effect: Effect
     what: str  # one sentence in plain words
     why: str  # what it does, with an example where the file has one
     fixes: list[str]  # commands, or edits; the first is the shortest way
@@ -35,10 +34,10 @@ class Found(Strict):
     @property
     def severity(self) -> str:
         """As in `check`: an error breaks or silently changes the engine."""
-        return "warning" if self.kind in ("slow", "note") else "error"
+        return "warning" if self.effect in ("slow", "note") else "error"
 
 
-class FileRow(Strict):
+class SourceRow(Strict):
     """One file that was read."""
 
     name: str
@@ -49,16 +48,16 @@ class FileRow(Strict):
 class Diagnosis(Tabular):
     """Every finding of the files of one build, the worst first."""
 
-    files: list[FileRow]
-    findings: list[Found]
+    files: list[SourceRow]
+    findings: list[Finding]
     ranked_by: str  # how the order came about
     joined: list[str] = []  # which files were read together, and by what
 
-    def rows(self) -> list[Found]:
+    def rows(self) -> list[Finding]:
         """One a finding."""
         return self.findings
 
     @property
-    def errors(self) -> list[Found]:
+    def errors(self) -> list[Finding]:
         """Findings for which the exit status is 2."""
-        return [found for found in self.findings if found.severity == "error"]
+        return [row for row in self.findings if row.severity == "error"]

@@ -7,7 +7,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from qdqbench.quantize.check.codes import finding_label
-from qdqbench.quantize.check.view import QDQ_DOMAINS
+from qdqbench.quantize.check.view import QDQ_DOMAINS, is_integer
 from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.graph.index import GraphIndex, replace_nodes
 
@@ -34,7 +34,7 @@ _FORMS = {
 }
 
 
-def lift(model: onnx.ModelProto) -> tuple[int, list[str]]:
+def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
     """Write integer operators as Q/DQ around plain ones, in place.
 
     A dynamically quantized product becomes one with a DQ at its weight alone: its activation has no scale
@@ -58,17 +58,11 @@ def lift(model: onnx.ModelProto) -> tuple[int, list[str]]:
         if new is not None:
             made[id(node)] = new
             count += 1
-        elif _is_integer(node):
+        elif is_integer(node) and node.op_type != "DynamicQuantizeLinear":
             left.append(finding_label(node))
     nodes = (new for node in model.graph.node for new in made.get(id(node), [node]))
     replace_nodes(model, list(nodes))
     return count, left
-
-
-def _is_integer(node: onnx.NodeProto) -> bool:
-    return node.op_type.startswith(("QLinear", "QGemm", "QAttention", "QEmbed")) or node.op_type in (
-        "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "ConvInteger", "MatMulNBits",
-    )  # fmt: skip
 
 
 def _lifted(
@@ -139,7 +133,7 @@ def _dynamic(
         or codes is None
     ):
         return None
-    scales = index.producers.get(next(name for name in rescale.input if name != cast.output[0]))
+    scales = index.producers.get(next((name for name in rescale.input if name != cast.output[0]), ""))
     if scales is None or scales.op_type != "Mul":
         return None
     weight_scale = next((value for name in scales.input if (value := index.constant(name)) is not None), None)

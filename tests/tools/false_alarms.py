@@ -1,0 +1,328 @@
+"""Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
+
+    python -m tests.tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N]
+
+Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
+BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many
+whole runs on CPU engines instead and counts those whose parity, verification or gate fails. Exits with 1
+where something healthy fails, or a fault passes.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from tests.support.families import SIZES, write_model
+from tests.support.tiny_bert import Quantized, calibrate, copied, padded_batch, tensor
+from tests.support.tiny_layer import store
+
+from qdqbench.eval.accuracy.parity import compare_layers
+from qdqbench.quantize.core.comparison import Parity
+from qdqbench.quantize.encoders.attention import MASK_FILL
+from qdqbench.quantize.fakequant.quantizers import seen_by
+from qdqbench.quantize.graph import export
+from qdqbench.quantize.graph.index import attribute, module_of
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+
+RECIPES = (
+    "int8-linears",
+    "int8-linears-per-tensor",
+    "int8-attention",
+    "int8-residual",
+    "int8-residual-fused",
+)
+BERT_NAMES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+CONSTANT = 4  # channels of each LayerNorm that are the same in every token
+Fault = Callable[[onnx.ModelProto], bool]  # in place; whether the graph has what it breaks
+
+
+def recipes_of(family: str) -> list[Recipe]:
+    """Return the shipped recipes of a model type."""
+    prefix = "roberta" if family in ("xlm-roberta", "camembert") else family
+    names = [name for suffix in RECIPES if (name := f"{prefix}-{suffix}") in shipped_recipes()]
+    return [load_recipe(name) for name in names]
+
+
+def batches(seed: int, pad_id: int) -> list[dict[str, Any]]:
+    """Return two padded batches of random tokens."""
+    made = [padded_batch((9, 4, 16), seed), padded_batch((12, 12, 3, 7), seed + 1)]
+    for batch in made:
+        batch["input_ids"] = np.where(batch["attention_mask"] == 1, batch["input_ids"], pad_id)
+    return made
+
+
+def hold_channels(folder: Path) -> None:
+    """Give the LayerNorms of a saved model channels that are the same in every token."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name, value in weights.items():
+        if name.endswith("LayerNorm.weight"):
+            value[:CONSTANT] = 0.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def put_on_borders(model: Any) -> int:
+    """Move the constant channels of a calibrated model to the nearest border of their reader's codes."""
+    modules, moved = dict(model.named_modules()), 0
+    for name, quantizer in modules.items():
+        if not name.endswith(
+            ("intermediate.dense.input_quantizer", "layer.1.attention.self.query.input_quantizer")
+        ):
+            continue
+        layer = name.partition(".intermediate")[0].partition(".1.attention")[0]
+        norm = modules.get(
+            f"{layer}.attention.output.LayerNorm" if "intermediate" in name else f"{layer}.0.output.LayerNorm"
+        )
+        if norm is None or quantizer.amax is None:
+            continue
+        factors = seen_by(quantizer, torch.ones_like(norm.bias))
+        scale = quantizer.amax.float() / 127
+        steps = (norm.bias * factors / scale)[:CONSTANT]
+        with torch.no_grad():
+            norm.bias[:CONSTANT] = ((steps.floor() + 0.5) * scale / factors[:CONSTANT]).float()
+        moved += CONSTANT
+    return moved
+
+
+def graphs(quantized: Quantized, recipe: Recipe) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Yield the finished graph in every compute type and form of weights."""
+    traced = export.trace(quantized.model, 20)
+    for compute in ("fp32", "fp16"):
+        for weights in ("channel", "factored"):
+            settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+            yield f"{compute} {weights}", export.finish_graph(traced, quantized.plan, settings)
+
+
+def _linear(graph: onnx.ModelProto, part: str) -> str | None:
+    """Return the second linear whose name ends so: nothing of it is the same in every token."""
+    names = [t.name for t in graph.graph.initializer if t.name.endswith(f"{part}.weight_int8")]
+    return names[-1].removesuffix(".weight_int8") if names else None
+
+
+def _scaled(suffix: str, part: str, factor: float, channels: slice) -> Fault:
+    def fault(graph: onnx.ModelProto) -> bool:
+        name = _linear(graph, part)
+        known = {t.name for t in graph.graph.initializer}
+        found = next((n for n in (f"{name}.{suffix}", f"{name}.{suffix}_fp16") if n in known), None)
+        if found is None or not tensor(graph, found).ndim:
+            return False
+        value = tensor(graph, found).astype(np.float32)
+        value[channels] *= np.float32(factor)
+        store(graph, found, value)
+        return True
+
+    return fault
+
+
+def _bias(graph: onnx.ModelProto, amount: float, channels: slice) -> bool:
+    known = {t.name for t in graph.graph.initializer}
+    name = _linear(graph, "dense") or _linear(graph, "lin1")
+    found = next((n for n in (f"{name}.bias", f"{name}.bias_fp16") if n in known), None)
+    if found is None:
+        return False
+    value = tensor(graph, found).astype(np.float32)
+    value[channels] += amount
+    store(graph, found, value)
+    return True
+
+
+def _transposed(graph: onnx.ModelProto) -> bool:
+    name = _linear(graph, "query") or _linear(graph, "q_lin")
+    if name:
+        store(graph, f"{name}.weight_int8", tensor(graph, f"{name}.weight_int8").T.copy())
+    return name is not None
+
+
+def _swapped(graph: onnx.ModelProto) -> bool:
+    query, key = _linear(graph, "query"), _linear(graph, "key")
+    if query is None or key is None:
+        return False
+    for name in [t.name for t in graph.graph.initializer if t.name.startswith(f"{query}.weight")]:
+        other = f"{key}{name.removeprefix(query)}"
+        first, second = tensor(graph, name), tensor(graph, other)
+        store(graph, name, second)
+        store(graph, other, first)
+    return True
+
+
+def _wrong_axis(graph: onnx.ModelProto) -> bool:
+    name = _linear(graph, "attention.output.dense") or _linear(graph, "out_lin")
+    for node in graph.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] == f"{name}.weight_int8" and node.attribute:
+            axis = next(item for item in node.attribute if item.name == "axis")
+            axis.i = 1 - attribute(node, "axis", 1)
+            return tensor(graph, node.input[1]).ndim == 1
+    return False
+
+
+def _stale_amax(kind: str, factor: float) -> Fault:
+    def fault(graph: onnx.ModelProto) -> bool:
+        """The scale of a Q and its DQ is of another calibration."""
+        names = [
+            n.input[1]
+            for n in graph.graph.node
+            if n.op_type == "QuantizeLinear" and module_of(n.name).endswith(kind)
+        ]
+        if names:
+            store(graph, names[-1], tensor(graph, names[-1]) * np.float32(factor))
+        return bool(names)
+
+    return fault
+
+
+def _positions(graph: onnx.ModelProto) -> bool:
+    names = [t.name for t in graph.graph.initializer if "position_embeddings.weight" in t.name]
+    for name in names:
+        store(graph, name, np.roll(tensor(graph, name), 1, 0))
+    return bool(names)
+
+
+def _mask(graph: onnx.ModelProto) -> bool:
+    names = [
+        t.name for t in graph.graph.initializer
+        if t.data_type in (1, 10) and not t.dims and tensor(graph, t.name) <= MASK_FILL
+    ]  # fmt: skip
+    for name in names:
+        store(graph, name, np.zeros_like(tensor(graph, name)))
+    return bool(names)
+
+
+def _shift(graph: onnx.ModelProto) -> bool:
+    """The bias of a LayerNorm, which holds what was shifted out of a tensor, is missing."""
+    names = [
+        t.name for t in graph.graph.initializer if "LayerNorm.bias" in t.name or "layer_norm.bias" in t.name
+    ]
+    if names:
+        store(graph, names[-2], np.zeros_like(tensor(graph, names[-2])))
+    return bool(names)
+
+
+ALL = slice(None)
+FAULTS: dict[str, Fault] = {
+    "wrong scale of a weight": _scaled("weight_scale", "dense", 1.25, ALL),
+    "wrong scale of one channel": _scaled("weight_scale", "dense", 1.5, slice(0, 1)),
+    "wrong axis": _wrong_axis,
+    "swapped q and k": _swapped,
+    "transposed weight": _transposed,
+    "one bias off": lambda graph: _bias(graph, 0.1, ALL),
+    "bias of one channel off": lambda graph: _bias(graph, 0.5, slice(0, 1)),
+    "missing shift": _shift,
+    "stale amax of an input": _stale_amax("input_quantizer", 0.8),
+    "stale amax of a value": _stale_amax("v_bmm_quantizer", 0.8),
+    "positions off by one": _positions,
+    "wrong mask": _mask,
+}
+
+
+def interval(count: int, of: int) -> str:
+    """Return a rate with its exact (Clopper-Pearson) 95 % interval."""
+    from scipy import stats
+
+    found = stats.binomtest(count, of).proportion_ci(0.95, "exact")
+    return f"{count} of {of} ({count / of:.1%}, 95% CI {found.low:.1%} to {found.high:.1%})"
+
+
+def failing(parity: Parity) -> list[str]:
+    """Return the rows that do not hold, with their figures."""
+    return [
+        f"{row.name}: {row.differing - row.at_border} of {row.codes} ({row.differing} with borders), "
+        f"step {row.max_step}, output {row.output_rel_error}"
+        for row in parity.rows
+        if not row.holds
+    ]
+
+
+def whole_runs(count: int, families: list[str]) -> bool:
+    """Run the main job on tiny models and engines for CPUs; whether none fails."""
+    from tests.integration.tiny import entries, write_data
+
+    import qdqbench
+
+    failures: dict[str, int] = dict.fromkeys(("parity", "verification", "gate"), 0)
+    cases = itertools.product(range(count), ("onnxruntime", "openvino"), families)
+    for seed, backend, family in itertools.islice(cases, count):
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            write_data(folder / "data", "sst2")
+            model = write_model(folder / "model", family, entries(), seed=seed)
+            known = [each for each in recipes_of(family) if "residual" not in each.name]
+            recipe = known[seed % len(known)].model_dump(mode="json")
+            recipe["calibration"]["samples"], recipe["engine"]["backend"] = 64, backend
+            options = {"out": folder / "run", "seed": seed}
+            results = qdqbench.run(Recipe.model_validate(recipe), model, "sst2", folder / "data", **options)
+            found = {
+                "parity": results.parity is None or not results.parity.passed,
+                "verification": results.verification is None or not results.verification.passed,
+                "gate": results.gate.state == "failed",
+            }
+            failures = {name: failures[name] + failed for name, failed in found.items()}
+            if any(found.values()):
+                name = f"{family} {recipe['name']} {backend} seed {seed}"
+                print(f"FALSE ALARM: {name}: {results.gate.failures}", flush=True)
+    for name, failed in failures.items():
+        print(f"| whole runs that fail: {name} | {interval(failed, count)} |", flush=True)
+    return not any(failures.values())
+
+
+def main() -> None:
+    """Run all and print the table of docs/graph.md."""
+    warnings.simplefilter("ignore")
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--seeds", type=int, default=2)
+    asked.add_argument("--families", default=",".join(SIZES))
+    asked.add_argument("--runs", type=int, default=0)
+    options = asked.parse_args()
+    if options.runs:
+        sys.exit(not whole_runs(options.runs, options.families.split(",")))
+    healthy: list[bool] = []
+    caught: dict[str, list[bool]] = {name: [] for name in FAULTS}
+    worst, start = 0.0, time.monotonic()
+    for family in options.families.split(","):
+        for seed in range(options.seeds):
+            with tempfile.TemporaryDirectory() as place:
+                folder = write_model(Path(place) / "model", family, labels=1 + seed % 3, seed=seed)
+                on_border = seed % 2 == 1 and family in BERT_NAMES
+                if on_border:
+                    hold_channels(folder)
+                for recipe in recipes_of(family):
+                    quantized = calibrate(folder, recipe)
+                    moved = put_on_borders(quantized.model) if on_border else 0
+                    data = batches(seed, quantized.model.config.pad_token_id)
+                    for form, graph in graphs(quantized, recipe):
+                        parity = compare_layers(graph, quantized.model, data)
+                        healthy.append(parity.passed)
+                        worst = max([worst, *((r.differing - r.at_border) / r.codes for r in parity.rows)])
+                        what = f"{family} seed {seed} {recipe.name} {form}, {moved} channels on borders"
+                        if not parity.passed:
+                            print(f"FALSE ALARM: {what}", *failing(parity), sep="\n  ", flush=True)
+                        if seed or form not in ("fp32 channel", "fp16 factored"):
+                            continue
+                        for name, fault in FAULTS.items():
+                            broken = copied(graph)
+                            if fault(broken):
+                                caught[name].append(not compare_layers(broken, quantized.model, data).passed)
+                                if not caught[name][-1]:
+                                    print(f"MISSED: {name} in {what}", flush=True)
+        print(f"{family}: {len(healthy)} healthy graphs, {time.monotonic() - start:.0f} s", flush=True)
+    planted = [each for found in caught.values() for each in found]
+    print(f"largest share of codes beyond rounding in a healthy tensor: {worst:.3%}")
+    print("\n| | rate |\n|---|---|")
+    print(f"| false alarms | {interval(healthy.count(False), len(healthy))} |")
+    for name, found in caught.items():
+        print(f"| caught: {name} | {interval(sum(found), len(found)) if found else 'not planted'} |")
+    print(f"| caught: all | {interval(sum(planted), len(planted))} |")
+    sys.exit(not (all(healthy) and all(planted)))
+
+
+if __name__ == "__main__":
+    main()
