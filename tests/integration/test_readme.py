@@ -214,7 +214,7 @@ def test_every_option_in_the_text_exists():
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)
     }
     assert "--debug" in named
-    # of tools of others, and of tests/load_serve.py and tests/benchmark.py
+    # of tools of others, and of tests/tools/load_serve.py and tests/tools/benchmark.py
     assert named - known <= {"--strict", "--fake", "--only-run"}
 
 

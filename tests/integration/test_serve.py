@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
 
-from .. import load_serve
+from ..tools import load_serve
 from ..support import fake_served
 from ..support.http_client import Client, finished
 from .served import Asked, with_cpu_engine

@@ -1,4 +1,4 @@
-"""tests/port_family.py: a BERT in the layout of other families."""
+"""tests/tools/port_family.py: a BERT in the layout of other families."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from qdqbench.quantize.encoders.load import load_encoder
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 
-from .. import port_family
-from ..support.families import SIZES, write_model
-from ..support.tiny_bert import VOCABULARY
-from ..support.tiny_embedder import write_sentence_folder
+from ...tools import port_family
+from ...support.families import SIZES, write_model
+from ...support.tiny_bert import VOCABULARY
+from ...support.tiny_embedder import write_sentence_folder
 
 TEXTS = [" ".join(VOCABULARY[5:9]), " ".join(VOCABULARY[6:20])]
 

@@ -11,8 +11,8 @@ import typer
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
-from .. import measure_tables
-from ..measure_tables import LATE, UNSPLIT, Step, chunks, main, measure, write_unsplit
+from ...tools import measure_tables
+from ...tools.measure_tables import LATE, UNSPLIT, Step, chunks, main, measure, write_unsplit
 
 # writes the file that its first argument names into --out, after the seconds of its second
 CHILD = """

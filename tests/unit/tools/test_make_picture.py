@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ..make_picture import HEIGHT, ROOT, WIDTH, write_page
+from ...tools.make_picture import HEIGHT, ROOT, WIDTH, write_page
 
 PNG, MOST_BYTES = b"\x89PNG\r\n\x1a\n", 200_000
 

@@ -2,8 +2,8 @@
 
 import json
 
-from .. import try_fix
-from .test_house import ROOT
+from ...tools import try_fix
+from ..test_house import ROOT
 
 RESULTS = ROOT / "docs" / "measured-foreign" / "sst2.json"
 

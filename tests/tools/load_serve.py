@@ -1,7 +1,7 @@
 """A bounded load test of `qdqbench serve` over loopback: what it holds, and figures as JSON.
 
-    python tests/load_serve.py RUN [--seconds 20] [--workers 1] [--texts FILE] [--out load.json]
-    python tests/load_serve.py --fake
+    python tests/tools/load_serve.py RUN [--seconds 20] [--workers 1] [--texts FILE] [--out load.json]
+    python tests/tools/load_serve.py --fake
 
 With `--fake` the engine is one whose times are known: 40 ms a batch and 4 ms a row. Ends by itself after some
 six times `--seconds`; exit status 1 where something does not hold.
@@ -29,7 +29,7 @@ import psutil
 
 from qdqbench.quantize.machine.cpu import find_cpu
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.http_client import Client
 
 PER_BATCH, PER_ROW = 0.040, 0.004  # s, of the fake engine
@@ -243,7 +243,7 @@ def table(found):
 
 def start(arguments):
     """The server's process and its port."""
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parents[1]
     if arguments.fake:
         order = {"per_batch": PER_BATCH, "per_row": PER_ROW}
         settings = {"port": 0, "fp32": False, "queue": 64, "workers": arguments.workers, "order": order}

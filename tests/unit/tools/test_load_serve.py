@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from ..load_serve import table, verdict
+from ...tools.load_serve import table, verdict
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_document_has_the_figures_of_the_file():

@@ -1,4 +1,4 @@
-"""The data of tests/make_heads.py: honest rows that the tasks read."""
+"""The data of tests/tools/make_heads.py: honest rows that the tasks read."""
 
 import numpy as np
 import pandas as pd
@@ -7,7 +7,7 @@ import pytest
 from qdqbench.quantize.tasks.rows import load_split, samples_of, with_classes_of
 from qdqbench.quantize.tasks.task import get_task
 
-from .. import make_heads
+from ...tools import make_heads
 
 PLACES = ("Rome", "New York", "Oslo", "Lima")
 PAIRS = [

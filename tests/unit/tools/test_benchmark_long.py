@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from ..benchmark_long import table
+from ...tools.benchmark_long import table
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_the_page_holds_the_table_of_its_results():

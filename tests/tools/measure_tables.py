@@ -1,9 +1,9 @@
 """Everything behind the measured tables that needs a GPU, again, in chunks of less than nine minutes each.
 
-    python tests/measure_tables.py --list
-    python tests/measure_tables.py bench --out docs/measured
-    python tests/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
-    python tests/measure_tables.py lengths lengths-base --models M --data GLUE --out docs/measured-lengths
+    python tests/tools/measure_tables.py --list
+    python tests/tools/measure_tables.py bench --out docs/measured
+    python tests/tools/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
+    python tests/tools/measure_tables.py lengths lengths-base --models M --data GLUE --out docs/measured-lengths
     qdqbench tables docs/measured --into recipes/README.md
     qdqbench tables docs/measured-lengths --into docs/real_lengths.md
 

@@ -1,6 +1,6 @@
 """The picture of the README: the first screen of a measured run's report, in a real browser, light and dark.
 
-    python tests/make_picture.py
+    python tests/tools/make_picture.py
 
 The run is one of `docs/measured-cpu`, with the bench of its engine, written as `qdqbench report` writes it.
 Needs Chromium and playwright (the extra `dev`).
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qdqbench.eval.runreport.report import refresh_reports
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured-cpu"
 RUN, BENCH = MEASURED / "sst2-openvino-int8-linears", MEASURED / "sst2-bench-128"
 WIDTH, HEIGHT = 1180, 578
