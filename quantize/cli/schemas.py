@@ -26,17 +26,6 @@ class ValidRecipes(Strict):
     valid: list[str]
 
 
-class Tables(Strict):
-    """Of `tables`."""
-
-    file: str
-    changed: bool
-    runs: int = 0  # read; none of them is counted with --figures
-    benches: int = 0
-    studies: int = 0
-    searches: int = 0
-
-
 class HandedOver(Strict):
     """Of `deploy`."""
 

@@ -131,7 +131,7 @@ def test_what_the_readme_says_of_other_tools_was_measured():
     text = " ".join((ROOT / "README.md").read_text().split())
     said = text[text.index("MiniLM-L6 on SST-2 (FP32") :].partition("## ")[0]
     rows = json.loads((ROOT / "docs/measured-foreign/sst2.json").read_text())["rows"]
-    ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/results.json").read_text())
+    ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/summary.json").read_text())
     quoted = [rows["fp32"]["accuracy"], ours["stages"]["engine"]["metrics"]["accuracy"]]
     quoted += [rows[name]["accuracy_before"] for name in ("modelopt", "nncf", "ort-dynamic")]
     assert sorted({f"{value:.4f}" for value in quoted}) == sorted({*re.findall(r"0\.\d{4}", said)})

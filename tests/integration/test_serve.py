@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
 
-from ..tools import load_serve
 from ..support import fake_served
 from ..support.http_client import Client, finished
+from ..tools import load_serve
 from .served import Asked, with_cpu_engine
 from .tiny import MAIN, environment
 

@@ -2,7 +2,8 @@
 
     python tests/tools/make_picture.py
 
-The run is one of `docs/measured-cpu`, with the bench of its engine, written as `qdqbench report` writes it.
+The run is one of `docs/measured-cpu`, whose results file is whole, with the bench of its engine, written as
+`qdqbench report` writes it.
 Needs Chromium and playwright (the extra `dev`).
 """
 

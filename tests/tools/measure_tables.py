@@ -2,10 +2,9 @@
 
     python tests/tools/measure_tables.py --list
     python tests/tools/measure_tables.py bench --out docs/measured
-    python tests/tools/measure_tables.py runs-sst2 runs-mrpc --models MODELS --data GLUE --out docs/measured
-    python tests/tools/measure_tables.py lengths lengths-base --models M --data GLUE --out docs/measured-lengths
-    qdqbench tables docs/measured --into recipes/README.md
-    qdqbench tables docs/measured-lengths --into docs/real_lengths.md
+    python tests/tools/measure_tables.py runs-sst2 --models MODELS --data GLUE --out docs/measured
+    python tests/tools/tables.py --summarize docs/measured
+    python tests/tools/tables.py
 
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
@@ -26,6 +25,8 @@ from pathlib import Path
 import yaml
 
 from qdqbench.quantize.recipe.schema import load_recipe
+
+SUMMARY_FILE = "summary.json"  # what tables.py keeps of a results file
 
 PROGRAM = (sys.executable, "-c", "from qdqbench.quantize.cli.app import program; program()")
 TASKS = ("sst2", "mrpc", "stsb")
@@ -208,12 +209,13 @@ def main(arguments: list[str] | None = None) -> int:
     write_unsplit(given.work / f"{UNSPLIT}.yaml")
     left_out = 0
     for name in given.chunks:
-        steps = [
-            step for step in known[name] if not (given.keep and (given.out / step.name / step.file).is_file())
-        ]
+        steps = []
         for step in known[name]:
-            if step not in steps:
-                print(f"{step.name}: skipped, {given.out / step.name / step.file} is there", flush=True)
+            files = (given.out / step.name / name for name in (step.file, SUMMARY_FILE))
+            if there := next((path for path in files if given.keep and path.is_file()), None):
+                print(f"{step.name}: skipped, {there} is there", flush=True)
+            else:
+                steps.append(step)
         begun = time.monotonic()
         if sum(step.file == "bench.json" for step in steps) > 1:
             prepare(steps, given.work, begun + PREPARE * given.limit)

@@ -1,6 +1,6 @@
 """What `fix` makes of files that other tools wrote: INT8 GEMMs in the engine and accuracy, before and after.
 
-    python tests/tools/foreign.py --model MODEL --data DATA --out FOLDER    (with the tools that are asked for)
+    python tests/tools/foreign.py --model MODEL --data DATA --out FOLDER
     python tests/tools/try_fix.py FOLDER --model MODEL --data DATA --results docs/measured-foreign/sst2.json
     python tests/tools/try_fix.py --markdown docs/measured-foreign/sst2.json   (the table of docs/diagnose.md)
 

@@ -1,16 +1,15 @@
 """Whether a recipe holds, and the figure on samples that had no say in its choice."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from qdqbench.eval.auto.judge import Answers, Judge, drop_lacks, lacks_of
 from qdqbench.eval.auto.results import Wanted
 from qdqbench.eval.bench.engines import Latency
-from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import get_task
+
+from ..runreport.test_report import sample as sample_run
 
 N = 400
 SST2 = get_task("sst2")
@@ -113,9 +112,8 @@ def test_a_regression_is_judged_the_same_way():
 
 
 def gated(**how):
-    """A measured run with another gate."""
-    path = Path(__file__).parents[3] / "docs" / "measured" / "sst2-bert-fp16" / "results.json"
-    found = Results.model_validate_json(path.read_text())
+    """A run with another gate."""
+    found = sample_run()
     return found.model_copy(update={"gate": found.gate.model_copy(update=how)})
 
 

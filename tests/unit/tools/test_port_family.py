@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from qdqbench.quantize.encoders.load import load_encoder
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 
-from ...tools import port_family
 from ...support.families import SIZES, write_model
 from ...support.tiny_bert import VOCABULARY
 from ...support.tiny_embedder import write_sentence_folder
+from ...tools import port_family
 
 TEXTS = [" ".join(VOCABULARY[5:9]), " ".join(VOCABULARY[6:20])]
 
