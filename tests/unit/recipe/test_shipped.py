@@ -3,23 +3,23 @@
 import re
 from pathlib import Path
 
-from qdqbench.quantize.families.known import FAMILIES
-from qdqbench.quantize.recipe.figures import (
+from qdqbench.quantize.families.known import FAMILIES, family_of
+from qdqbench.quantize.recipe.schema import shipped_recipes
+from qdqbench.quantize.recipe.shipped import (
     SHOWN,
     TASKS,
     Accuracy,
     Figure,
     Speed,
     conditions,
+    fastest,
     figures,
     rule,
+    shipped,
     speed_text,
     start_with,
     worst_text,
 )
-from qdqbench.quantize.recipe.schema import shipped_recipes
-from qdqbench.quantize.recipe.supported import recipes
-from qdqbench.quantize.recipe.supported import start_with as start_by_device
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,17 +47,15 @@ def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", **more):
 
 def test_the_fastest_that_holds_is_the_one_to_start_with():
     slow, fast = figure("slow", 1.2), figure("fast", 1.5)
-    assert start_with("gpu", (slow, fast)) == "fast"
-    assert start_with("cpu", (slow, fast)) is None
-    assert start_with("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
-    assert (
-        start_with("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9))) == "slow"
-    )  # cannot tell
-    assert start_with("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
-    assert start_with("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"  # no engine ran
-    assert start_with("gpu", (figure("slower", 0.9),)) is None
+    assert fastest("gpu", (slow, fast)) == "fast"
+    assert fastest("cpu", (slow, fast)) is None
+    assert fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
+    assert fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9))) == "slow"  # cannot tell
+    assert fastest("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
+    assert fastest("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"  # no engine ran
+    assert fastest("gpu", (figure("slower", 0.9),)) is None
     lost = fast.model_copy(update={"accuracy": (*fast.accuracy, accuracy("another", -3.0))})
-    assert start_with("gpu", (slow, lost)) == "slow"
+    assert fastest("gpu", (slow, lost)) == "slow"
 
 
 def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
@@ -73,7 +71,7 @@ def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
 
 
 def test_a_family_whose_own_engine_lost_more_is_not_sent_there():
-    shown = {row.recipe: row for row in recipes()}
+    shown = {row.recipe: row for row in shipped()}
     lost = [each for each in figures() if each.lost]
     assert lost
     assert all(each.device not in shown[each.recipe].start_on for each in lost)
@@ -81,11 +79,11 @@ def test_a_family_whose_own_engine_lost_more_is_not_sent_there():
 
 
 def test_a_family_without_the_fastest_recipe_starts_with_the_next():
-    fastest = start_by_device()["gpu"]
+    best = start_with()["gpu"]
     for family in FAMILIES:
-        (start,) = (row for row in recipes(family) if "gpu" in row.start_on)
-        held = f"{family.name}-{fastest}" in shipped_recipes()
-        assert (start.name == fastest) == held
+        (start,) = (row for row in shipped(family) if "gpu" in row.start_on)
+        held = f"{family.name}-{best}" in shipped_recipes()
+        assert (start.name == best) == held
 
 
 def test_figures_are_of_shipped_recipes():
@@ -94,10 +92,16 @@ def test_figures_are_of_shipped_recipes():
 
 
 def test_the_documents_recommend_what_the_figures_do():
-    chosen = start_by_device()
+    chosen = start_with()
     assert {*chosen} == {"gpu", "cpu"}
     said = f"`{chosen['gpu']}` on a GPU and with `{chosen['cpu']}` on a CPU"
     assert said in " ".join((ROOT / "recipes" / "README.md").read_text().split())
     assert rule(chosen).startswith(f"Start with {chosen['gpu']} on a GPU and {chosen['cpu']} on a CPU:")
     for file in (ROOT / "recipes").glob("*/*.yaml"):  # which would have to be changed by hand
         assert not re.search("start here|fastest", file.read_text(), re.IGNORECASE)
+
+
+def test_recipes_of_one_family():
+    rows = shipped(family_of("xlm-roberta"))
+    assert {row.recipe for row in rows} == {name for name in shipped_recipes() if name.startswith("roberta-")}
+    assert all("xlm-roberta" in row.model_types and row.description for row in rows)

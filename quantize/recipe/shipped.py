@@ -1,13 +1,16 @@
-"""What was measured of the shipped recipes, from a generated file of the package, and which to start with."""
+"""Shipped recipes with what was measured of them, from a generated file, and which to start with."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
 from qdqbench.quantize.core.strict import Frozen
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
 
 FIGURES_FILE = "figures.json"
 Device = Literal["gpu", "cpu"]
@@ -81,22 +84,73 @@ class Figure(Frozen):
         return any(-row.points > MAX_DROP for row in self.accuracy if row.stage == "engine")
 
 
+class Shipped(NamedTuple):
+    """A recipe that comes with the package."""
+
+    recipe: str
+    name: str  # without the family
+    family: str
+    model_types: tuple[str, ...]  # of config.json
+    description: str
+    figures: tuple[Figure, ...]  # by device; none where nothing was measured
+    # devices on which it, or the one of its name in another family, is to start with
+    start_on: tuple[Device, ...]
+
+
 @cache
 def figures() -> tuple[Figure, ...]:
-    """Those of the package."""
+    """Read the figures of the package."""
     text = resources.files("qdqbench.recipes").joinpath(FIGURES_FILE).read_text(encoding="utf-8")
     return TypeAdapter(tuple[Figure, ...]).validate_json(text)
 
 
-def start_with(device: Device, found: tuple[Figure, ...]) -> str | None:
-    """The recipe to start with: the fastest of those that hold, at the shape that recipes are compared at.
+def shipped(family: Family | None = None) -> list[Shipped]:
+    """Return the shipped recipes, family by family; of one family only where it is given."""
+    rows = []
+    for each in FAMILIES if family is None else (family,):
+        first = start_with(each)
+        for name in (name for name, having in family_free_recipes().items() if each.name in having):
+            recipe = f"{each.name}-{name}"
+            measured = tuple(
+                figure
+                for device in DEVICES
+                for figure in figures()
+                if (figure.recipe, figure.device) == (recipe, device)
+            )
+            on = tuple(device for device, chosen in first.items() if chosen == name)
+            about = load_recipe(recipe).description
+            rows.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
+    return rows
+
+
+def start_with(family: Family | None = None) -> dict[Device, str]:
+    """Return the recipe to start with on each device, without its family; of a family one that holds."""
+    lost = {(each.recipe, each.device) for each in figures() if each.lost}
+    names = {
+        f"{other}-{name}": name
+        for name, having in family_free_recipes().items()
+        for other in having
+        if family is None or family.name in having
+    }
+
+    def able(each: Figure) -> bool:
+        own = family and f"{family.name}-{names.get(each.recipe)}"
+        return each.recipe in names and (own, each.device) not in lost
+
+    measured = tuple(filter(able, figures()))
+    chosen = {device: fastest(device, measured) for device in DEVICES}
+    return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
+
+
+def fastest(device: Device, known: Iterable[Figure]) -> str | None:
+    """Return the fastest recipe of those that hold, at the shape that recipes are compared at.
 
     Returns:
         its name; None where none that is faster was measured.
     """
     able = [
         (speed.value, each.recipe)
-        for each in found
+        for each in known
         if each.device == device and each.holds and (speed := each.shown_speed) and speed.value > 1
     ]
     return max(able)[1] if able else None
