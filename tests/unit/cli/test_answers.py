@@ -57,6 +57,14 @@ def test_recipes(monkeypatch, capsys):
     assert said(monkeypatch, capsys, "recipes", "validate", name)[0] == {"valid": [name]}
 
 
+def test_the_schema_of_a_recipe_is_closed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["qdqbench", "recipes", "schema"])
+    main()
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["required"] == ["version", "name"]
+    assert all(part["additionalProperties"] is False for part in (schema, *schema["$defs"].values()))
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_what_does_not_hold_is_printed_and_is_exit_status_2(as_json, capsys):
     found = made("embedded", failures=["11 of 12 GEMMs run in INT8", "the answers differ"])
