@@ -58,7 +58,6 @@ def collect(session: Session, timings: dict[str, Timing]) -> Results:
             "source": session.data_source,
             "revision": source_commit(config.task, session.data_source),
             "evaluation": samples,
-            **({} if session.config.limit is None else {"limit": session.config.limit}),
             **_calibration(folder, quantized),
         },
         seed=config.seed,
