@@ -142,7 +142,7 @@ def start_with(family: Family | None = None) -> dict[Device, str]:
     return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
 
 
-def fastest(device: Device, known: Iterable[Figure]) -> str | None:
+def fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
     """Return the fastest recipe of those that hold, at the shape that recipes are compared at.
 
     Returns:
@@ -150,14 +150,14 @@ def fastest(device: Device, known: Iterable[Figure]) -> str | None:
     """
     able = [
         (speed.value, each.recipe)
-        for each in known
+        for each in candidates
         if each.device == device and each.holds and (speed := each.shown_speed) and speed.value > 1
     ]
     return max(able)[1] if able else None
 
 
 def worst_text(figure: Figure) -> str:
-    """`-0.34 ± 0.47 mrpc`, or that it was not measured."""
+    """Return `-0.34 ± 0.47 mrpc`, or that it was not measured."""
     worst = figure.worst
     if worst is None:
         return NOT_MEASURED
@@ -167,35 +167,35 @@ def worst_text(figure: Figure) -> str:
 
 
 def speed_text(figure: Figure) -> str:
-    """`1.28x`, or that it was not measured."""
+    """Return `1.28x`, or that it was not measured."""
     speed = figure.shown_speed
     return NOT_MEASURED if speed is None else f"{speed.value:.2f}x"
 
 
-def conditions(found: Iterable[Figure]) -> list[str]:
-    """What the figures are of: a sentence of accuracy, and one of speed a device."""
-    found = list(found)
-    ran = dict.fromkeys(row.where for each in found for row in each.accuracy if row.stage == "engine")
-    said = []
+def conditions(shown: Iterable[Figure]) -> list[str]:
+    """Return what the figures are of: a sentence of accuracy, and one of speed a device."""
+    shown = list(shown)
+    ran = dict.fromkeys(row.where for each in shown for row in each.accuracy if row.stage == "engine")
+    sentences = []
     if ran:
-        said.append(
+        sentences.append(
             "Accuracy: points of the task's metric, the recipe's engine minus FP32, on the task where it is "
             f"worst, ± one paired standard error; {'; '.join(sorted(ran))}."
         )
-    if any(row.stage != "engine" for each in found for row in each.accuracy):
-        said.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
+    if any(row.stage != "engine" for each in shown for row in each.accuracy):
+        sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
     for device, name in DEVICES.items():
-        rows = [speed for each in found if each.device == device and (speed := each.shown_speed)]
+        rows = [speed for each in shown if each.device == device and (speed := each.shown_speed)]
         what = sorted({f"{row.where}, over the fastest {row.over} there is" for row in rows})
         model, batch, length = SHOWN[device]
-        said += (
+        sentences += (
             [f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}."] if what else []
         )
-    return said
+    return sentences
 
 
 def rule(chosen: Mapping[Device, str]) -> str:
-    """Which recipe to start with, and why.
+    """Return which recipe to start with, and why.
 
     Args:
         chosen: names by device.

@@ -66,7 +66,7 @@ RECIPE_HEAD = f"""# The recipe format
 examples: [recipes/README.md](../recipes/README.md).
 
 Unknown keys are refused, and the nearest one is named. An editor with a YAML language server completes them
-and shows these texts when a recipe starts with the comment below, and `recipe.schema.json` beside it is what
+and shows these texts when a recipe starts with the comment below and lies next to `recipe.schema.json`, which
 `qdqbench recipes schema` prints:
 
 ```yaml
@@ -96,16 +96,16 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 def reached(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """Return a schema and those that its fields are made of, by name, in the order of the fields."""
-    found, waiting = {}, [model]
+    models, waiting = {}, [model]
     while waiting:
         item: Any = waiting.pop(0)
         if isinstance(item, type) and issubclass(item, BaseModel):
-            if item.__name__ not in found:
-                found[item.__name__] = item
+            if item.__name__ not in models:
+                models[item.__name__] = item
                 waiting = [field.annotation for field in item.model_fields.values()] + waiting
         else:
             waiting = [*get_args(item), *waiting]
-    return found
+    return models
 
 
 @cache
@@ -129,9 +129,9 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
     (body,) = (
         node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == model.__name__
     )
-    said: dict[str, str] = {}
+    meaning: dict[str, str] = {}
     for base in model.__bases__:
-        said |= meanings(base)
+        meaning |= meanings(base)
     for node, after in zip(body, [*body[1:], None], strict=True):
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
@@ -143,8 +143,8 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
         text = trailing[0] if not trailing[1] else " ".join(own)
         if isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str):
             text = inspect.cleandoc(after.value.value)
-        said[node.target.id] = " ".join((model.model_fields[node.target.id].description or text).split())
-    return said
+        meaning[node.target.id] = " ".join((model.model_fields[node.target.id].description or text).split())
+    return meaning
 
 
 def values(field: Schema, anchors: Mapping[str, str]) -> str:
@@ -195,8 +195,8 @@ def json_page() -> str:
             fields = model.model_json_schema(mode="serialization")
             fields = fields.get("properties") or fields["$defs"][model.__name__]["properties"]
             about = " ".join(inspect.cleandoc(model.__doc__ or "").split())
-            said = meanings(model)
-            rows = [[f"`{key}`", values(field, named), said.get(key, "")] for key, field in fields.items()]
+            meaning = meanings(model)
+            rows = [[f"`{key}`", values(field, named), meaning.get(key, "")] for key, field in fields.items()]
             lines += [f"### {headings[model]}", "", about, "", *table(["field", "type", "meaning"], rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -250,12 +250,14 @@ def supported_page() -> str:
         if family.needs:
             needs = ", ".join(f"`{name}` {values[0]}" for name, values in family.needs.items())
             lines += ["", f"Of {family.name} only models with {needs}."]
-    said = "A recipe is called FAMILY-NAME. With a model NAME alone is enough: its type says which family."
+    names_text = (
+        "A recipe is called FAMILY-NAME. With a model NAME alone is enough: its type says which family."
+    )
     rows = [
         [f"`{recipe}`", *("yes" if name in having else "" for name in names)]
         for recipe, having in free.items()
     ]
-    lines += ["", said, "", *table(["recipe", *names], rows), ""]
+    lines += ["", names_text, "", *table(["recipe", *names], rows), ""]
     rows = [
         [
             kind.name,
@@ -304,11 +306,11 @@ def main(arguments: list[str]) -> int:
     """Write or check the pages; returns the exit status."""
     stale = []
     for name, page in PAGES.items():
-        path, made = ROOT / name, page()
-        if not path.is_file() or path.read_text(encoding="utf-8") != made:
+        path, text = ROOT / name, page()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if arguments != ["--check"]:
-                path.write_text(made, encoding="utf-8")
+                path.write_text(text, encoding="utf-8")
     for name in stale:
         print(f"{name} {'is not what the code says' if arguments == ['--check'] else 'written'}")
     return 2 if stale and arguments == ["--check"] else 0

@@ -160,20 +160,20 @@ def read_records(paths: Sequence[Path]) -> list[Any]:
     Raises:
         UserError: no file, an unreadable one, or two of the same measurement.
     """
-    there: dict[Path, None] = {}
+    sources: dict[Path, None] = {}
     for path in paths:
         below = [file for name in READERS for file in path.rglob(name)] if path.is_dir() else [path]
         if not below:
             raise UserError(f"{path} holds no {', '.join(READERS)}; name the folders of finished runs")
-        there.update(dict.fromkeys(below))
-    known: dict[tuple[Any, ...], tuple[Path, Any]] = {}
-    for path in there:
+        sources.update(dict.fromkeys(below))
+    records: dict[tuple[Any, ...], tuple[Path, Any]] = {}
+    for path in sources:
         record = READERS[path.name](path)
         key = _key(record)
-        if key in known:
-            raise UserError(f"{known[key][0]} and {path} measured the same thing; name only one of them")
-        known[key] = path, record
-    return [known[key][1] for key in sorted(known)]
+        if key in records:
+            raise UserError(f"{records[key][0]} and {path} measured the same thing; name only one of them")
+        records[key] = path, record
+    return [records[key][1] for key in sorted(records)]
 
 
 def _key(record: Any) -> tuple[Any, ...]:
@@ -235,9 +235,9 @@ class Notes:
     def parts(self) -> list[str]:
         """Return what the marks and the numbers mean."""
         lines = [f"- {code(name)}: {text(', '.join(self.changed[name]))}" for name in sorted(self.changed)]
-        said = f"{CHANGED} Measured before the shipped recipe of this name changed. What was different:"
+        mark = f"{CHANGED} Measured before the shipped recipe of this name changed. What was different:"
         numbered = [f"{number}. {text(line)}" for number, line in enumerate(self.places, 1)]
-        blocks = (said, lines), ("Accuracy was measured on:", numbered)
+        blocks = (mark, lines), ("Accuracy was measured on:", numbered)
         return ["\n".join([head, "", *below]) for head, below in blocks if below]
 
 
@@ -366,8 +366,8 @@ def _agreement(run: Record, notes: Notes) -> str:
     if not agreement:
         return ""
     values, stderr = agreement["values"].items(), agreement["stderr"]
-    said = ", ".join(f"{label(name)} {value:.4f} ± {stderr[name]:.4f}" for name, value in values)
-    return f"- {notes.label(run.recipe)}, {text(_model_name(run))}, last stage: {text(said)}"
+    figures = ", ".join(f"{label(name)} {value:.4f} ± {stderr[name]:.4f}" for name, value in values)
+    return f"- {notes.label(run.recipe)}, {text(_model_name(run))}, last stage: {text(figures)}"
 
 
 def _difference(run: Record, versus: Record | None) -> str:
@@ -506,8 +506,8 @@ def _study_place(study: Record) -> str:
     return conditions(study.environment, study.finetune, study.recipes)
 
 
-def _spread(found: Record, sign: str = "") -> str:
-    return in_points(found.mean, found.sd, sign)
+def _spread(spread: Record, sign: str = "") -> str:
+    return in_points(spread.mean, spread.sd, sign)
 
 
 def search_tables(searches: Sequence[Record], notes: Notes) -> list[str]:
@@ -563,10 +563,10 @@ def _verdicts(search: Record) -> list[str]:
     lines = list(search.outcome.failures)
     lines += [f"✗ {row.name} failed: {row.reason}" for row in search.confirmed if row.status == "failed"]
     if drops := search.agreement:
-        said = "they agree within noise" if drops.within_noise else "✗ they do not agree"
+        verdict = "they agree within noise" if drops.within_noise else "✗ they do not agree"
         lines.append(
             f"drop {delta_points(drops.searched, drops.searched_stderr)} where it was searched, "
-            f"{delta_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {said}"
+            f"{delta_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {verdict}"
         )
     return lines
 
@@ -581,18 +581,18 @@ def _search_place(search: Record) -> str:
 
 def without_changed(bench: Bench) -> Bench:
     """Return a bench without the `--also` engines of recipes that are shipped otherwise now."""
-    gone = {about.name: about.label for about in bench.contestants if differences(about.recipe or {})}
-    if not gone:
+    outdated = {about.name: about.label for about in bench.contestants if differences(about.recipe or {})}
+    if not outdated:
         return bench
-    kept = [about for about in bench.contestants if about.name not in gone]
+    kept = [about for about in bench.contestants if about.name not in outdated]
     cells = []
     for cell in bench.cells:
-        rows = [row for row in cell.rows if row.contestant not in gone]
-        speedups = [ratio for ratio in cell.speedups if not {ratio.contestant, ratio.over} & {*gone}]
+        rows = [row for row in cell.rows if row.contestant not in outdated]
+        speedups = [ratio for ratio in cell.speedups if not {ratio.contestant, ratio.over} & {*outdated}]
         left = cell.model_copy(update={"rows": rows, "speedups": speedups})
         cells.append(left.model_copy(update={"headline": headline_of(kept, left)}))
-    said = f"left out, as what is shipped has changed since: {', '.join(gone.values())}"
-    changes = {"cells": cells, "contestants": kept, "warnings": [*bench.warnings, said]}
+    warning = f"left out, as what is shipped has changed since: {', '.join(outdated.values())}"
+    changes = {"cells": cells, "contestants": kept, "warnings": [*bench.warnings, warning]}
     return bench.model_copy(update=changes)
 
 
@@ -658,9 +658,15 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
         ratio, *sides = words.headline_marks(bench, cell)
         heads.append([name, _ratio_cell(ratio), *(text(side.text) for side in sides)])
     marks = (*words.latency_rows(bench), *words.ratio_rows(bench))
-    said = [*bench.notes, *_built_as(bench), *_proofs(bench), words.clocks(bench), *words.slow_lines(bench)]
+    remarks = [
+        *bench.notes,
+        *_built_as(bench),
+        *_proofs(bench),
+        words.clocks(bench),
+        *words.slow_lines(bench),
+    ]
     lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
-    lines += [f"- {text(line)}" for line in (*said, *bench.errors, *bench.warnings)]
+    lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
     return [
         title,
         table(["shape", text(words.headline_title(bench)), "INT8, ms", "over, ms"], heads),
@@ -680,19 +686,21 @@ def _built_as(bench: Bench) -> list[str]:
     if shapes == AUTO:
         return ["optimization profiles: those of the data (shapes: auto)"]
     profiles = [shapes] if isinstance(shapes, dict) else shapes
-    said = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
-    return [f"optimization profiles [min, opt, max]: {said}"]
+    remarks = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
+    return [f"optimization profiles [min, opt, max]: {remarks}"]
 
 
 def _proofs(bench: Bench) -> list[str]:
     """INT8 GEMMs of the engines that were timed, from their layer tables; fused attention of the peers."""
     rows = [row for cell in bench.cells for row in cell.rows]
     counts = {(r.int8_gemms, r.expected_int8_gemms) for r in rows if r.expected_int8_gemms is not None}
-    said = [f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in sorted(counts)]
+    remarks = [
+        f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in sorted(counts)
+    ]
     if fused := sorted({row.kernels.fused_attention for row in rows if row.kernels}):
         counted = ", ".join(map(str, fused))
-        said.append(f"fused attention kernels of each PyTorch peer, by torch.profiler: {counted}")
-    return said
+        remarks.append(f"fused attention kernels of each PyTorch peer, by torch.profiler: {counted}")
+    return remarks
 
 
 def _throughput(bench: Bench, names: dict[str, str]) -> list[str]:
@@ -851,8 +859,8 @@ def figures_json(folders: Sequence[Path]) -> str:
 def contents() -> Iterator[tuple[Path, str]]:
     """Yield every page and the figures, as the results files make them."""
     for page, folder in PAGES.items():
-        made = markdown(read_records([ROOT / folder]))
-        yield ROOT / page, insert((ROOT / page).read_text(encoding="utf-8"), made, page)
+        tables = markdown(read_records([ROOT / folder]))
+        yield ROOT / page, insert((ROOT / page).read_text(encoding="utf-8"), tables, page)
     yield ROOT / FIGURES, figures_json([ROOT / "docs" / name for name in FIGURES_FROM])
 
 
@@ -866,11 +874,11 @@ def main(arguments: list[str] | None = None) -> int:
         for path in (path for folder in options.summarize for path in summarize(folder)):
             print(path)
         return 0
-    stale = [(path, made) for path, made in contents() if path.read_text(encoding="utf-8") != made]
-    for path, made in stale:
+    stale = [(path, page) for path, page in contents() if path.read_text(encoding="utf-8") != page]
+    for path, page in stale:
         print(f"{path.relative_to(ROOT)} {'does not hold these results' if options.check else 'written'}")
         if not options.check:
-            files.write_text(path, made)
+            files.write_text(path, page)
     return 2 if options.check and stale else 0
 
 
