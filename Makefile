@@ -16,7 +16,7 @@ bindings: ## TensorRT 10 and 11 bindings for tests/unit/engine/test_backend_bind
 	tests/fetch_bindings.sh
 
 benchmark: ## cost of each stage: make benchmark MODEL=... TASK=... DATA=...
-	python tests/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
+	python tests/tools/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -48,7 +48,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {  # by what they are for,
     },
     "Train": {"qat": run.qat, "finetune": train.finetune},
     "Deploy": {"deploy": serve.deploy, "serve": serve.serve, "export-triton": serve.export_triton},
-    "Maintain qdqbench": {"tables": bench.tables, "study": train.study},
+    "Maintain qdqbench": {"study": train.study},
 }
 for panel, commands in COMMANDS.items():
     for name, command in commands.items():

@@ -1,8 +1,8 @@
-"""The commands `bench` and `tables`; registered in cli.py. Everything heavy is imported inside."""
+"""The command `bench`; registered in cli.py. Everything heavy is imported inside."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,9 +10,6 @@ from qdqbench.quantize.cli.options import Replace, grouped, note
 from qdqbench.quantize.cli.progress import status
 from qdqbench.quantize.cli.terminal import Json, command_line, say, show, show_json
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.cli.schemas import Tables
 
 
 @dataclass(frozen=True)
@@ -134,65 +131,3 @@ def bench(
         raise CheckFailed(f"{len(found.errors)} measurements failed: {'; '.join(found.errors)}")
     if target is not None and (slow := too_slow(target)):
         raise CheckFailed(f"the gate does not hold: {'; '.join(slow)}")
-
-
-def tables(
-    results: Annotated[
-        list[Path], typer.Argument(help="results.json, bench.json, study.json, search.json, or folders.")
-    ],
-    into: Annotated[Path, typer.Option(help="Markdown file with the markers.")] = Path("recipes/README.md"),
-    figures: Annotated[
-        Path | None, typer.Option(help="Write what `recipes list` shows to this JSON file instead.")
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Change nothing; exit status 2 when it would change.")] = False,
-    json: Json = False,
-) -> None:
-    """Write measured tables between the markers of a Markdown file, from results files and nothing else."""
-    from qdqbench.eval.tables.figures import figures_json
-    from qdqbench.eval.tables.write import find_results, find_searches, find_studies, insert, tables_markdown
-    from qdqbench.quantize.cli.schemas import Tables
-    from qdqbench.quantize.core import files
-    from qdqbench.quantize.core.errors import UserError
-
-    if figures is not None:
-        made = figures_json(results)
-        told = Tables(
-            file=str(figures),
-            changed=not figures.is_file() or figures.read_text(encoding="utf-8") != made,
-        )
-        if not check:
-            files.write_text(figures, made)
-        _tell_tables(told, check=check, json=json)
-        return
-    runs, benches = find_results(results)
-    studies, searches = find_studies(results), find_searches(results)
-    try:
-        before = into.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {into} ({error}); give --into a Markdown file") from error
-    after = insert(before, tables_markdown(runs, benches, studies, searches), str(into))
-    if not check:
-        files.write_text(into, after)
-    told = Tables(
-        file=str(into),
-        changed=after != before,
-        runs=len(runs),
-        benches=len(benches),
-        studies=len(studies),
-        searches=len(searches),
-    )
-    _tell_tables(told, check=check, json=json)
-
-
-def _tell_tables(told: "Tables", *, check: bool, json: bool) -> None:
-    """What was read and written; with `check` exit status 2 where it is not there."""
-    from qdqbench.quantize.core.errors import CheckFailed
-
-    if json:
-        show_json(told)
-    elif not check:
-        counts = ("runs", told.runs), ("benches", told.benches), ("studies", told.studies)
-        counted = ", ".join(f"{count} {what}" for what, count in (*counts, ("searches", told.searches)))
-        say(f"{told.file}: {counted}")
-    if check and told.changed:
-        raise CheckFailed(f"{told.file} does not hold these results; write it with `qdqbench tables`")

@@ -1,4 +1,4 @@
-"""What commands print with --json that have no file of results; docs/json.md names all others too."""
+"""Schemas of what commands without a results file print with --json."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,54 +7,59 @@ from qdqbench.quantize.core.strict import Strict
 
 
 class Recipes(Strict):
-    """Of `recipes list`."""
+    """Output of `recipes list`."""
 
-    recipes: list[dict[str, Any]]  # name, family, model types, description, measured figures
+    recipes: list[dict[str, Any]]
+    """For each recipe `recipe`, `name` (without the family), `family`, `model_types`, `description`,
+    `figures` (measured on each device), and `start_on` (devices on which it is the one to start with)."""
 
 
 class ShownRecipe(Strict):
-    """Of `recipes show`."""
+    """Output of `recipes show`."""
 
     name: str
-    source: str  # its file
-    recipe: dict[str, Any]  # with every default
+    """Name of the recipe."""
+    source: str
+    """Path of its file."""
+    recipe: dict[str, Any]
+    """The recipe with every default filled in."""
 
 
 class ValidRecipes(Strict):
-    """Of `recipes validate`."""
+    """Output of `recipes validate`."""
 
     valid: list[str]
-
-
-class Tables(Strict):
-    """Of `tables`."""
-
-    file: str
-    changed: bool
-    runs: int = 0  # read; none of them is counted with --figures
-    benches: int = 0
-    studies: int = 0
-    searches: int = 0
+    """Names or paths as given; the first that is not valid is an error."""
 
 
 class HandedOver(Strict):
-    """Of `deploy`."""
+    """Output of `deploy`."""
 
     folder: str
-    files: dict[str, int]  # bytes by path inside it
-    begin: str  # what to call first
+    """Path of the written folder."""
+    files: dict[str, int]
+    """Size of each file in bytes, by its path in the folder."""
+    begin: str
+    """Program to call first."""
 
 
 class TritonRepository(Strict):
-    """Of `export-triton`."""
+    """Output of `export-triton`."""
 
     folder: str
-    name: str  # of the ensemble that clients ask
+    """Path of the written repository."""
+    name: str
+    """Name of the ensemble that clients call."""
     backend: str
+    """Runtime of the model."""
     ensembles: list[str]
-    plan: Literal["built", "script", "none"]  # TensorRT's
-    lengths: list[int]  # tokens
+    """Names of all ensembles."""
+    plan: Literal["built", "script", "none"]
+    """TensorRT plan: that of the run, a script that builds it, or none."""
+    lengths: list[int]
+    """Lengths that it accepts, in tokens."""
     max_batch: int
+    """Largest batch, in rows."""
 
 
 def sizes(folder: Path) -> dict[str, int]:

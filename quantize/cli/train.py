@@ -123,7 +123,7 @@ def study(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
     from qdqbench.eval.runs.study import STUDY_FILE, StudyPlan, study
-    from qdqbench.eval.tables.study import study_summary
+    from qdqbench.eval.runs.study_screen import study_summary
     from qdqbench.quantize.rundir.ownership import default_folder
     from qdqbench.quantize.train.finetune import Request
     from qdqbench.quantize.train.record import require_all

@@ -9,47 +9,78 @@ class QuantizerRow(Strict):
     """One calibrated quantizer."""
 
     name: str
+    """Path of the quantizer."""
     module: str
+    """Path of the layer that it belongs to."""
     kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
+    """Kind of tensor; `query`, `key`, `value` and `softmax` of an INT8 attention, `residual` of an INT8
+    residual stream."""
     axis: int | None
-    amax: float  # the largest, when per-channel
+    """Channel axis; null when one scale serves the whole tensor."""
+    amax: float
+    """Largest magnitude that is representable (the scale is amax / 127); the largest of all channels."""
     amax_min: float
-    amax_over_rms: float | None  # outlier measure of an activation: amax / root mean square
-    amax_found: float | None = None  # by calibration, where the recipe gives another
+    """Smallest amax of all channels; equal to `amax` per tensor."""
+    amax_over_rms: float | None
+    """Outlier measure of an activation: amax / root mean square; null when not measured."""
+    amax_found: float | None = None
+    """Amax that calibration found, where the recipe sets it (`calibration.amax`); else null."""
 
 
 class SoftmaxRow(Strict):
     """What INT8 costs the softmax of an attention on calibration samples of some lengths, alone in INT8."""
 
-    module: str  # the attention
-    length: int  # tokens of the longest samples of this row; shorter ones have a row of their own
+    module: str
+    """Path of the attention."""
+    length: int
+    """Longest sample of this row in tokens; shorter ones have rows of their own."""
     amax: float
-    centered: bool  # the values are centred, so that what is lost is near to nothing
-    zeroed: float  # part of the attention that rounds to zero
-    clipped: float  # part of it above the amax
-    error: float  # of the attention's output: ||P_int8 v - P v|| / ||P v||
+    """Amax of the softmax output; the scale is amax / 127."""
+    centered: bool
+    """Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."""
+    zeroed: float
+    """Share of the attention that rounds to zero."""
+    clipped: float
+    """Share of the attention above the amax."""
+    error: float
+    """Relative error of the attention's output: norm of the difference over the norm in FP32."""
 
 
 class LengthBucket(Strict):
     """Rows that are padded to the same length."""
 
-    length: int  # tokens, that rows are padded to
+    length: int
+    """Length in tokens that its rows are padded to."""
     rows: int
-    tokens: int  # without padding
+    """Number of rows."""
+    tokens: int
+    """Tokens of its rows without padding."""
 
 
 class Lengths(Strict):
     """Lengths of the evaluation data, and what an engine with `shapes: auto` makes of them."""
 
-    splits: list[str]  # whose rows were counted
+    splits: list[str]
+    """Evaluation splits whose rows were counted."""
     rows: int
-    tokens: int  # without padding
-    shortest: int  # tokens of a row
+    """Rows of all splits; of questions the windows."""
+    tokens: int
+    """Tokens of all rows, without padding."""
+    shortest: int
+    """Tokens of the shortest row."""
     longest: int
+    """Tokens of the longest row."""
     median: float
-    p90: int  # nine of ten rows have no more tokens
-    histogram: list[tuple[int, int]]  # tokens, rows
-    buckets: list[LengthBucket]  # none where the kernels take every length (a CPU)
-    padding: float  # share of the tokens of the padded batches
-    longest_padding: float  # the same, were all rows padded to the longest
-    profiles: list[str]  # of the engine
+    """Median tokens of a row."""
+    p90: int
+    """90th percentile of the tokens of a row."""
+    histogram: list[tuple[int, int]]
+    """Pairs of tokens and the number of rows that have so many."""
+    buckets: list[LengthBucket]
+    """Lengths that rows are padded to; empty for a CPU, whose kernels take every length."""
+    padding: float
+    """Share of the tokens of the engine's batches that is padding."""
+    longest_padding: float
+    """Share of padding if all rows were padded to the longest."""
+    profiles: list[str]
+    """Optimization profiles of the engine, each [min, opt, max]."""

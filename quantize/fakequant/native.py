@@ -10,7 +10,7 @@ back afterwards. What is replaced, and why:
 - The classes around it, whose Python takes longer than the kernels of a small layer. A linear is run by a
   class of one line, and a module that has nothing to quantize is what it was before ModelOpt.
 
-`tests/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
+`tests/tools/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

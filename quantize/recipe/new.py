@@ -15,7 +15,7 @@ from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import known_family
 from qdqbench.quantize.recipe.layout import Layout
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, short_yaml
-from qdqbench.quantize.recipe.supported import recipes
+from qdqbench.quantize.recipe.shipped import shipped
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -75,7 +75,7 @@ def _of_known(name: str, config: Any, family: Family) -> NewRecipe:
         model_type=config.model_type,
         recipe=recipe.name,
         text=short_yaml(recipe),
-        shipped=[row.recipe for row in recipes(family)],
+        shipped=[row.recipe for row in shipped(family)],
         modules=[],
         left={},
         notes=[],

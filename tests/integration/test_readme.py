@@ -11,9 +11,9 @@ import yaml
 
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.families import known
-from qdqbench.quantize.recipe.figures import figures, start_with
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.recipe.supported import start_with as start_by_device
+from qdqbench.quantize.recipe.shipped import fastest, figures
+from qdqbench.quantize.recipe.shipped import start_with as start_by_device
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.unknown import config_for
@@ -21,7 +21,7 @@ from ..support.unknown import config_for
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 STAGES = "embedded baseline quantize ptq qat fake_quant export check parity onnxruntime build verify engine"
 UNTIL = [*STAGES.split(), "evaluate", "report"]
@@ -99,7 +99,7 @@ def test_the_readme_is_one_short_page():
 def test_the_figure_of_the_readme_is_measured():
     """The recipe to start with on a GPU, at all shapes that were timed, and its largest loss."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    chosen = start_with("gpu", figures())
+    chosen = fastest("gpu", figures())
     (figure,) = (each for each in figures() if (each.recipe, each.device) == (chosen, "gpu"))
     said = text[text.index("**BERT-base with ") :].partition("## ")[0]
     assert said.startswith(f"**BERT-base with `{chosen}` is ")
@@ -131,7 +131,7 @@ def test_what_the_readme_says_of_other_tools_was_measured():
     text = " ".join((ROOT / "README.md").read_text().split())
     said = text[text.index("MiniLM-L6 on SST-2 (FP32") :].partition("## ")[0]
     rows = json.loads((ROOT / "docs/measured-foreign/sst2.json").read_text())["rows"]
-    ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/results.json").read_text())
+    ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/summary.json").read_text())
     quoted = [rows["fp32"]["accuracy"], ours["stages"]["engine"]["metrics"]["accuracy"]]
     quoted += [rows[name]["accuracy_before"] for name in ("modelopt", "nncf", "ort-dynamic")]
     assert sorted({f"{value:.4f}" for value in quoted}) == sorted({*re.findall(r"0\.\d{4}", said)})
@@ -214,7 +214,7 @@ def test_every_option_in_the_text_exists():
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)
     }
     assert "--debug" in named
-    # of tools of others, and of tests/load_serve.py and tests/benchmark.py
+    # of tools of others, and of tests/tools/load_serve.py and tests/tools/benchmark.py
     assert named - known <= {"--strict", "--fake", "--only-run"}
 
 

@@ -17,9 +17,9 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serv
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.serve.served import open_served
 
-from .. import load_serve
 from ..support import fake_served
 from ..support.http_client import Client, finished
+from ..tools import load_serve
 from .served import Asked, with_cpu_engine
 from .tiny import MAIN, environment
 

@@ -30,7 +30,7 @@ HEAVY = {
 }
 HEAVY |= {"safetensors", "sklearn", "scipy", "pandas", "matplotlib", "optuna", "sqlalchemy", "rich", "jinja2"}
 HEAVY |= {"nncf", "psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def name_of(path: Path) -> str:

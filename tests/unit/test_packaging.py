@@ -33,7 +33,6 @@ COMMANDS = [
     ["profile"],
     ["inspect"],
     ["bench"],
-    ["tables"],
     ["quantize"],
     ["export"],
     ["build"],

@@ -15,26 +15,23 @@ if TYPE_CHECKING:
     from qdqbench.quantize.families.family import Family
     from qdqbench.quantize.legacy.from_cache import FromCache
     from qdqbench.quantize.recipe.new import NewRecipe
-    from qdqbench.quantize.recipe.supported import Shipped
+    from qdqbench.quantize.recipe.shipped import Shipped
 
 ConfigOf = Annotated[str, typer.Option(help="Folder or hub id; its configuration is read, no weights.")]
 NewFile = Annotated[Path | None, typer.Option(help="Recipe file; none: NAME.yaml here.")]
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
 
 
 @recipes_app.command("list")
 def recipes_list(
     model: Annotated[str | None, typer.Option(help="Folder or hub id: only what fits it.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/supported.md instead.")] = False,
     json: Json = False,
 ) -> None:
     """List the shipped recipes with measured accuracy and speed, and which to start with."""
-    from qdqbench.quantize.recipe import supported
+    from qdqbench.quantize.recipe.shipped import shipped
 
-    if markdown:
-        sys.stdout.write(supported.markdown())
-        return
-    rows = supported.recipes(None if model is None else _family(model))
+    rows = shipped(None if model is None else _family(model))
     if json:
         from qdqbench.quantize.cli.schemas import Recipes
 
@@ -113,16 +110,11 @@ def recipes_from_cache(  # noqa: PLR0913, PLR0917  (a command's options)
 
 
 @recipes_app.command("schema")
-def recipes_schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/recipe.md instead.")] = False,
-) -> None:
+def recipes_schema() -> None:
     """Print the JSON Schema of a recipe: editors complete and check YAML with it."""
-    from qdqbench.quantize.recipe import reference
+    from qdqbench.quantize.recipe.schema import Recipe
 
-    if markdown:
-        sys.stdout.write(reference.markdown())
-    else:
-        print_json(reference.json_schema())
+    print_json({"$schema": SCHEMA_DIALECT, **Recipe.model_json_schema()})
 
 
 def _write_new(
@@ -148,23 +140,22 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
     """The table, which to start with, what the figures are of, and what each recipe does."""
     from rich.table import Table
 
-    from qdqbench.quantize.recipe import figures
-    from qdqbench.quantize.recipe.supported import start_with
+    from qdqbench.quantize.recipe import shipped
 
     to, table = console(), Table(box=None)
     for title in ("recipe", "on", "accuracy, worst", "speed-up"):
         table.add_column(title, no_wrap=True)
     for row in rows:
         if not row.figures:
-            on = ", ".join(f"{figures.DEVICES[device]} *" for device in row.start_on)
-            table.add_row(row.recipe, on, figures.NOT_MEASURED, figures.NOT_MEASURED, style="dim")
+            on = ", ".join(f"{shipped.DEVICES[device]} *" for device in row.start_on)
+            table.add_row(row.recipe, on, shipped.NOT_MEASURED, shipped.NOT_MEASURED, style="dim")
         for number, figure in enumerate(row.figures):
-            on = f"{figures.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
-            cells = figures.worst_text(figure), figures.speed_text(figure)
+            on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
+            cells = shipped.worst_text(figure), shipped.speed_text(figure)
             table.add_row("" if number else row.recipe, on, *cells)
     to.print(table)
     measured = [figure for row in rows for figure in row.figures]
-    for line in (f"* {figures.rule(start_with())}", *figures.conditions(measured)):
+    for line in (f"* {shipped.rule(shipped.start_with())}", *shipped.conditions(measured)):
         to.print(f"\n{line}", highlight=False)
     to.print()
     about: dict[str, str] = {}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from qdqbench.eval.tables.write import BEGIN, END
 from qdqbench.quantize.cli import run, schemas
 from qdqbench.quantize.cli.app import app, main
 from qdqbench.quantize.core.errors import CheckFailed
@@ -59,17 +58,12 @@ def test_recipes(monkeypatch, capsys):
     assert said(monkeypatch, capsys, "recipes", "validate", name)[0] == {"valid": [name]}
 
 
-def test_tables(monkeypatch, capsys, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n")
-    results = Path(__file__).parents[3] / "docs" / "measured-heads"
-    words = ["tables", results, "--into", page]
-    told, code = said(monkeypatch, capsys, *words, "--check")
-    assert (code, told["changed"], told["file"]) == (2, True, str(page))
-    told, code = said(monkeypatch, capsys, *words)
-    assert (code, told["changed"]) == (0, True)
-    assert told["runs"] + told["benches"] > 0
-    assert said(monkeypatch, capsys, *words, "--check") == (told | {"changed": False}, 0)
+def test_the_schema_of_a_recipe_is_closed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["qdqbench", "recipes", "schema"])
+    main()
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["required"] == ["version", "name"]
+    assert all(part["additionalProperties"] is False for part in (schema, *schema["$defs"].values()))
 
 
 @pytest.mark.parametrize("as_json", [True, False])

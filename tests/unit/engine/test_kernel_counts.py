@@ -1,16 +1,17 @@
 """Kernels of an engine with several profiles are counted for one, and the number of profiles is said."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.core.results import Results
+from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.engine.facts import facts_of
 from qdqbench.quantize.engine.kernels import count_text, kernel_kind, one_profile
 
 from ...support.layer_tables import bert
 
-MEASURED = Path(__file__).parents[3] / "docs/measured-cpu"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def copies(number: int) -> list:
@@ -42,8 +43,8 @@ def test_profiles_with_other_kernels_are_told_by_the_most() -> None:
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_layernorms_of_cpu_runtimes_are_counted(backend: str) -> None:
     """OpenVINO's kernel of the statistics, MVN, is named after no ONNX node; what scales it is."""
-    text = (MEASURED / f"sst2-{backend}-int8-linears/results.json").read_text(encoding="utf-8")
-    layers = Results.model_validate_json(text).engine.layers  # type: ignore[union-attr]
+    rows = json.loads((GOLDEN / f"layers_{backend}.json").read_text(encoding="utf-8"))
+    layers = [LayerRow.model_validate(row) for row in rows]
     facts = facts_of(layers)
     assert sum(map(len, facts.norms.values())) == 2 * 6 + 1
     assert "elementwise" not in {kernel_kind(row) for row in layers if row.kind == "MVN"}

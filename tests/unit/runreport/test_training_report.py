@@ -16,7 +16,6 @@ from qdqbench.eval.report.document import Block, Chart, Columns, Pairs, Table
 from qdqbench.eval.report.render import prose, render_screen
 from qdqbench.eval.runreport import training
 from qdqbench.eval.runreport import verdict as wording
-from qdqbench.eval.tables.write import tables_markdown
 from qdqbench.quantize.core.comparison import Comparison
 from qdqbench.quantize.core.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, Spread, TrainingRun
@@ -481,35 +480,3 @@ def test_results_with_a_training_survive_json() -> None:
     results = qat_run()
     again = Results.model_validate_json(json.dumps(results.model_dump(mode="json"), allow_nan=False))
     assert again == results
-
-
-# Tables
-
-
-def test_tables_show_ptq_beside_qat() -> None:
-    plain = sample_run(recipe={"name": "plain"})
-    made = tables_markdown([plain, qat_run(recipe={"name": "trained"})], [])
-    header, _, first, second = [line for line in made.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, first, second)]
-    rows = {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:]}
-    assert cells[0][2:9] == [
-        "FP32", "PTQ fake-quant", "fake-quant", "ONNX Runtime", "engine", "difference", "QAT minus PTQ",
-    ]  # fmt: skip
-    assert rows["`plain`"]["PTQ fake-quant"] == "no QAT"
-    assert rows["`plain`"]["QAT minus PTQ"] == ""
-    assert rows["`trained`"]["PTQ fake-quant"] == "87.98 ± 1.03"
-    assert rows["`trained`"]["fake-quant"] == "89.45 ± 1.03"
-    assert rows["`trained`"]["QAT minus PTQ"] == "+1.47 ± 0.42"
-    assert "PTQ" not in tables_markdown([plain], [])
-
-
-def test_the_mean_over_tasks_has_ptq_too() -> None:
-    runs = [
-        make(recipe={"name": name}, task={"name": task, "metrics": ["accuracy"]})
-        for name, make in (("plain", sample_run), ("trained", qat_run))
-        for task in ("sst2", "qnli")
-    ]
-    section = tables_markdown(runs, []).partition("### Mean over")[2]
-    assert "| recipe | FP32 | PTQ fake-quant | fake-quant |" in section
-    assert "| `plain` | 89.68 | no QAT | 89.79 |" in section
-    assert "| `trained` | 89.68 | 87.98 | 89.45 |" in section

@@ -1,1 +1,0 @@
-"""The maintainers' tables of measured results."""

@@ -1,0 +1,208 @@
+"""Shipped recipes with what was measured of them, from a generated file, and which to start with."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import resources
+from typing import Literal, NamedTuple
+
+from pydantic import TypeAdapter
+
+from qdqbench.quantize.core.strict import Frozen
+from qdqbench.quantize.families.family import Family
+from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
+
+FIGURES_FILE = "figures.json"
+Device = Literal["gpu", "cpu"]
+DEVICES: dict[Device, str] = {"gpu": "GPU", "cpu": "CPU"}
+SHOWN: dict[Device, tuple[str, int, int]] = {  # model, batch and tokens of the speeds that are compared
+    "gpu": ("bert-base", 32, 128),
+    "cpu": ("minilm-l6-sst2", 8, 128),
+}
+TASKS = ("sst2", "mrpc", "stsb")  # on which a recipe has to hold
+MAX_DROP = 0.5  # points: what `auto` asks for by default
+NOT_MEASURED = "not measured"
+
+
+class Accuracy(Frozen):
+    """A task's primary metric against FP32."""
+
+    model: str
+    task: str
+    metric: str
+    points: float  # the recipe minus FP32
+    stderr: float | None  # paired, in points; null where no answer differs
+    n: int  # samples
+    stage: Literal["engine", "onnxruntime", "fake_quant"]  # the last one that ran
+    where: str  # hardware and library that ran it
+
+
+class Speed(Frozen):
+    """The engine for the recipe's shapes over the fastest contestant that is not INT8."""
+
+    model: str
+    batch: int
+    length: int  # tokens
+    value: float  # the least of several benches of that shape
+    low: float | None  # 95% interval over rounds
+    high: float | None
+    over: str  # precision of the fastest other
+    where: str
+
+
+class Figure(Frozen):
+    """A shipped recipe, as it is shipped now, on one kind of device."""
+
+    recipe: str
+    device: Device
+    accuracy: tuple[Accuracy, ...]  # by task and hardware
+    speed: tuple[Speed, ...]  # by shape
+
+    @property
+    def worst(self) -> Accuracy | None:
+        """The largest loss; of engines where any ran."""
+        ran = [row for row in self.accuracy if row.stage == "engine"]
+        return min(ran or self.accuracy, key=lambda row: row.points, default=None)
+
+    @property
+    def shown_speed(self) -> Speed | None:
+        """At the shape that recipes are compared at."""
+        shown = SHOWN[self.device]
+        return next((row for row in self.speed if (row.model, row.batch, row.length) == shown), None)
+
+    @property
+    def holds(self) -> bool:
+        """Engines lost no more than `MAX_DROP` on each of `TASKS` and of any others.
+
+        Noise is no excuse here: what a task of few rows cannot tell is no reason to start with.
+        """
+        return {row.task for row in self.accuracy if row.stage == "engine"} >= {*TASKS} and not self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Engines lost more than `MAX_DROP` on a task."""
+        return any(-row.points > MAX_DROP for row in self.accuracy if row.stage == "engine")
+
+
+class Shipped(NamedTuple):
+    """A recipe that comes with the package."""
+
+    recipe: str
+    name: str  # without the family
+    family: str
+    model_types: tuple[str, ...]  # of config.json
+    description: str
+    figures: tuple[Figure, ...]  # by device; none where nothing was measured
+    # devices on which it, or the one of its name in another family, is to start with
+    start_on: tuple[Device, ...]
+
+
+@cache
+def figures() -> tuple[Figure, ...]:
+    """Read the figures of the package."""
+    text = resources.files("qdqbench.recipes").joinpath(FIGURES_FILE).read_text(encoding="utf-8")
+    return TypeAdapter(tuple[Figure, ...]).validate_json(text)
+
+
+def shipped(family: Family | None = None) -> list[Shipped]:
+    """Return the shipped recipes, family by family; of one family only where it is given."""
+    rows = []
+    for each in FAMILIES if family is None else (family,):
+        first = start_with(each)
+        for name in (name for name, having in family_free_recipes().items() if each.name in having):
+            recipe = f"{each.name}-{name}"
+            measured = tuple(
+                figure
+                for device in DEVICES
+                for figure in figures()
+                if (figure.recipe, figure.device) == (recipe, device)
+            )
+            on = tuple(device for device, chosen in first.items() if chosen == name)
+            about = load_recipe(recipe).description
+            rows.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
+    return rows
+
+
+def start_with(family: Family | None = None) -> dict[Device, str]:
+    """Return the recipe to start with on each device, without its family; of a family one that holds."""
+    lost = {(each.recipe, each.device) for each in figures() if each.lost}
+    names = {
+        f"{other}-{name}": name
+        for name, having in family_free_recipes().items()
+        for other in having
+        if family is None or family.name in having
+    }
+
+    def able(each: Figure) -> bool:
+        own = family and f"{family.name}-{names.get(each.recipe)}"
+        return each.recipe in names and (own, each.device) not in lost
+
+    measured = tuple(filter(able, figures()))
+    chosen = {device: fastest(device, measured) for device in DEVICES}
+    return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
+
+
+def fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
+    """Return the fastest recipe of those that hold, at the shape that recipes are compared at.
+
+    Returns:
+        its name; None where none that is faster was measured.
+    """
+    able = [
+        (speed.value, each.recipe)
+        for each in candidates
+        if each.device == device and each.holds and (speed := each.shown_speed) and speed.value > 1
+    ]
+    return max(able)[1] if able else None
+
+
+def worst_text(figure: Figure) -> str:
+    """Return `-0.34 ± 0.47 mrpc`, or that it was not measured."""
+    worst = figure.worst
+    if worst is None:
+        return NOT_MEASURED
+    error = "" if worst.stderr is None else f" ± {worst.stderr:.2f}"
+    graph = "" if worst.stage == "engine" else " (graph)"
+    return f"{round(worst.points, 2) + 0.0:+.2f}{error} {worst.task}{graph}"
+
+
+def speed_text(figure: Figure) -> str:
+    """Return `1.28x`, or that it was not measured."""
+    speed = figure.shown_speed
+    return NOT_MEASURED if speed is None else f"{speed.value:.2f}x"
+
+
+def conditions(shown: Iterable[Figure]) -> list[str]:
+    """Return what the figures are of: a sentence of accuracy, and one of speed a device."""
+    shown = list(shown)
+    ran = dict.fromkeys(row.where for each in shown for row in each.accuracy if row.stage == "engine")
+    sentences = []
+    if ran:
+        sentences.append(
+            "Accuracy: points of the task's metric, the recipe's engine minus FP32, on the task where it is "
+            f"worst, ± one paired standard error; {'; '.join(sorted(ran))}."
+        )
+    if any(row.stage != "engine" for each in shown for row in each.accuracy):
+        sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
+    for device, name in DEVICES.items():
+        rows = [speed for each in shown if each.device == device and (speed := each.shown_speed)]
+        what = sorted({f"{row.where}, over the fastest {row.over} there is" for row in rows})
+        model, batch, length = SHOWN[device]
+        sentences += (
+            [f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}."] if what else []
+        )
+    return sentences
+
+
+def rule(chosen: Mapping[Device, str]) -> str:
+    """Return which recipe to start with, and why.
+
+    Args:
+        chosen: names by device.
+    """
+    start = " and ".join(f"{name} on a {DEVICES[device]}" for device, name in chosen.items())
+    return (
+        f"Start with {start}: of the recipes without training whose engines lost at most {MAX_DROP:g} "
+        f"points on each of {', '.join(TASKS)} and of any other task, the fastest. That was measured with "
+        "BERT; other families take the fastest of the same names that they have, unless it lost more there."
+    )

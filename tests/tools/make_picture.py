@@ -1,0 +1,64 @@
+"""The picture of the README: the first screen of a measured run's report, in a real browser, light and dark.
+
+    python tests/tools/make_picture.py
+
+The run is one of `docs/measured-cpu`, whose results file is whole, with the bench of its engine, written as
+`qdqbench report` writes it.
+Needs Chromium and playwright (the extra `dev`).
+"""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from qdqbench.eval.runreport.report import refresh_reports
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "docs" / "measured-cpu"
+RUN, BENCH = MEASURED / "sst2-openvino-int8-linears", MEASURED / "sst2-bench-128"
+WIDTH, HEIGHT = 1180, 578
+
+
+def write_page(folder: Path) -> Path:
+    """The report of the measured run in a folder of its own; returns its page."""
+    for source, name in ((RUN, "results.json"), (BENCH, "bench.json")):
+        shutil.copy(source / name, folder / name)
+    written, problem = refresh_reports(folder)
+    assert problem is None, problem
+    return next(path for path in written if path.suffix == ".html")
+
+
+def take(page: Path, out: Path) -> list[Path]:
+    """Pictures of the first screen of a page, in both colour schemes."""
+    from playwright.sync_api import sync_playwright
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    made = []
+    with (
+        sync_playwright() as started,
+        started.chromium.launch(executable_path=browser, args=["--no-sandbox"]) as opened,
+    ):
+        for scheme in ("light", "dark"):
+            shown = opened.new_page(
+                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme, device_scale_factor=1
+            )
+            shown.goto(page.as_uri())
+            made.append(out / f"report-{scheme}.png")
+            shown.screenshot(path=made[-1])
+    return made
+
+
+def main() -> None:
+    """Write both pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for path in take(write_page(Path(folder)), out):
+            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Everything behind the measured tables that needs a GPU, again, in chunks of less than nine minutes each.
+
+    python tests/tools/measure_tables.py --list
+    python tests/tools/measure_tables.py bench --out docs/measured
+    python tests/tools/measure_tables.py runs-sst2 --models MODELS --data GLUE --out docs/measured
+    python tests/tools/tables.py --summarize docs/measured
+    python tests/tools/tables.py
+
+A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
+--keep what is there already is not measured again. What does not end within the limit is left out and told.
+MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
+FP16.
+"""
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from qdqbench.quantize.recipe.schema import load_recipe
+
+SUMMARY_FILE = "summary.json"  # what tables.py keeps of a results file
+
+PROGRAM = (sys.executable, "-c", "from qdqbench.quantize.cli.app import program; program()")
+TASKS = ("sst2", "mrpc", "stsb")
+RECIPES = (
+    "fp16", "int8-attention", "int8-residual", "int8-residual-fused", "int8-linears",
+    "int8-linears-per-tensor", "int8-ffn",
+)  # fmt: skip
+STUDIED = ("int8-linears-per-tensor-qat", "int8-attention-qat", "int8-residual-qat")
+TRAINED = {  # options of the fine-tuning that a study begins with
+    "sst2": ["--epochs", "2", "--batch-size", "64", "--max-steps", "1500"],
+    "mrpc": [],
+    "stsb": [],
+    "rte": ["--epochs", "12", "--learning-rate", "1e-4"],
+    "mnli": ["--epochs", "3"],
+}
+BENCH = [
+    *("--streams", "1", "--seconds", "0.4", "--compile-seconds", "100", "--no-fp32"),
+    *("--without", "autotune-fp16"),  # never the fastest, and compiles longest
+]
+LARGER = {"sst2": ["--real-batch", "256"]}  # a bucket of SST-2 has 76 to 239 rows: these are one batch each
+LATE, GRACE_S = -1, 20.0
+PREPARE = 0.5  # of the limit, at most, before anything is timed
+UNSPLIT = "bert-int8-attention-unsplit"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, whose result goes into a folder of its own."""
+
+    name: str  # of the folder
+    file: str  # that is kept
+    command: list[str]
+
+
+def grid(*batches: int, length: int = 128) -> list[str]:
+    """Options of a bench's shapes."""
+    return [part for batch in batches for part in ("--batch", str(batch))] + ["--length", str(length)]
+
+
+def bench(name: str, model: str, recipe: str, *options: str) -> Step:
+    """A bench of a size with random weights."""
+    return Step(name, "bench.json", ["bench", "--model", model, "--recipe", recipe, *BENCH, *options])
+
+
+def also(*recipes: str) -> list[str]:
+    """Options of a bench's other recipes."""
+    return [part for recipe in recipes for part in ("--also", recipe)]
+
+
+def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
+    """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
+    split = ["--real-lengths", task, "--real-batch", "128", "--data", data, "--profile", "static"]
+    recipes = ["--recipe", "bert-int8-residual-fused", "--also", "bert-int8-residual"]
+    given = ["bench", "--model", model, *recipes, *split, *options]
+    return Step(f"{name}-bench", "bench.json", [*given, *BENCH])
+
+
+def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
+    """All chunks by name, the most wanted first."""
+    attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--profile", "static"]
+    fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--without", "int8-exact"]
+
+    def base(name: str, task: str) -> Step:
+        return lengths(name, task, "bert-base", data, "--tokenizer", str(models / f"minilm-l6-{task}"))
+
+    found = {
+        "bench": [
+            bench(
+                "base-exact", "bert-base", fused, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
+            ),
+            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact, *also(fused)),
+            bench("large-attention", "bert-large", attention, *grid(8, 128), *also(residual, fused), *lean),
+        ],
+        "bench-recipes": [
+            bench(
+                "base-recipes",
+                "bert-base",
+                attention,
+                *grid(1, 8, 32, 128),
+                *also(residual, fused, "bert-int8-linears", ffn, str(unsplit)),
+                *lean,
+            )
+        ],
+        "lengths": [
+            *(
+                lengths(task, task, str(models / f"minilm-l6-{task}"), data, *LARGER.get(task, ()))
+                for task in TASKS
+            ),
+            base("base", "sst2"),
+        ],
+        "lengths-base": [base("base-mrpc", "mrpc"), base("base-stsb", "stsb")],
+    }
+    for task in TASKS:
+        shared = ["--model", str(models / f"minilm-l6-{task}"), "--task", task, "--data", data]
+        found[f"runs-{task}"] = [
+            Step(f"{task}-bert-{recipe}", "results.json", ["run", f"bert-{recipe}", *shared])
+            for recipe in RECIPES
+        ]
+    for task, options in TRAINED.items():
+        named = [part for recipe in STUDIED for part in ("--recipe", f"bert-{recipe}")]
+        shared = ["--model", str(models / "minilm-l6"), "--data", data, "--seeds", "3", "--task", task]
+        found[f"qat-{task}"] = [Step(f"{task}-qat", "study.json", ["study", *named, *shared, *options])]
+    return found
+
+
+def write_unsplit(path: Path) -> Path:
+    """The recipe `bert-int8-attention` without splitting of outlier channels."""
+    recipe = load_recipe("bert-int8-attention").model_dump(mode="json")
+    recipe["name"], recipe["calibration"]["split_outliers"] = UNSPLIT, 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def prepare(steps: list[Step], work: Path, until: float) -> None:
+    """Export, build and compile for all benches side by side: each is timed alone afterwards."""
+    begun = [
+        subprocess.Popen([*PROGRAM, *step.command, "--prepare", "--out", str(work / step.name)])
+        for step in steps
+        if step.file == "bench.json"
+    ]
+    for process in begun:
+        _wait(process, until)
+
+
+def _wait(process: "subprocess.Popen[bytes]", until: float) -> int:
+    """Exit status; `LATE` of what does not end in time, which is ended with what it has started."""
+    try:
+        return process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return LATE
+
+
+def measure(steps: list[Step], work: Path, out: Path, until: float) -> Iterator[str]:
+    """Run steps; a line about each."""
+    for step in steps:
+        made = work / step.name
+        if time.monotonic() >= until:
+            yield f"{step.name}: left out, no time is left"
+            continue
+        started = time.monotonic()
+        status = _wait(subprocess.Popen([*PROGRAM, *step.command, "--out", str(made)]), until)
+        spent, result = f"{time.monotonic() - started:.0f} s", made / step.file
+        # 2: finished, and something does not hold, which is a result too; a bench is kept shape by shape
+        if status in (0, 2, LATE) and result.is_file():
+            (out / step.name).mkdir(parents=True, exist_ok=True)
+            shutil.copy(result, out / step.name / step.file)
+            told = "some of it is left out, it did not end in time" if status == LATE else f"status {status}"
+            yield f"{step.name}: {spent}, {told}"
+        else:
+            why = "it did not end in time" if status == LATE else f"exit status {status}"
+            yield f"{step.name}: left out after {spent}, {why}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the chunks that are named; returns 1 if anything was left out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("chunks", nargs="*")
+    parser.add_argument("--list", action="store_true", help="what the chunks measure")
+    parser.add_argument("--models", type=Path, default=Path("models"))
+    parser.add_argument("--data", default="hub")
+    parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="run directories")
+    parser.add_argument("--out", type=Path, default=Path("docs/measured"), help="results files")
+    parser.add_argument("--limit", type=float, default=530, help="seconds of a chunk")
+    parser.add_argument("--keep", action="store_true", help="skip what OUT has already")
+    given = parser.parse_args(arguments)
+    known = chunks(given.models, given.data, given.work / f"{UNSPLIT}.yaml")
+    if given.list:
+        for name, steps in known.items():
+            print(f"{name}: {', '.join(step.name for step in steps)}")
+        return 0
+    if wrong := [name for name in given.chunks if name not in known]:
+        parser.error(f"no chunk is called {', '.join(wrong)}; there are {', '.join(known)}")
+    write_unsplit(given.work / f"{UNSPLIT}.yaml")
+    left_out = 0
+    for name in given.chunks:
+        steps = []
+        for step in known[name]:
+            files = (given.out / step.name / name for name in (step.file, SUMMARY_FILE))
+            if there := next((path for path in files if given.keep and path.is_file()), None):
+                print(f"{step.name}: skipped, {there} is there", flush=True)
+            else:
+                steps.append(step)
+        begun = time.monotonic()
+        if sum(step.file == "bench.json" for step in steps) > 1:
+            prepare(steps, given.work, begun + PREPARE * given.limit)
+            print(f"{name}: prepared in {time.monotonic() - begun:.0f} s", flush=True)
+        for line in measure(steps, given.work, given.out, begun + given.limit):
+            print(line, flush=True)
+            left_out += "left out" in line
+    return int(bool(left_out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,886 @@
+"""Measured tables of the documents, and `recipes/figures.json`, from the results files in `docs/measured*`.
+
+    python tests/tools/tables.py             write every page, and the figures
+    python tests/tools/tables.py --check     change nothing; exit status 2 where something would change
+    python tests/tools/tables.py --summarize docs/measured
+
+A page gets its tables between two markers. The same files give the same bytes, in any order. `--summarize`
+replaces the `results.json`, `study.json` and `search.json` of new runs by a `summary.json` of what tables
+read, which is all that the repository keeps of them.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from qdqbench.eval.bench.results import (
+    BENCH_FILE,
+    Bench,
+    BenchCell,
+    headline_of,
+    over_fastest,
+    rate_of,
+    read_bench,
+    row_of,
+)
+from qdqbench.eval.benchreport import words
+from qdqbench.eval.report.formats import (
+    clean,
+    cleaned,
+    code,
+    delta_points,
+    flat,
+    in_points,
+    label,
+    model_label,
+    size,
+    text,
+    versions_text,
+)
+from qdqbench.eval.runs.study import STUDY_FILE, read_study
+from qdqbench.eval.runs.study_screen import conditions
+from qdqbench.eval.search.results import SEARCH_FILE, read_search
+from qdqbench.quantize.core import files
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.limits import CPU_BACKENDS
+from qdqbench.quantize.core.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
+from qdqbench.quantize.engine.hazards import hazards
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.shapes import AUTO
+from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
+from qdqbench.quantize.rundir.config import adapted
+from qdqbench.quantize.tasks.task import GLUE
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    "docs/cpu.md": "docs/measured-cpu",
+    "docs/families.md": "docs/measured-families",
+    "docs/heads.md": "docs/measured-heads",
+    "docs/issue-4058.md": "docs/measured-embeddings",
+    "docs/real_lengths.md": "docs/measured-lengths",
+    "recipes/README.md": "docs/measured",
+}
+FIGURES = "recipes/figures.json"
+FIGURES_FROM = ("measured", "measured-cpu", "measured-families", "measured-heads", "measured-lengths")
+BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+SUMMARY_FILE = "summary.json"
+CHANGED = "†"
+QAT_NOTE = (
+    "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
+    "QAT minus PTQ is between these two, with its paired error."
+)
+
+
+class Record(dict[str, Any]):
+    """A JSON object whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _keep(names: str, **inner: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split()) | inner
+
+
+VERSUS = _keep("delta delta_stderr", agreement=_keep("values stderr"))
+KEPT = {  # what tables read of a file: None is all of a value, "*" every key of an object
+    "run": _keep(
+        "created command recipe model task data seed trained environment",
+        stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
+        qat_vs_ptq=VERSUS,
+        engine=_keep(
+            "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
+            "expected_attention_int8 int8_residuals expected_int8_residuals"
+        ),
+        gate=_keep("state"),
+    ),
+    "study": _keep("created command base task n finetune recipes summary warnings environment"),
+    "search": _keep(
+        "created command task metric trials agreement environment",
+        source=_keep("mode label twin batch length"),
+        outcome=_keep("failures"),
+        confirmed=_keep(
+            "name status reason recipe metrics dominates",
+            latency=_keep("ms speedup"),
+            fake_quant={"*": VERSUS},
+            engine={"*": VERSUS},
+        ),
+    ),
+}
+
+
+def _project(value: Any, kept: dict[str, Any] | None) -> Any:
+    """The parts of a JSON value that are kept."""
+    if isinstance(value, list):
+        return [_project(item, kept) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if kept is None or "*" in kept:
+        return Record({key: _project(item, kept and kept["*"]) for key, item in value.items()})
+    return Record({key: _project(value[key], inner) for key, inner in kept.items()})
+
+
+def run_of(results: Results) -> Record:
+    """Return what tables read of a run's results."""
+    derived = {"trained": results.trained, "gate": {"state": results.gate.state}}
+    return _summary("run", results.model_dump(mode="json") | derived)
+
+
+def _search(path: Path) -> Record:
+    search = read_search(path)
+    return _summary("search", search.model_dump(mode="json") | {"trials": len(search.trials)})
+
+
+def _summary(kind: str, value: dict[str, Any]) -> Record:
+    return Record(kind=kind, **_project(clean(value), KEPT[kind]))
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    RESULTS_FILE: lambda path: run_of(read_results(path.parent)),
+    STUDY_FILE: lambda path: _summary("study", read_study(path).model_dump(mode="json")),
+    SEARCH_FILE: _search,
+    SUMMARY_FILE: lambda path: _project(clean(files.read_json(path)), None),
+    BENCH_FILE: lambda path: cleaned(read_bench(path)),
+}
+
+
+def read_records(paths: Sequence[Path]) -> list[Any]:
+    """Read the results files that are named or lie below a named folder, in an order of their contents.
+
+    Raises:
+        UserError: no file, an unreadable one, or two of the same measurement.
+    """
+    sources: dict[Path, None] = {}
+    for path in paths:
+        below = [file for name in READERS for file in path.rglob(name)] if path.is_dir() else [path]
+        if not below:
+            raise UserError(f"{path} holds no {', '.join(READERS)}; name the folders of finished runs")
+        sources.update(dict.fromkeys(below))
+    records: dict[tuple[Any, ...], tuple[Path, Any]] = {}
+    for path in sources:
+        record = READERS[path.name](path)
+        key = _key(record)
+        if key in records:
+            raise UserError(f"{records[key][0]} and {path} measured the same thing; name only one of them")
+        records[key] = path, record
+    return [records[key][1] for key in sorted(records)]
+
+
+def _key(record: Any) -> tuple[Any, ...]:
+    """Identity of a measurement; records are sorted by it."""
+    if isinstance(record, Bench):
+        about, chosen = record.target.name, record.settings
+        shapes = chosen.profile, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.real_lengths)
+        return "bench", record.device, about, str(record.recipe.get("name")), words.hardware(record), *shapes
+    if record.kind == "run":
+        of = str(record.recipe.get("name")), _model_name(record), record.task.name
+        return "run", *of, record.seed, _environment(record)
+    if record.kind == "study":
+        return "study", record.task.name, tuple(sorted(record.recipes)), record.created
+    return "search", record.task, record.source.mode, record.created
+
+
+def _of(kind: str, records: Sequence[Any]) -> list[Any]:
+    return [each for each in records if ("bench" if isinstance(each, Bench) else each.kind) == kind]
+
+
+def summarize(folder: Path) -> list[Path]:
+    """Replace the results files below a folder by summaries; returns the summaries."""
+    written = []
+    for path in (
+        path for name in (RESULTS_FILE, STUDY_FILE, SEARCH_FILE) for path in sorted(folder.rglob(name))
+    ):
+        written.append(path.with_name(SUMMARY_FILE))
+        files.write_text(written[-1], json.dumps(READERS[path.name](path), indent=1) + "\n")
+        path.unlink()
+    return written
+
+
+# Labels of recipes and places, with the notes that explain them
+
+
+class Notes:
+    """Recipes that the shipped one of their name no longer equals, and where accuracy was measured."""
+
+    def __init__(self) -> None:
+        self.changed: dict[str, dict[str, None]] = {}  # name -> differences, each once
+        self.places: list[str] = []
+
+    def label(self, recipe: dict[str, Any]) -> str:
+        """Return a recipe's name in Markdown, the run's own length and backend, a mark if more differs."""
+        name, length, backend = str(recipe.get("name")), *_own(recipe)
+        if changes := differences(recipe):
+            self.changed[name] = self.changed.get(name, {}) | dict.fromkeys(changes)
+        own = [f", {length} tokens" if length else "", f", {label(backend)}" if backend else ""]
+        own += [", shapes: auto" if _follows_data(recipe) else "", f" {CHANGED}" if changes else ""]
+        return code(name) + "".join(own)
+
+    def place(self, run: Record) -> str:
+        """Return the number of a run's environment, from 1."""
+        line = _environment(run)
+        if line not in self.places:
+            self.places.append(line)
+        return str(self.places.index(line) + 1)
+
+    def parts(self) -> list[str]:
+        """Return what the marks and the numbers mean."""
+        lines = [f"- {code(name)}: {text(', '.join(self.changed[name]))}" for name in sorted(self.changed)]
+        mark = f"{CHANGED} Measured before the shipped recipe of this name changed. What was different:"
+        numbered = [f"{number}. {text(line)}" for number, line in enumerate(self.places, 1)]
+        blocks = (mark, lines), ("Accuracy was measured on:", numbered)
+        return ["\n".join([head, "", *below]) for head, below in blocks if below]
+
+
+def differences(recipe: dict[str, Any]) -> list[str]:
+    """Return the settings of a recorded recipe that the shipped one of its name has otherwise.
+
+    Not the length, the backend, nor shapes of the data, which a run is given; nor what changes no result.
+    """
+    name = str(recipe.get("name"))
+    if name not in shipped_recipes():
+        return []
+    try:
+        then = dict(flat(Recipe.model_validate(recipe).model_dump(mode="json")))
+    except ValidationError:
+        return ["it is of another version of qdqbench"]
+    length, backend = _own(recipe)
+    shapes = AUTO if _follows_data(recipe) else None
+    shipped = adapted(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
+    now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
+    return [
+        f"{key} {then.get(key)} (now {now.get(key)})"
+        for key in dict.fromkeys((*then, *now))
+        if then.get(key) != now.get(key) and key.split(".")[0] not in ("description", "gate")
+    ]
+
+
+def _follows_data(recipe: dict[str, Any]) -> bool:
+    return bool(recipe.get("engine", {}).get("shapes") == AUTO)
+
+
+def _own(recipe: dict[str, Any]) -> tuple[int | None, str | None]:
+    """Length and backend that a run was given; None where the shipped recipe of its name has the same."""
+    if (name := str(recipe.get("name"))) not in shipped_recipes():
+        return None, None
+    shipped, length = load_recipe(name), recipe.get("export", {}).get("max_length")
+    backend = recipe.get("engine", {}).get("backend")
+    return (
+        None if length in (None, shipped.export.max_length) else int(length),
+        None if backend in (None, shipped.engine.backend) else str(backend),
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, unpadded so that a new figure changes one line; cells are Markdown already."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
+
+
+# Accuracy
+
+
+def accuracy_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
+    """Return a table per task: a row per recipe and model, the primary metric of every stage."""
+    parts = []
+    for task in sorted({run.task.name for run in runs}, key=_task_order):
+        same = [run for run in runs if run.task.name == task]
+        trained = any(run.trained for run in same)
+        parts.append(
+            f"### {text(label(task))}: {text(label(_metric(same[0])))} by stage\n\nIn points; ± is one "
+            "standard error over the samples. The difference is the last stage that ran minus FP32, with "
+            "its paired error."
+        )
+        parts += [QAT_NOTE] if trained else []
+        header = [
+            "recipe", "model", *map(label, QAT_STAGES if trained else STAGES), "difference",
+            *(["QAT minus PTQ"] if trained else []), "INT8 proven", "n", "seed", "gate", "where",
+        ]  # fmt: skip
+        parts.append(table(header, [_accuracy_row(run, notes, trained=trained) for run in same]))
+        if agreeing := [line for run in same if (line := _agreement(run, notes))]:
+            parts.append("\n".join(agreeing))
+        parts += [
+            f"Partial data: {code(run.recipe.get('name'))}: {text(f'--limit {limit}')}: accuracy is measured "
+            "on a part of the evaluation data only"
+            for run in same
+            if (limit := run.data.get("limit")) is not None
+        ]
+    return parts
+
+
+def _accuracy_row(run: Record, notes: Notes, *, trained: bool) -> list[str]:
+    last = _last(run, STAGES[::-1])
+    counts = {row.n for name, row in run.stages.items() if name in STAGES and row.status == "done"}
+    return [
+        notes.label(run.recipe),
+        text(_model_name(run)),
+        *(_metric_cell(run, name) for name in (QAT_STAGES if trained else STAGES)),
+        _difference(run, last and run.stages[last].vs_fp32),
+        *([_difference(run, run.qat_vs_ptq)] if trained else []),
+        _proven(run.engine),
+        ", ".join(map(str, sorted(counts))),
+        str(run.seed),
+        {"passed": "✓", "failed": "✗"}.get(run.gate.state, "?"),
+        notes.place(run),
+    ]
+
+
+def _model_name(run: Record) -> str:
+    """Without the folders of the machine that it was measured on."""
+    return Path(run.model.name).name
+
+
+def _metric(run: Record) -> str:
+    return str(run.task.metrics[0])
+
+
+def _last(run: Record, stages: Sequence[str]) -> str | None:
+    """The first of these stages that was compared with FP32."""
+    return next((name for name in stages if name in run.stages and run.stages[name].vs_fp32), None)
+
+
+def _proven(engine: Record | None) -> str:
+    if engine is None:
+        return "no engine"
+    counts = [f"{engine.int8_gemms}/{engine.expected_int8_gemms}"]
+    counts = counts if engine.expected_int8_gemms else ["none asked"]
+    if engine.expected_attention_int8:
+        counts.append(f"attention {engine.attention_int8}/{engine.expected_attention_int8}")
+    if engine.expected_int8_residuals:
+        counts.append(f"residuals {engine.int8_residuals}/{engine.expected_int8_residuals}")
+    return ", ".join(counts)
+
+
+def _agreement(run: Record, notes: Notes) -> str:
+    """How the embeddings of the last stage agree with FP32's; empty where there are none."""
+    last = _last(run, STAGES[::-1])
+    agreement = last and run.stages[last].vs_fp32.agreement
+    if not agreement:
+        return ""
+    values, stderr = agreement["values"].items(), agreement["stderr"]
+    figures = ", ".join(f"{label(name)} {value:.4f} ± {stderr[name]:.4f}" for name, value in values)
+    return f"- {notes.label(run.recipe)}, {text(_model_name(run))}, last stage: {text(figures)}"
+
+
+def _difference(run: Record, versus: Record | None) -> str:
+    """In points, with its paired error; nothing where it was not measured."""
+    metric = _metric(run)
+    return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+") if versus else ""
+
+
+def _metric_cell(run: Record, stage: str) -> str:
+    """The primary metric of a stage in points, with its standard error."""
+    if stage == "ptq" and not run.trained:
+        return "no QAT"
+    row, metric = run.stages.get(stage), _metric(run)
+    if row is None or metric not in row.metrics:
+        return "not measured"
+    return in_points(row.metrics[metric], row.stderr.get(metric))
+
+
+def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
+    """Return the mean of the primary metrics over all tasks, for recipes measured once on each of them."""
+    tasks = sorted({run.task.name for run in runs}, key=_task_order)
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for run in runs:
+        groups[notes.label(run.recipe), str(run.seed), notes.place(run)].append(run)
+    stages = QAT_STAGES if any(run.trained for run in runs) else STAGES
+    rows = []
+    for (recipe, *where), same in groups.items():
+        if sorted(run.task.name for run in same) != sorted(tasks):
+            continue  # a task is missing, or has several models
+        untrained = not any(run.trained for run in same)
+        cells = ["no QAT" if stage == "ptq" and untrained else _mean(same, stage) for stage in stages]
+        rows.append([recipe, *cells, _mean_difference(same), *where])
+    if len(tasks) < 2 or not rows:
+        return []
+    title = (
+        f"### Mean over {', '.join(text(label(task)) for task in tasks)}\n\nOf the primary metrics, in "
+        "points; the difference is engine minus FP32, its standard error from the paired errors of the tasks."
+    )
+    return [title, table(["recipe", *map(label, stages), "difference", "seed", "where"], rows)]
+
+
+def _mean(runs: Sequence[Record], stage: str) -> str:
+    values = [run.stages[stage].metrics.get(_metric(run)) for run in runs if stage in run.stages]
+    known = [value for value in values if value is not None]
+    return f"{100 * sum(known) / len(known):.2f}" if known and len(known) == len(values) else "not measured"
+
+
+def _mean_difference(runs: Sequence[Record]) -> str:
+    pairs = [(_metric(run), run.stages.engine.vs_fp32) for run in runs if _last(run, ["engine"])]
+    if len(pairs) < len(runs):
+        return "not measured"
+    delta = sum(versus.delta[metric] for metric, versus in pairs) / len(pairs)
+    # of different samples, so errors add up as squares
+    squares = sum(versus.delta_stderr.get(metric, math.nan) ** 2 for metric, versus in pairs)
+    error = math.sqrt(squares) / len(pairs)
+    return in_points(delta, error if math.isfinite(error) else None, "+")
+
+
+def _environment(run: Record) -> str:
+    """GPU and driver or CPU, engine builder and the libraries that accuracy depends on, in one line."""
+    about, versions, engine = run.environment, run.environment.get("versions", {}), run.engine
+    device = f"GPU {about.get('gpu') or 'none'}"
+    device += f", driver {about['driver']}" if about.get("driver") else ""
+    if engine and engine.backend in CPU_BACKENDS:
+        device = f"CPU {about['cpu']}, {about['cores']} cores"
+    names = ("torch", "transformers", "nvidia-modelopt", "onnxruntime", "qdqbench")
+    used = [f"{name} {versions[name]}" for name in names if name in versions]
+    line = ", ".join([device, _backend(engine.backend, engine.version) if engine else "no engine", *used])
+    targets = engine.compute_capability if engine else []
+    return "; ".join(
+        [line, *(each for at in targets for each in hazards(engine.backend, engine.version, at))]
+    )
+
+
+def _backend(name: str, version: str) -> str:
+    """With the version that is released, without its build."""
+    return f"{label(name)} {version.partition('-')[0]}"
+
+
+def _task_order(task: str) -> tuple[int, str]:
+    order = ["sst2", "mrpc", "stsb", *GLUE]
+    return (order.index(task) if task in order else len(order), task)
+
+
+# QAT over seeds, and searches
+
+
+def study_tables(studies: Sequence[Record], notes: Notes) -> list[str]:
+    """Return a table per base encoder: a row per task and recipe, in points of the primary metric."""
+    parts = []
+    for base in sorted({study.base.sha256 for study in studies}):
+        same = [study for study in studies if study.base.sha256 == base]
+        places = list(dict.fromkeys(map(_study_place, same)))
+        rows = [
+            [
+                text(study.task.name), text(_metric(study)), notes.label(study.recipes[name]),
+                str(row.qat.n), str(study.n), *(_spread(row[stage]) for stage in ("fp32", "ptq", "qat")),
+                *(_spread(row[f"{stage}_minus_fp32"], "+") for stage in ("ptq", "qat")),
+                str(places.index(_study_place(study)) + 1),
+            ]
+            for study in same
+            for name, row in study.summary.items()
+        ]  # fmt: skip
+        title = (
+            f"### QAT over seeds: {text(same[0].base.name)}\n\nMean ± standard deviation over seeds of "
+            "the validation metric in percent, fake-quant in PyTorch. Differences are taken seed by seed. "
+            "Every seed is a fine-tuning of its own, then PTQ and QAT of it."
+        )
+        header = ["task", "metric", "recipe", "seeds", "n", "FP32", "PTQ", "QAT", "PTQ - FP32", "QAT - FP32"]
+        lines = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
+        lines += [f"- {text(study.task.name)}: {text(line)}" for study in same for line in study.warnings]
+        parts += [title, table([*header, "where"], rows + _study_means(same, notes)), "\n".join(lines)]
+    return parts
+
+
+def _study_means(studies: Sequence[Record], notes: Notes) -> list[list[str]]:
+    """A row per recipe: means over the tasks, where there are several."""
+    groups: dict[str, list[tuple[str, Record]]] = defaultdict(list)
+    for study in studies:
+        for name, summary in study.summary.items():
+            groups[notes.label(study.recipes[name])].append((study.task.name, summary))
+    rows = []
+    for recipe, pairs in groups.items():
+        if len(pairs) == len({task for task, _ in pairs}) > 1:
+            means = [
+                sum(row[f"{stage}_minus_fp32"].mean for _, row in pairs) / len(pairs)
+                for stage in ("ptq", "qat")
+            ]
+            rows.append(
+                [f"mean of {len(pairs)}", "", recipe, *[""] * 5, *(f"{100 * m:+.2f}" for m in means), ""]
+            )
+    return rows
+
+
+def _study_place(study: Record) -> str:
+    return conditions(study.environment, study.finetune, study.recipes)
+
+
+def _spread(spread: Record, sign: str = "") -> str:
+    return in_points(spread.mean, spread.sd, sign)
+
+
+def search_tables(searches: Sequence[Record], notes: Notes) -> list[str]:
+    """Return one table: for each search the chosen recipe, then the shipped ones; drops in points."""
+    if not searches:
+        return []
+    places = list(dict.fromkeys(map(_search_place, searches)))
+    done = [(search, row) for search in searches for row in search.confirmed if row.status == "done"]
+    kept = [(search, row) for search, row in done if not (row.recipe and differences(row.recipe))]
+    rows = [
+        [*_search_row(search, row, notes), str(places.index(_search_place(search)) + 1)]
+        for search, row in kept
+    ]
+    title = (
+        "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
+        "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error. "
+        "Speed-ups are over the engine without INT8, not the fastest there is (`qdqbench bench`)."
+    )
+    over = f"over {' or '.join(dict.fromkeys(search.source.twin for search in searches))}"
+    header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", over, "trials", "where"]
+    lines = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
+    lines += [f"- {text(label(each.task))}: {text(line)}" for each in searches for line in _verdicts(each)]
+    if gone := len(done) - len(kept):
+        lines.append(f"- left out: {gone} rows of shipped recipes that have changed since")
+    return [title, table(header, rows), "\n".join(lines)]
+
+
+def _search_row(search: Record, row: Record, notes: Notes) -> list[str]:
+    name = notes.label(row.recipe) if row.recipe else code(row.name)
+    if row is search.confirmed[0]:
+        name = f"**{name if row.name in shipped_recipes() else 'found by the search'}**"
+    elif row.dominates:
+        name += " ✗ dominates the chosen one"
+    value = row.metrics.get(search.metric)
+    drops = [
+        next(iter(splits.values()), None) for splits in (row.fake_quant, row.engine)
+    ]  # of the first split
+    return [
+        *(text(label(each)) for each in (search.task, search.metric)),
+        name,
+        "" if value is None else f"{100 * value:.2f}",
+        *(
+            delta_points(-each.delta[search.metric], each.delta_stderr[search.metric]) if each else ""
+            for each in drops
+        ),
+        *([f"{row.latency.ms:.3f}", f"{row.latency.speedup:.2f}x"] if row.latency else ["", ""]),
+        str(search.trials),
+    ]
+
+
+def _verdicts(search: Record) -> list[str]:
+    """Failures, and whether search and confirmation agree."""
+    lines = list(search.outcome.failures)
+    lines += [f"✗ {row.name} failed: {row.reason}" for row in search.confirmed if row.status == "failed"]
+    if drops := search.agreement:
+        verdict = "they agree within noise" if drops.within_noise else "✗ they do not agree"
+        lines.append(
+            f"drop {delta_points(drops.searched, drops.searched_stderr)} where it was searched, "
+            f"{delta_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {verdict}"
+        )
+    return lines
+
+
+def _search_place(search: Record) -> str:
+    source, versions = search.source, versions_text(search.environment)
+    return f"latency {source.label}, batch {source.batch} x {source.length} tokens; {versions}"
+
+
+# Benches
+
+
+def without_changed(bench: Bench) -> Bench:
+    """Return a bench without the `--also` engines of recipes that are shipped otherwise now."""
+    outdated = {about.name: about.label for about in bench.contestants if differences(about.recipe or {})}
+    if not outdated:
+        return bench
+    kept = [about for about in bench.contestants if about.name not in outdated]
+    cells = []
+    for cell in bench.cells:
+        rows = [row for row in cell.rows if row.contestant not in outdated]
+        speedups = [ratio for ratio in cell.speedups if not {ratio.contestant, ratio.over} & {*outdated}]
+        left = cell.model_copy(update={"rows": rows, "speedups": speedups})
+        cells.append(left.model_copy(update={"headline": headline_of(kept, left)}))
+    warning = f"left out, as what is shipped has changed since: {', '.join(outdated.values())}"
+    changes = {"cells": cells, "contestants": kept, "warnings": [*bench.warnings, warning]}
+    return bench.model_copy(update=changes)
+
+
+def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:
+    """Return one table: for each bench of real lengths a row a batch size; nothing without one."""
+    cells = [(bench, cell) for bench in benches for cell in bench.cells if cell.kind == "real"]
+    if not cells:
+        return []
+    title = (
+        "### Real lengths\n\nThe whole validation split, sorted by length; every contestant gets the same "
+        "batches. Sequences per second of the split's rows, from the median time of a launch; the ratio is "
+        "over the fastest other contestant of that run, with its 95% interval. All times are below."
+    )
+    over = " or ".join(dict.fromkeys(words.headline_title(bench) for bench, _ in cells))
+    header = ["model", "recipe", "split", "batch", "padded to", "padding", "INT8", "fastest other", over]
+    return [title, table(header, [_length_row(bench, cell, notes) for bench, cell in cells])]
+
+
+def _length_row(bench: Bench, cell: BenchCell, notes: Notes) -> list[str]:
+    names = {about.name: about.label for about in bench.contestants}
+    lengths, best = cell.padded_to, cell.headline
+
+    def rate(name: str) -> str:
+        row = row_of(cell, name)
+        return "" if row is None else f"{row.sequences_per_s:,.0f} ({text(names[name])})"
+
+    return [
+        _bench_model(bench),
+        notes.label(bench.recipe),
+        text(label(bench.settings.real_lengths or "")),
+        str(cell.batch),
+        ", ".join(map(str, lengths)) if len(lengths) <= 8 else f"{lengths[0]} to {lengths[-1]} by 8",
+        f"{1 - cell.real_tokens / cell.padded_tokens:.1%}",
+        rate(best.contestant if best else ""),
+        rate(best.over if best else ""),
+        _ratio_cell(words.ratio_mark(best)),
+    ]
+
+
+def _bench_model(bench: Bench) -> str:
+    return f"{text(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
+
+
+def _ratio_cell(mark: words.Mark) -> str:
+    """A figure of ours, whose interval needs no escape."""
+    return f"**{mark.text}**" if mark.bad else mark.text
+
+
+def latency_tables(bench: Bench, notes: Notes) -> list[str]:
+    """Return latency, speed-ups, throughput and memory of one bench."""
+    shape = bench.target.shape
+    profile = words.PROFILES[bench.settings.profile] if bench.device == "gpu" else "engines for any shape"
+    title = (
+        f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe)}, {profile}\n\n"
+        f"{text(words.hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
+        f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
+        f"Median milliseconds. {text(words.method(bench))}"
+    )
+    names = {about.name: about.label for about in bench.contestants}
+    shapes = [text(words.cell_text(bench, cell)) for cell in bench.cells]
+    heads = []
+    for name, cell in zip(shapes, bench.cells, strict=True):
+        ratio, *sides = words.headline_marks(bench, cell)
+        heads.append([name, _ratio_cell(ratio), *(text(side.text) for side in sides)])
+    marks = (*words.latency_rows(bench), *words.ratio_rows(bench))
+    remarks = [
+        *bench.notes,
+        *_built_as(bench),
+        *_proofs(bench),
+        words.clocks(bench),
+        *words.slow_lines(bench),
+    ]
+    lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
+    lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
+    return [
+        title,
+        table(["shape", text(words.headline_title(bench)), "INT8, ms", "over, ms"], heads),
+        "Medians, and ratios with their intervals:",
+        table(["ms", *shapes], [[text(name), *map(_ratio_cell, row)] for name, row in marks]),
+        *_throughput(bench, names),
+        *_memory(bench, names),
+        "\n".join(lines),
+    ]
+
+
+def _built_as(bench: Bench) -> list[str]:
+    """Shapes of engines that were built as the recipe says."""
+    if bench.settings.profile == "static" or bench.device == "cpu":
+        return []
+    shapes = bench.recipe["engine"]["shapes"]
+    if shapes == AUTO:
+        return ["optimization profiles: those of the data (shapes: auto)"]
+    profiles = [shapes] if isinstance(shapes, dict) else shapes
+    remarks = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
+    return [f"optimization profiles [min, opt, max]: {remarks}"]
+
+
+def _proofs(bench: Bench) -> list[str]:
+    """INT8 GEMMs of the engines that were timed, from their layer tables; fused attention of the peers."""
+    rows = [row for cell in bench.cells for row in cell.rows]
+    counts = {(r.int8_gemms, r.expected_int8_gemms) for r in rows if r.expected_int8_gemms is not None}
+    remarks = [
+        f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in sorted(counts)
+    ]
+    if fused := sorted({row.kernels.fused_attention for row in rows if row.kernels}):
+        counted = ", ".join(map(str, fused))
+        remarks.append(f"fused attention kernels of each PyTorch peer, by torch.profiler: {counted}")
+    return remarks
+
+
+def _throughput(bench: Bench, names: dict[str, str]) -> list[str]:
+    """Sequences per second of each contestant by shape and streams; nothing where it was not measured."""
+    rows = []
+    for cell in bench.cells:
+        for streams in bench.settings.streams:
+            rates = [rate_of(cell, name, streams) for name in names]
+            if any(rates):
+                cells = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
+                rows.append([text(words.cell_text(bench, cell)), str(streams), *cells])
+    header = ["shape", "streams", *map(text, names.values())]
+    return ["Sequences per second:", table(header, rows)] if rows else []
+
+
+def _memory(bench: Bench, names: dict[str, str]) -> list[str]:
+    """Size of each engine and of one context of it, by shape; nothing without engines."""
+    sizes = {
+        (text(words.cell_text(bench, cell)), row.contestant): (
+            f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
+        )
+        for cell in bench.cells
+        for row in cell.rows
+        if row.engine_bytes is not None and row.activation_bytes is not None
+    }
+    built = [name for name in names if any(name == engine for _, engine in sizes)]
+    shapes = dict.fromkeys(shape for shape, _ in sizes)
+    rows = [[shape, *(sizes.get((shape, name), "") for name in built)] for shape in shapes]
+    header = ["shape", *(text(names[name]) for name in built)]
+    return ["Memory on the GPU, engine + one context:", table(header, rows)] if rows else []
+
+
+def markdown(records: Sequence[Any]) -> str:
+    """Return all tables: accuracy by task, means, QAT over seeds, searches, real lengths, latency, places."""
+    notes, runs = Notes(), _of("run", records)
+    benches = [without_changed(bench) for bench in _of("bench", records)]
+    parts = [
+        "Written by `tests/tools/tables.py` from results files; do not edit by hand.",
+        *accuracy_tables(runs, notes),
+        *mean_tables(runs, notes),
+        *study_tables(_of("study", records), notes),
+        *search_tables(_of("search", records), notes),
+        *length_tables(benches, notes),
+        *(part for bench in benches for part in latency_tables(bench, notes)),
+    ]
+    return "\n\n".join(part for part in [*parts, *notes.parts()] if part)
+
+
+def insert(before: str, tables: str, name: str) -> str:
+    """Return a Markdown text with the tables between its markers.
+
+    Raises:
+        UserError: not exactly one pair of markers, in order.
+    """
+    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
+        raise UserError(f"{name} must hold the line {BEGIN} once and after it {END} once; add them")
+    head, _, rest = before.partition(BEGIN)
+    return f"{head}{BEGIN}\n{tables.strip()}\n{END}{rest.partition(END)[2]}"
+
+
+# Figures of `recipes list`
+
+
+def figures_of(records: Sequence[Any]) -> list[Figure]:
+    """Return accuracy and speed by recipe and device, without results of recipes that have changed since."""
+    accuracy: dict[tuple[str, str], list[Accuracy]] = defaultdict(list)
+    speed: dict[tuple[str, str], dict[tuple[str, int, int], Speed]] = defaultdict(dict)
+    for run in _of("run", records):
+        name, device = (
+            run.recipe["name"],
+            "cpu" if run.engine and run.engine.backend in CPU_BACKENDS else "gpu",
+        )
+        if name in shipped_recipes() and not differences(run.recipe) and (row := _accuracy(run)):
+            accuracy[name, device].append(row)
+    for bench in _of("bench", records):
+        for recipe, row in _speeds(bench):
+            least, shape = speed[recipe, bench.device], (row.model, row.length, row.batch)
+            # the smallest, as benches do not all time the same others
+            least[shape] = min(least.get(shape, row), row, key=lambda each: each.value)
+    order = [*shipped_recipes()]
+    return [
+        Figure(
+            recipe=key[0],
+            device=key[1],
+            accuracy=tuple(sorted(accuracy[key], key=lambda row: (row.task, row.model, row.where))),
+            speed=tuple(speed[key][shape] for shape in sorted(speed[key])),
+        )
+        for key in sorted({*accuracy, *speed}, key=lambda key: (order.index(key[0]), key[1]))
+    ]
+
+
+def _accuracy(run: Record) -> Accuracy | None:
+    """Of the last stage that ran, and where it ran."""
+    if (stage := _last(run, ("engine", "onnxruntime", "fake_quant"))) is None:
+        return None
+    metric, versus, engine = _metric(run), run.stages[stage].vs_fp32, run.engine
+    error = versus.delta_stderr.get(metric)
+    ran = engine if stage == "engine" else None
+    where = _hardware(run.environment, on_cpu=ran is None or ran.backend in CPU_BACKENDS)
+    return Accuracy(
+        model=model_label(run.model.name),
+        task=run.task.name,
+        metric=metric,
+        points=round(100 * versus.delta[metric], 4),
+        stderr=None if error is None else round(100 * error, 4),
+        n=run.stages[stage].n,
+        stage=stage,
+        where=where if ran is None else f"{where}, {_backend(ran.backend, ran.version)}",
+    )
+
+
+def _hardware(environment: dict[str, Any], *, on_cpu: bool) -> str:
+    if on_cpu:
+        return f"{environment.get('cpu')}, {environment.get('cores')} cores"
+    return str(environment.get("gpu"))
+
+
+def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
+    """Of the engines for the recipe's shapes, its own and those of `--also`, at fixed shapes."""
+    if bench.device == "gpu" and bench.settings.profile == "static":
+        return  # engines for each shape alone are not what `run` builds
+    about = {each.name: each for each in bench.contestants}
+    recipes = {name: each.recipe or {} for name, each in about.items()} | {"int8": bench.recipe}
+    engines = {  # where its recipe was not recorded, a contestant is called after it
+        name: recipe.get("name", name.removeprefix("int8-"))
+        for name, recipe in recipes.items()
+        if not differences(recipe)
+    }
+    device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
+    for cell in bench.cells:
+        for contestant, recipe in engines.items():
+            best = over_fastest(bench.contestants, cell, contestant)
+            if recipe not in shipped_recipes() or cell.length is None or best is None:
+                continue  # not a recipe of ours, or real lengths, which are another measure
+            yield (
+                recipe,
+                Speed(
+                    model=bench.target.name,
+                    batch=cell.batch,
+                    length=cell.length,
+                    value=round(best.value, 4),
+                    low=best.low and round(best.low, 4),
+                    high=best.high and round(best.high, 4),
+                    over=about[best.over].precision.upper(),
+                    where=f"{device}, {_backend(*about[contestant].backend.split())}",
+                ),
+            )
+
+
+def figures_json(folders: Sequence[Path]) -> str:
+    """Return the text of `recipes/figures.json`; each folder may hold one measurement once."""
+    records = [record for folder in folders for record in read_records([folder])]
+    return json.dumps([figure.model_dump(mode="json") for figure in figures_of(records)], indent=1) + "\n"
+
+
+def contents() -> Iterator[tuple[Path, str]]:
+    """Yield every page and the figures, as the results files make them."""
+    for page, folder in PAGES.items():
+        tables = markdown(read_records([ROOT / folder]))
+        yield ROOT / page, insert((ROOT / page).read_text(encoding="utf-8"), tables, page)
+    yield ROOT / FIGURES, figures_json([ROOT / "docs" / name for name in FIGURES_FROM])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the tables, or summarize results files; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 2 where it would")
+    parser.add_argument("--summarize", type=Path, nargs="+", metavar="FOLDER", help="of new results files")
+    options = parser.parse_args(arguments)
+    if options.summarize:
+        for path in (path for folder in options.summarize for path in summarize(folder)):
+            print(path)
+        return 0
+    stale = [(path, page) for path, page in contents() if path.read_text(encoding="utf-8") != page]
+    for path, page in stale:
+        print(f"{path.relative_to(ROOT)} {'does not hold these results' if options.check else 'written'}")
+        if not options.check:
+            files.write_text(path, page)
+    return 2 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The script behind the measured tables asks for what exists, and says what it leaves out."""
+
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from qdqbench.quantize.cli.app import app
+from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+
+from ...tools import measure_tables
+from ...tools.measure_tables import LATE, UNSPLIT, Step, chunks, main, measure, write_unsplit
+
+# writes the file that its first argument names into --out, after the seconds of its second
+CHILD = """
+import pathlib, sys, time
+out = pathlib.Path(sys.argv[-1])
+out.mkdir(parents=True, exist_ok=True)
+(out / sys.argv[1]).write_text("[]")
+time.sleep(float(sys.argv[2]))
+raise SystemExit(int(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def known(tmp_path):
+    return chunks(Path("models"), "glue", tmp_path / "unsplit.yaml")
+
+
+def test_every_command_and_option_and_recipe_exists(known, tmp_path):
+    commands = typer.main.get_command(app).commands
+    for step in (step for steps in known.values() for step in steps):
+        name, *rest = step.command
+        options = {
+            option
+            for parameter in commands[name].params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {part for part in rest if part.startswith("--")} <= options, step
+        asked = [after for before, after in itertools.pairwise(rest) if before in ("--recipe", "--also")]
+        asked += rest[:1] if name == "run" else []
+        assert asked
+        assert set(asked) - {str(tmp_path / "unsplit.yaml")} <= set(shipped_recipes()), step
+
+
+def test_folders_are_named_once(known):
+    names = [step.name for steps in known.values() for step in steps]
+    assert len(set(names)) == len(names)
+
+
+def test_the_recipe_without_splitting_differs_in_that_alone(tmp_path):
+    made = load_recipe(str(write_unsplit(tmp_path / "x.yaml")))
+    shipped = load_recipe("bert-int8-attention")
+    assert (made.name, made.calibration.split_outliers) == (UNSPLIT, 0)
+    same = shipped.calibration.model_copy(update={"split_outliers": 0})
+    assert made == shipped.model_copy(update={"name": UNSPLIT, "calibration": same})
+
+
+def test_results_are_kept_and_what_is_not_done_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_tables, "PROGRAM", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(measure_tables, "GRACE_S", 1.0)
+    steps = [
+        Step("done", "bench.json", ["bench.json", "0", "0"]),
+        Step("gate", "results.json", ["results.json", "0", "2"]),
+        Step("failed", "results.json", ["results.json", "0", "1"]),
+        Step("slow", "study.json", ["other.json", "30", "0"]),
+        Step("late", "study.json", ["study.json", "0", "0"]),
+    ]
+    lines = list(measure(steps, tmp_path / "work", tmp_path / "out", time.monotonic() + 1.5))
+    assert [line.split(":")[0] for line in lines] == [step.name for step in steps]
+    assert [folder.name for folder in sorted((tmp_path / "out").iterdir())] == ["done", "gate"]
+    assert "exit status 1" in lines[2]
+    assert "it did not end in time" in lines[3]
+    assert "no time is left" in lines[4]
+    assert LATE not in (0, 1, 2)
+
+
+def test_the_list_and_unknown_chunks(capsys):
+    assert main(["--list"]) == 0
+    assert "bench: base-exact, base-384, large-attention" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["bsae"])
+    assert "no chunk is called bsae" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""The generated documents are what the code says; every field of a recipe says what it means."""
+
+import pytest
+
+from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
+from qdqbench.quantize.recipe.shipped import shipped
+from qdqbench.quantize.tasks.task import KINDS
+
+from ...tools import pages
+
+
+@pytest.mark.parametrize("name", pages.PAGES)
+def test_a_page_is_what_the_code_says(name):
+    text = (pages.ROOT / name).read_text(encoding="utf-8")
+    assert text == pages.PAGES[name](), "write it with `python tests/tools/pages.py`"
+
+
+@pytest.mark.parametrize("section", pages.reached(Recipe).values(), ids=lambda section: section.__name__)
+def test_every_field_of_a_recipe_says_what_it_means(section):
+    assert [name for name, field in section.model_fields.items() if not field.description] == []
+
+
+def test_every_schema_of_every_file_has_its_fields_and_an_anchor():
+    text = pages.json_page()
+    anchors = {line.lstrip("# ").lower().replace(" ", "-").replace(".", "").replace("`", "")
+               for line in text.splitlines() if line.startswith("#")}  # fmt: skip
+    roots = [root for roots in pages.FILES.values() for root in roots]
+    for model in {model for root in roots for model in pages.reached(root).values()}:
+        assert f"\n### {model.__name__}" in text
+        for name in model.model_fields:
+            assert f"\n| `{name}` | " in text
+    assert {part.partition(")")[0] for part in text.split("](#")[1:]} <= anchors
+
+
+def test_meanings_come_from_docstrings_then_comments():
+    from ...support.documented import Documented
+
+    assert pages.meanings(Documented) == {
+        "inherited": "In the base.",
+        "below": "In two lines below it.",
+        "trailing": "at its end",
+        "above": "above it",
+        "described": "in its description",
+        "silent": "",
+    }
+
+
+def test_what_a_schema_allows_in_words():
+    told = {
+        '{"type": "integer", "exclusiveMinimum": 0}': "integer, over 0",
+        '{"anyOf": [{"type": "number"}, {"type": "null"}]}': "number, or null",
+        '{"type": "array", "items": {"$ref": "#/$defs/Row"}}': "list of: [Row](#row)",
+        '{"type": "object", "additionalProperties": {"type": "number"}}': "object of: number",
+        '{"type": "object", "additionalProperties": true}': "object",
+        '{"const": 1}': "`1`",
+        "{}": "any",
+    }
+    assert {text: pages.values(pages.json.loads(text), {"Row": "row"}) for text in told} == told
+
+
+def test_every_model_type_and_recipe_is_named():
+    text = pages.supported_page()
+    for family in FAMILIES:
+        assert all(f"`{name}`" in text for name in (*family.model_types, *family.needs))
+    recipes = text.partition("## Measured")[0]
+    rows = {
+        line.split("`")[1]: line.split("|")[2:-1] for line in recipes.splitlines() if line.startswith("| `")
+    }
+    assert all(f"| {kind} |" in text for kind in KINDS)
+    marked = {
+        f"{family.name}-{recipe}"
+        for recipe, marks in rows.items()
+        for family, mark in zip(FAMILIES, marks, strict=True)
+        if mark.strip()
+    }
+    assert marked == set(shipped_recipes()) == {row.recipe for row in shipped()}
+
+
+def test_the_readme_names_every_model_type_and_kind_of_task():
+    types = ", ".join(f"`{name}`" for family in FAMILIES for name in family.model_types)
+    text = " ".join((pages.ROOT / "README.md").read_text().split())
+    assert f"- Model types: {types}." in text
+    assert f"- Kinds of tasks: {', '.join(KINDS)}." in text
+
+
+def test_pages_that_are_not_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "PAGES", {"page.md": lambda: "text\n"})
+    assert pages.main(["--check"]) == 2
+    assert capsys.readouterr().out == "page.md is not what the code says\n"
+    assert pages.main([]) == 0
+    assert (tmp_path / "page.md").read_text() == "text\n"
+    assert pages.main(["--check"]) == 0

@@ -1,0 +1,423 @@
+"""Measured tables: the golden files give the golden text, byte for byte, in any order."""
+
+import copy
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qdqbench.eval.bench.results import headline_of, row_of, write_bench
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.results import write_results
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.rundir.config import adapted
+
+from ...tools import tables
+from ...tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of
+from ..bench.test_results import sample_bench
+from ..runreport.test_report import sample as sample_run
+from ..runreport.test_training_report import qat_run
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "tables"
+MEASURED = ROOT / "docs" / "measured"
+
+
+def golden():
+    """The bench, and the runs of fp16 and int8-linears on SST-2 and STS-B."""
+    records = read_records([GOLDEN])
+    by_name = {(each.recipe["name"], each.task.name): each for each in records if each is not records[0]}
+    return records[0], *(by_name[key] for key in sorted(by_name))
+
+
+def shipped(name="bert-int8-linears"):
+    return load_recipe(name).model_dump(mode="json")
+
+
+def of(kind, folder=MEASURED):
+    return [each for each in read_records([folder]) if getattr(each, "kind", "bench") == kind]
+
+
+def test_golden_results_give_the_golden_tables():
+    expected = (GOLDEN / "expected.md").read_text(encoding="utf-8").rstrip("\n")
+    assert markdown(read_records([GOLDEN])) == expected
+
+
+def test_the_pages_and_the_figures_hold_what_was_measured():
+    made = {path.relative_to(ROOT).as_posix(): (path.read_text(encoding="utf-8"), text)
+            for path, text in tables.contents()}  # fmt: skip
+    assert made.keys() == {*tables.PAGES, tables.FIGURES}
+    for name, (there, text) in made.items():
+        assert there == text, f"write {name} with `python tests/tools/tables.py`"
+
+
+def test_pages_that_hold_something_else_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "recipes" / "README.md"
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    page.parent.mkdir()
+    for name in ("recipes/README.md", tables.FIGURES):
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    before = page.read_text()
+    page.write_text(insert(before, "", "README.md"))
+    assert tables.main(["--check"]) == 2
+    assert capsys.readouterr().out == "recipes/README.md does not hold these results\n"
+    assert page.read_text() != before
+    assert tables.main([]) == 0
+    assert page.read_text() == before
+    assert tables.main(["--check"]) == 0
+
+
+def test_what_tables_read_of_a_run_stays(tmp_path):
+    write_results(tmp_path, sample_run())
+    before = markdown(read_records([tmp_path]))
+    assert tables.main(["--summarize", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert markdown(read_records([tmp_path])) == before
+    assert before.count("minilm") == 1
+
+
+def test_results_of_a_recipe_that_changed_since_are_marked():
+    bench, _, run, _ = golden()
+    bench.recipe, run["recipe"] = shipped(), shipped()
+    assert "†" not in markdown([run, bench])
+    run["recipe"]["calibration"]["smooth"] = 0.25
+    run["recipe"]["gate"]["max_drop"] = 0.9  # decides nothing that a table shows
+    made = markdown([run, bench])
+    assert made.count("| `bert-int8-linears` † |") == 1
+    assert "- `bert-int8-linears`: calibration.smooth 0.25 (now 0.65)" in made
+    del bench.recipe["calibration"]["split_outliers"]  # of a version that did not have it
+    assert "calibration.split_outliers 0 (now 64)" in markdown([run, bench])
+
+
+def test_what_a_run_was_given_is_told_and_is_no_change():
+    _, _, run, _ = golden()
+    for given, said in (({"max_length": 256}, "256 tokens"), ({"shapes": "auto"}, "shapes: auto")):
+        run["recipe"] = adapted(load_recipe("bert-int8-linears"), **given).model_dump(mode="json")
+        assert differences(run.recipe) == []
+        assert f"| `bert-int8-linears`, {said} |" in markdown([run])
+    run["recipe"]["calibration"]["smooth"] = 0.25
+    assert "| `bert-int8-linears`, shapes: auto † |" in markdown([run])
+
+
+def test_an_engine_before_training_is_that_of_the_recipe():
+    recipe = load_recipe("bert-int8-residual-qat")
+    assert differences(recipe.model_dump(mode="json")) == []
+    assert differences(recipe.ptq.model_dump(mode="json")) == []
+    other = {"name": "bert-int8-residual-qat", "rules": 3}
+    assert differences(other) == ["it is of another version of qdqbench"]
+    assert differences({"name": "mine"}) == []
+
+
+def test_real_lengths_are_in_sequences_per_second(tmp_path):
+    bench = sample_bench()
+    cell = bench.cells[-1]
+    cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "real", [16, 40], 60, 80
+    cell.headline = headline_of(bench.contestants, cell)
+    bench.settings.real_lengths, bench.settings.profile = "sst2", "both"
+    bench.recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
+    write_bench(tmp_path / "bench.json", bench)
+    made = markdown(read_records([tmp_path]))
+    line = next(line for line in made.partition("### Real lengths")[2].splitlines() if "SST-2" in line)
+    ours, fastest = (row_of(cell, name) for name in (cell.headline.contestant, cell.headline.over))
+    for part in ("shapes: auto", "| 16, 40 | 25.0% |", f"{ours.sequences_per_s:,.0f} (INT8"):
+        assert part in line
+    assert f"| {fastest.sequences_per_s:,.0f} (" in line
+    assert f"{cell.headline.value:.2f}x" in line
+    assert "those of the data (shapes: auto)" in made
+
+
+def test_the_order_of_the_files_does_not_matter():
+    paths = sorted(GOLDEN.rglob("*.json"))
+    assert len(paths) == 4
+    expected = markdown(read_records([GOLDEN]))
+    for order in itertools.permutations(paths):
+        assert markdown(read_records(order)) == expected
+    assert read_records([GOLDEN, *paths]) == read_records([GOLDEN])  # named twice, counted once
+
+
+def test_every_number_is_from_a_file():
+    """Changing a figure in a file changes the table, and without files there is no table."""
+    bench, run, *_ = golden()
+    before = markdown([bench, run])
+    run.stages.fp32.metrics[run.task.metrics[0]] = 0.123456
+    bench.cells[0].rows[0].median_ms = 777.25
+    after = markdown([bench, run])
+    for figure in ("12.35", "777.2"):
+        assert figure in after
+        assert figure not in before
+    assert "|" not in markdown([])
+
+
+def test_no_path_of_the_machine_gets_into_the_tables():
+    _, run, *_ = golden()
+    run.model["name"] = f"/home/someone/{run.model.name}"
+    made = markdown([run])
+    assert "/home" not in made
+    assert "minilm-l6-sst2" in made
+
+
+def test_what_a_reader_must_know_stands_beside_the_figures():
+    made = markdown(read_records([GOLDEN]))
+    for needle in (
+        "bert-base (random weights)",
+        "NVIDIA H200",
+        "TensorRT-RTX 1.4.0.76",
+        "not officially supported",
+        "torch 2.11.0",
+        "36/36",
+        "INT8 proven in 72 of 72 GEMMs",
+        "1755 to 1755 MHz",
+        "± 1.03",
+        "✗ slower",
+        r"Partial data: `fp16`: \--limit 64",
+        "no engine",
+    ):
+        assert needle in made, needle
+
+
+def test_every_row_has_the_width_of_its_table():
+    widths = []
+    for line in markdown(read_records([GOLDEN])).splitlines():
+        if not line.startswith("|"):
+            widths = []
+            continue
+        widths.append(line.count("|") - line.count(r"\|"))
+        assert widths[-1] == widths[0]
+
+
+def test_the_mean_is_over_recipes_that_have_every_task():
+    _, *runs = golden()
+    section = markdown(runs).partition("### Mean over")[2].partition("###")[0]
+    assert "`int8-linears`" in section
+    assert "`fp16`" not in section  # only one task
+    assert "Mean over" not in markdown(runs[:1])
+
+
+def test_no_mean_is_taken_over_results_of_different_settings():
+    _, _, *both = golden()
+    for run in both:
+        run["recipe"] = shipped()
+    assert "### Mean over" in markdown(both)
+    both[0]["recipe"]["calibration"]["split_outliers"] = 0
+    assert "### Mean over" not in markdown(both)
+    studies = of("study")
+    mean = "| mean of 5 |  | `bert-int8-linears-per-tensor-qat` |"
+    assert mean in markdown(studies)
+    studies[0].recipes["bert-int8-linears-per-tensor-qat"]["calibration"]["smooth"] = 0.25
+    assert mean not in markdown(studies)
+
+
+TEXT = f"# Recipes\n\nbefore\n\n{BEGIN}\nold | table\n{END}\n\nafter\n"
+
+
+def test_only_what_is_between_the_markers_changes():
+    made = insert(TEXT, "new\n\n", "README.md")
+    assert made == f"# Recipes\n\nbefore\n\n{BEGIN}\nnew\n{END}\n\nafter\n"
+    assert insert(made, "new", "README.md") == made
+
+
+@pytest.mark.parametrize(
+    "text", ["nothing", BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}\n{BEGIN}\n{END}", f"{BEGIN}\n{END}\n{END}"]
+)
+def test_markers_must_be_there_once(text):
+    with pytest.raises(UserError, match=r"README\.md must hold the line"):
+        insert(text, "new", "README.md")
+
+
+def test_two_files_of_one_measurement_are_refused(tmp_path):
+    for name in ("a", "b"):
+        shutil.copytree(GOLDEN, tmp_path / name)
+    with pytest.raises(UserError, match="measured the same thing; name only one"):
+        read_records([tmp_path])
+
+
+def test_benches_of_other_shapes_are_tables_of_their_own(tmp_path):
+    bench = sample_bench()
+    for number, batches in enumerate(([1, 8], [32])):
+        settings = bench.settings.model_copy(update={"batches": batches})
+        (tmp_path / str(number)).mkdir()
+        write_bench(tmp_path / str(number) / "bench.json", bench.model_copy(update={"settings": settings}))
+    assert [each.settings.batches for each in read_records([tmp_path])] == [[1, 8], [32]]
+
+
+def test_folders_without_results_and_files_of_something_else(tmp_path):
+    with pytest.raises(UserError, match=r"holds no results\.json"):
+        read_records([tmp_path])
+    with pytest.raises(UserError, match="does not exist"):
+        read_records([tmp_path / "results.json"])
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="of this version"):
+        read_records([tmp_path])
+
+
+def test_attention_and_gate_are_shown():
+    run = sample_run()
+    run.gate.passed = False
+    run.engine.expected_attention_int8, run.engine.attention_int8 = 6, 5
+    made = markdown([run_of(run)])
+    assert "36/36, attention 5/6" in made
+    assert "| ✗ |" in made
+
+
+def test_throughput_and_interrupted_benches():
+    made = markdown([sample_bench(complete=False)])
+    assert "interrupted" in made
+    assert "Sequences per second" in made
+
+
+def test_memory_of_engines_by_shape():
+    bench, *_ = golden()
+    assert "Memory on the GPU" not in markdown([bench])
+    for cell in bench.cells:
+        for row in cell.rows:
+            if row.contestant in ("int8", "fp16"):
+                row.engine_bytes, row.activation_bytes = 181_000_000, 252_000_000
+    made = markdown([bench])
+    assert "Memory on the GPU, engine + one context:\n\n| shape | INT8 engine | FP16 engine |\n" in made
+    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.cells)
+
+
+def test_searches_show_what_was_chosen_and_what_would_have_been_better():
+    searches = of("search")
+    assert len(searches) == 3
+    search = searches[0]
+    made = markdown([search])
+    assert "| **found by the search** |" in made
+    kept = [each for each in search.confirmed if each.status == "done" and not differences(each.recipe)]
+    assert 1 < len(kept) < len(search.confirmed)
+    assert made.count("| MRPC | F1 |") == len(kept)
+    assert f"left out: {len(search.confirmed) - len(kept)} rows of shipped recipes" in made
+    assert "agree within noise" in made
+    assert "dominates" not in made
+    kept[1]["dominates"] = True
+    search.agreement["within_noise"] = False
+    search.outcome["failures"] = ["it lost 3 points"]
+    search.confirmed[3].update(status="failed", reason="out of memory")
+    search.source["twin"] = "BF16"
+    made = markdown([search])
+    assert f"`{kept[1].name}` ✗ dominates the chosen one" in made
+    for part in ("✗ they do not agree", "it lost 3 points", "over BF16"):
+        assert part in made
+    assert f"{search.confirmed[3].name} failed: out of memory" in made
+
+
+def test_runs_on_a_cpu_name_backend_and_cpu():
+    runs = of("run", ROOT / "docs" / "measured-cpu")
+    made = markdown(runs)
+    assert "`bert-int8-linears`, OpenVINO" in made
+    assert "†" not in made
+    about = next(run.environment for run in runs if run.engine.backend == "openvino")
+    assert f"CPU {about.cpu}, {about.cores} cores, OpenVINO 2026" in made
+
+
+def test_embeddings_are_listed_with_what_they_keep():
+    runs = of("run", ROOT / "docs" / "measured-embeddings")
+    made = markdown(runs)
+    kept = runs[0].stages.engine.vs_fp32.agreement["values"]["neighbors"]
+    assert made.count(", last stage: ") == len(runs) == 2
+    assert f"neighbours kept {kept:.4f} ±" in made
+
+
+def test_tables_show_ptq_beside_qat():
+    plain = sample_run(recipe={"name": "plain"})
+    made = markdown([run_of(run) for run in (plain, qat_run(recipe={"name": "trained"}))])
+    header, _, first, second = [line for line in made.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, first, second)]
+    rows = {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:]}
+    assert cells[0][2:9] == [
+        "FP32", "PTQ fake-quant", "fake-quant", "ONNX Runtime", "engine", "difference", "QAT minus PTQ",
+    ]  # fmt: skip
+    assert rows["`plain`"]["PTQ fake-quant"] == "no QAT"
+    assert rows["`plain`"]["QAT minus PTQ"] == ""
+    assert rows["`trained`"]["PTQ fake-quant"] == "87.98 ± 1.03"
+    assert rows["`trained`"]["fake-quant"] == "89.45 ± 1.03"
+    assert rows["`trained`"]["QAT minus PTQ"] == "+1.47 ± 0.42"
+    assert "PTQ" not in markdown([run_of(plain)])
+
+
+def test_the_mean_over_tasks_has_ptq_too():
+    runs = [
+        run_of(make(recipe={"name": name}, task={"name": task, "metrics": ["accuracy"]}))
+        for name, make in (("plain", sample_run), ("trained", qat_run))
+        for task in ("sst2", "qnli")
+    ]
+    section = markdown(runs).partition("### Mean over")[2]
+    assert "| recipe | FP32 | PTQ fake-quant | fake-quant |" in section
+    assert "| `plain` | 89.68 | no QAT | 89.79 |" in section
+    assert "| `trained` | 89.68 | 87.98 | 89.45 |" in section
+
+
+# Figures of `recipes list`
+
+
+def test_figures_of_a_recipe_that_changed_since_count_no_more():
+    _, _, run, _ = golden()
+    run["recipe"] = shipped()
+    (found,) = figures_of([run])
+    versus = run.stages.engine.vs_fp32
+    (row,) = found.accuracy
+    assert (found.recipe, found.device, row.stage, row.task) == ("bert-int8-linears", "gpu", "engine", "sst2")
+    assert (row.points, row.stderr) == (
+        round(100 * versus.delta["accuracy"], 4),
+        round(100 * versus.delta_stderr["accuracy"], 4),
+    )
+    run["recipe"]["calibration"]["smooth"] = 0.25
+    assert figures_of([run]) == []
+
+
+def test_without_an_engine_that_ran_the_graph_is_what_was_measured():
+    _, _, run, _ = golden()
+    run["recipe"] = shipped()
+    run.stages.engine["vs_fp32"] = None
+    (found,) = figures_of([run])
+    assert found.accuracy[0].stage == "onnxruntime"
+    assert "TensorRT" not in found.accuracy[0].where
+    assert not found.holds
+
+
+def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_not_int8():
+    bench = sample_bench()
+    bench.recipe, bench.settings.profile = shipped(), "both"
+    cell = bench.cells[0]
+    found = {each.recipe: each for each in figures_of([bench])}
+    over = [each.value for each in cell.speedups if each.contestant == "int8" and "fp16" in each.over]
+    (speed,) = (each for each in found["bert-int8-linears"].speed if each.batch == cell.batch)
+    assert speed.value == round(min(over), 4)
+    assert speed.over == "FP16"
+    assert json.loads(json.dumps(found["bert-int8-linears"].model_dump()))
+    slower = copy.deepcopy(bench)
+    for row in slower.cells[0].speedups:
+        row.value /= 2
+    for both in ([bench, slower], [slower, bench]):  # the least of several benches of a shape
+        least = {each.recipe: each for each in figures_of(both)}["bert-int8-linears"].speed
+        assert [row.value for row in least if row.batch == cell.batch] == [round(min(over) / 2, 4)]
+        assert len(least) == len(found["bert-int8-linears"].speed)
+    alone = bench.model_copy(update={"settings": bench.settings.model_copy(update={"profile": "static"})})
+    assert figures_of([alone]) == []
+    bench.recipe["calibration"]["smooth"] = 0.25
+    assert "bert-int8-linears" not in {each.recipe for each in figures_of([bench])}
+
+
+def test_recipes_beside_it_that_changed_since_count_no_more_and_are_left_out():
+    """`--also` engines carry their recipe as the bench carries its own."""
+    bench, *_ = golden()
+    own, other = shipped(), shipped("bert-int8-ffn")
+    bench.recipe, bench.settings.profile = own, "both"
+    fastest = next(each for each in bench.contestants if each.name == "int8")
+    also = fastest.model_copy(update={"name": "int8-bert-int8-ffn", "label": "beside", "recipe": other})
+    bench.contestants.append(also)
+    for cell in bench.cells:
+        for rows in (cell.rows, cell.speedups):
+            rows += [
+                row.model_copy(update={"contestant": also.name}) for row in rows if row.contestant == "int8"
+            ]
+    assert "bert-int8-ffn" in {each.recipe for each in figures_of([bench])}
+    assert "| beside |" in markdown([bench])
+    other["calibration"]["smooth"] = 0.25
+    assert "bert-int8-ffn" not in {each.recipe for each in figures_of([bench])}
+    made = markdown([bench])
+    assert "| beside" not in made
+    assert "- left out, as what is shipped has changed since: beside" in made
