@@ -11,7 +11,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -229,6 +229,11 @@ def locked_folder(folder: Path) -> Iterator[None]:
                     for each in created:
                         each.rmdir()
         lock.release()
+
+
+def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
+    """Return `locked_folder` for a folder that is only read; one on a read-only disk needs no lock."""
+    return locked_folder(folder) if os.access(folder, os.W_OK) else nullcontext()
 
 
 def _require_owner(folder: Path, identity: RunIdentity, replace: bool) -> RunIdentity | None:

@@ -20,6 +20,7 @@ from qdqbench.quantize.rundir.ownership import (
     RunIdentity,
     default_folder,
     locked_folder,
+    locked_for_reading,
     model_name,
     owned_folder,
 )
@@ -258,3 +259,14 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*--out"), locked_folder(tmp_path / "file"):
         pass
+
+
+def test_a_folder_that_is_only_read_is_locked_where_it_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked_for_reading(tmp_path):
+        assert (tmp_path / HOLDER).is_file()
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr("qdqbench.quantize.rundir.ownership.os.access", lambda path, mode: False)
+    with locked_for_reading(tmp_path):  # a read-only disk
+        assert [*tmp_path.iterdir()] == []
