@@ -10,7 +10,7 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.deploy.write import DEPLOY, TOLD, Said, write_deploy
-from qdqbench.quantize.rundir.ownership import locked_folder, locked_if_writable
+from qdqbench.quantize.rundir.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.rundir.session import Session, read_config
 
 
@@ -40,7 +40,7 @@ def deploy(folder: Path, out: Path | None = None) -> Path:
     if not (folder / RESULTS_FILE).is_file():
         raise UserError(f"{folder} is not finished; run `qdqbench report {folder}`, which makes it")
     results = read_results(folder)
-    with locked_folder(folder) if out is None else locked_if_writable(folder):
+    with locked_folder(folder) if out is None else locked_for_reading(folder):
         _write(session, results, out)
     return out or folder / DEPLOY
 

@@ -1,36 +1,28 @@
 """Eager attention with a finite mask, registered with transformers."""
 
 import importlib
-from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 ATTENTION = "qdq_eager"
 UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
-_taken: "WeakValueDictionary[int, PretrainedConfig]" = WeakValueDictionary()  # by number of the name
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
 
 def use_attention(model: "PreTrainedModel", implementation: str) -> None:
     """Switch every attention of a model to `ATTENTION` or "sdpa", in place.
 
-    `ATTENTION` has a name of its own in each living model, but for copies of one, which are not to run in two
-    threads: ModelOpt's attention changes, while it runs, what all models of its name run. A family whose
-    attention does not go through transformers' AttentionInterface is first made to: its file beside this one
-    says how.
+    ModelOpt's attention changes, while it runs, what all models of `ATTENTION` run: not for models in two
+    threads. A family whose attention does not go through transformers' AttentionInterface is first made to:
+    its file in this folder says how.
     """
     if implementation == ATTENTION:
-        # one that is free, or its own: transformers forgets no name
-        number = next(each for each in count() if _taken.get(each, model.config) is model.config)
-        _taken[number] = model.config
-        implementation = f"{ATTENTION}_{number}"
-        _register_attention(implementation)
+        _register_attention()
     family = family_of(model.config)
     rewritten = family.rewritten_by
     if family.attention is None:
@@ -42,8 +34,8 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
         model.config._attn_implementation = implementation  # transformers itself would not switch it
 
 
-def _register_attention(name: str = ATTENTION) -> None:
-    """Eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
+def _register_attention() -> None:
+    """Register eager attention with a quantizer on the softmax output and a mask that is finite in FP16.
 
     ModelOpt puts `p_bmm_quantizer` on HF attention and then ignores INT8 there; calling it here puts the
     softmax Q/DQ into the fake-quant model and the traced graph alike. A sliding window is in the mask alone,
@@ -89,6 +81,5 @@ def _register_attention(name: str = ATTENTION) -> None:
             seen = near[None, None] if seen is None else near & seen.bool()
         return None if seen is None else (1.0 - seen.to(dtype)) * MASK_FILL
 
-    for known in (ATTENTION, name):
-        AttentionInterface.register(known, attention)
-        AttentionMaskInterface.register(known, mask)
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, mask)

@@ -231,8 +231,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def locked_if_writable(folder: Path) -> AbstractContextManager[None]:
-    """Lock a folder that is only read, as `locked_folder`; one on a read-only disk needs no lock."""
+def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
+    """Return `locked_folder` for a folder that is only read; one on a read-only disk needs no lock."""
     return locked_folder(folder) if os.access(folder, os.W_OK) else nullcontext()
 
 

@@ -23,7 +23,7 @@ from qdqbench.quantize.rundir.artifacts import (
     graph_path,
     read_built,
 )
-from qdqbench.quantize.rundir.ownership import locked_if_writable
+from qdqbench.quantize.rundir.ownership import locked_for_reading
 from qdqbench.quantize.rundir.session import Session, read_config
 from qdqbench.quantize.triton.facts import Facts, read_facts
 from qdqbench.quantize.trtexec.command import build_options
@@ -73,7 +73,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> Exported:
             letters, digits and _.
     """
     config = read_config(folder)
-    with locked_if_writable(folder):  # else hashes could be those of other bytes than are copied
+    with locked_for_reading(folder):  # else hashes could be those of other bytes than are copied
         return _export(Session(config, folder), out, name)
 
 

@@ -1,7 +1,6 @@
 """The attention that can be quantized is transformers' own eager attention, in every family."""
 
 import copy
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -102,23 +101,3 @@ def test_a_window_hides_what_is_further_away() -> None:
     assert (everywhere > 0).all()
     assert (local[..., far] == 0).all()
     assert (local[..., ~far] > 0).all()
-
-
-def test_names_of_models_that_are_gone_are_taken_again() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    registries: Any = AttentionInterface, AttentionMaskInterface
-    kept = prepare_model(new_modernbert())
-    batch = inputs_of(kept, padded_batch((20,)))
-    before = logits(kept, batch)
-    names, sizes = set(), []
-    for _ in range(3):
-        other = prepare_model(new_modernbert())
-        names.add(other.config._attn_implementation)
-        del other
-        gc.collect()
-        sizes.append([len(each()) for each in registries])
-    assert len(names) == 1
-    assert kept.config._attn_implementation not in names  # two that live may run at once
-    assert sizes[0] == sizes[-1]
-    assert np.array_equal(logits(kept, batch), before)
