@@ -200,9 +200,7 @@ def test_deployment_files_are_yaml_that_fit_each_other(exported):
     start = (exported / "Dockerfile").read_text().partition("CMD ")[2]
     assert "--load-model=sst2" in start
     # nobody in a cluster loads a model, which could be code
-    only = (
-        'ONLY="model-repository,logging,trace,shared-memory:qdqbench-key=$(cat /proc/sys/kernel/random/uuid)"'
-    )
+    only = "model-repository,logging,trace,shared-memory:qdqbench-key=$(cat /proc/sys/kernel/random/uuid)"
     for part in (f'ONLY="{only}"', '--http-restricted-api="$ONLY"', '--grpc-restricted-protocol="$ONLY"'):
         assert part in start
     assert subprocess.run(["sh", "-n", "-c", start], check=False).returncode == 0
