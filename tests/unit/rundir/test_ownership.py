@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from filelock import FileLock, Timeout
 
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.rundir.ownership import (
     HOLDER,
-    LOCK,
     MARK,
     RunIdentity,
     default_folder,
