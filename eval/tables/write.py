@@ -59,7 +59,7 @@ def find_results(paths: Sequence[Path]) -> tuple[list[Results], list[Bench]]:
     benches: dict[tuple[Any, ...], tuple[Path, Bench]] = {}
     for path in found:
         value = files.read_json(path)
-        if isinstance(value, dict) and "cells" in value:
+        if isinstance(value, dict) and "configs" in value:
             bench = read_bench(path)
             _add(benches, _bench_key(bench), path, cleaned(bench))
         else:

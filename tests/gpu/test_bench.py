@@ -6,7 +6,7 @@ from qdqbench.eval.bench.results import read_bench, row_of
 
 from ..unit.cli.test_bench import invoke
 
-GRID = ["--length", "32", "--batch", "1", "--batch", "8", "--rounds", "6", "--seconds", "0.1"]
+GRID = ["--length", "32", "--batch", "1", "--batch", "8", "--rounds", "6", "--duration", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def measured(sst2, tmp_path_factory):
 
 
 def test_all_engines_and_eager_peers_are_measured(measured):
-    for cell in measured.cells:
+    for cell in measured.configs:
         for name in ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16"):
             row = row_of(cell, name)
             assert row is not None, (name, [row.reason for row in cell.rows])
@@ -30,17 +30,17 @@ def test_all_engines_and_eager_peers_are_measured(measured):
 
 
 def test_peers_run_a_fused_attention_kernel_and_the_headline_is_over_the_fastest(measured):
-    for cell in measured.cells:
+    for cell in measured.configs:
         peers = [row for row in cell.rows if row.kernels is not None]
-        assert {"torch-fp16", "torch-fp16-eager"} <= {row.contestant for row in peers}
+        assert {"torch-fp16", "torch-fp16-eager"} <= {row.system for row in peers}
         assert all(row.kernels.fused_attention > 0 for row in peers)
-        precision = {about.name: about.precision for about in measured.contestants}
-        halves = [row for row in cell.rows if row.status == "done" and precision[row.contestant] == "fp16"]
+        precision = {about.name: about.precision for about in measured.systems}
+        halves = [row for row in cell.rows if row.status == "done" and precision[row.system] == "fp16"]
         assert cell.headline.baseline == min(halves, key=lambda row: row.median_ms).contestant
 
 
 def test_the_engine_runs_in_int8_and_its_answers_are_right(measured):
-    for cell in measured.cells:
+    for cell in measured.configs:
         row = row_of(cell, "int8")
         assert row.int8_gemms == row.expected_int8_gemms > 0
         assert row.rel_error < 0.3
@@ -48,13 +48,13 @@ def test_the_engine_runs_in_int8_and_its_answers_are_right(measured):
 
 
 def test_clocks_are_read_or_said_not_to_be(measured):
-    read = [row.clock_mhz for cell in measured.cells for row in cell.rows if row.clock_mhz is not None]
+    read = [row.clock_mhz for cell in measured.configs for row in cell.rows if row.clock_mhz is not None]
     assert read or any("were not read" in line for line in measured.warnings)
 
 
 def test_repeated_measurements_agree(measured):
     """Rounds of one contestant are within a factor of three: anything else is no measurement."""
-    for cell in measured.cells:
+    for cell in measured.configs:
         for row in cell.rows:
             if row.status == "done":
                 assert max(row.round_ms) < 3 * min(row.round_ms)

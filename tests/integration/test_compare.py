@@ -124,9 +124,9 @@ def test_names_are_text_and_not_markup(finished_run, tmp_path, qdqbench):
 
 def test_a_bench_of_other_files_is_left_out_and_said(finished_run, a_run, tmp_path, qdqbench):
     target = {"kind": "run", "name": "run", "random_weights": False, "calibration": "sst2", "shape": {}}
-    settings = {"batches": [1], "lengths": [32], "real_lengths": None, "streams": [1], "rounds": 1}
+    settings = {"batches": [1], "lengths": [32], "dataset": None, "streams": [1], "rounds": 1}
     settings |= {"seconds": 1.0, "repeats": None, "input_sets": 1, "profile": "recipe", "seed": 0}
-    empty: dict[str, list] = {name: [] for name in ("contestants", "cells", "notes", "warnings", "errors")}
+    empty: dict[str, list] = {name: [] for name in ("systems", "configs", "notes", "warnings", "errors")}
     bench = {"created": "", "command": "", "complete": True, "device": "cpu", "compute_capability": None}
     bench |= {"target": target | {"files": {"model.int8.onnx": "0" * 64}}, "settings": settings, **empty}
     (a_run / "bench.json").write_text(json.dumps(bench | {"recipe": {}, "environment": {}}))

@@ -16,6 +16,7 @@ from qdqbench.eval.bench.lanes import (
     DeviceLane,
     HostLane,
     SplitLane,
+    Step,
     WallTimer,
     random_sets,
     rounded_up,
@@ -51,7 +52,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
-def test_real_lengths_are_rounded_up_and_masked(length, step):
+def test_dataset_are_rounded_up_and_masked(length, step):
     longest = max(length, 128)
     batch = {name: np.ones((2, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
     padded = rounded_up(batch, longest, 9, step)
@@ -151,14 +152,18 @@ def test_throughput_launches_all_lanes_between_two_synchronizations(cuda):
     assert cuda == ["device synchronize", 1, 2, 1, 2, "device synchronize"]
 
 
-def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda):
-    bounds = {(2, 4): FakeBound(cuda, (2, 4)), (1, 2): FakeBound(cuda, (1, 2))}
-    lane = SplitLane(bounds, [tensors(5), tensors(6), tensors(7, (1, 2))])
+def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda, monkeypatch):
+    large, small = FakeBound(cuda, (2, 4)), FakeBound(cuda, (1, 2))
+    rows = np.arange(2)
+    steps = [(large, tensors(5), rows), (large, tensors(6), rows[:1]), (small, tensors(7, (1, 2)), rows[:1])]
+    monkeypatch.setattr(bench_lanes, "pinned", lambda tensor: tensor)
+    lane = SplitLane([Step(*step) for step in steps])
     cuda.clear()
     lane.feed(0)
     lane.launch()
     assert cuda.count("launch") == 3
-    assert lane.fetch()[:, 0].tolist() == [5, 5, 6, 6, 7]
+    assert cuda.count("in stream") == 2 * 3  # copies to the GPU, and back
+    assert lane.fetch()[:, 0].tolist() == [5, 5, 6, 7]  # without the copy of a row
 
 
 def test_a_host_lane_runs_whole_sets():

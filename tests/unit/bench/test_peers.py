@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, sdpa_model
+from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward, example, sdpa_model
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.quantizers import forward
@@ -112,8 +112,8 @@ def total(**inputs):
 
 
 def test_a_peer_is_captured_and_replayed(cuda):
-    run = TorchRun(total, 2, 8, inputs=BERT.inputs, how="eager")
-    assert run.detail == "eager, with the mask, CUDA graph"
+    run = TorchRun(total, example(BERT.inputs, 2, 8, "cuda"), "eager")
+    assert run.detail == "eager, CUDA graph"
     assert set(run.inputs) == {"input_ids", "attention_mask", "token_type_ids"}
     assert float(run.outputs["answers"]) == 16  # the mask is all ones
     run.launch()
@@ -139,7 +139,7 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     if not captures:
         monkeypatch.setattr(torch.cuda, "graph", Refusing)
-    run = TorchRun(make(model), 2, 8, inputs=BERT.inputs, how="x")
+    run = TorchRun(make(model), example(BERT.inputs, 2, 8, "cuda"), "x")
     run.launch()
     assert len(masks) == peers.WARM_CALLS + (1 if captures else 3)
     assert all(mask.shape == (2, 8) and bool(mask.all()) for mask in masks)
@@ -149,13 +149,11 @@ def test_a_peer_without_a_graph_is_launched_each_time(cuda):
     calls = []
     run = TorchRun(
         lambda **inputs: calls.append(1) or total(**inputs),
-        2,
-        8,
-        inputs=BERT.inputs,
-        how="eager",
+        example(BERT.inputs, 2, 8, "cuda"),
+        "eager",
         graph=False,
     )
-    assert run.detail == "eager, with the mask, no CUDA graph (launched one by one)"
+    assert run.detail == "eager, no CUDA graph (launched one by one)"
     run.launch()
     assert (len(calls), Graph.replays) == (peers.WARM_CALLS + 1, 0)
 
@@ -169,14 +167,12 @@ def test_a_peer_that_does_not_capture_runs_as_it_is(cuda, monkeypatch):
     stream, calls = Stream(), []
     run = TorchRun(
         lambda **inputs: calls.append(1) or total(**inputs),
-        1,
-        4,
-        inputs=BERT.inputs,
-        how="eager",
+        example(BERT.inputs, 1, 4, "cuda"),
+        "eager",
         stream=stream,
     )
     assert run.stream is stream
-    assert run.detail.startswith("eager, with the mask, no CUDA graph (operation not permitted")
+    assert run.detail.startswith("eager, no CUDA graph (operation not permitted")
     before = len(calls)
     run.launch()
     assert len(calls) == before + 1

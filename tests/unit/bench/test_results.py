@@ -8,18 +8,18 @@ import pytest
 
 from qdqbench.eval.bench.results import (
     Bench,
-    BenchCell,
-    BenchContestant,
+    BenchConfig,
     BenchRow,
     BenchSettings,
+    BenchSystem,
     BenchTarget,
     BenchThroughput,
-    cell_label,
+    compute_speedups,
+    config_label,
     headline_of,
     read_bench,
     row_of,
     speedup_of,
-    speedups,
     write_bench,
 )
 from qdqbench.quantize.core.errors import UserError
@@ -45,7 +45,7 @@ REASON = "12 GELU run in a kernel of their own"
 
 def sample_row(name: str, ms: float, batch: int) -> BenchRow:
     return BenchRow(
-        contestant=name,
+        system=name,
         status="done",
         detail="CUDA graph",
         launches=1200,
@@ -71,11 +71,11 @@ def sample_row(name: str, ms: float, batch: int) -> BenchRow:
 
 def sample_bench(**changes: Any) -> Bench:
     """A bench of BERT-base with random weights on a GPU; every number is invented."""
-    cells = []
+    configs = []
     for batch, times in TIMES.items():
         rows = [sample_row(name, ms, batch) for name, ms in zip(NAMES, times, strict=True)]
-        cells.append(
-            BenchCell(
+        configs.append(
+            BenchConfig(
                 kind="fixed",
                 batch=batch,
                 length=128,
@@ -85,7 +85,7 @@ def sample_bench(**changes: Any) -> Bench:
                 padded_tokens=128 * batch,
                 reference="torch-fp32",
                 rows=rows,
-                speedups=speedups(rows, f"b{batch} s128", 0),
+                speedups=compute_speedups(rows, f"b{batch} s128", 0),
                 slow_reasons=[REASON] if batch == 1 else [],
             )
         )
@@ -107,18 +107,17 @@ def sample_bench(**changes: Any) -> Bench:
         "settings": BenchSettings(
             batches=list(TIMES),
             lengths=[128],
-            real_lengths=None,
+            dataset=None,
             streams=[1, 2],
             rounds=3,
-            seconds=1.0,
-            repeats=None,
+            duration_s=1.0,
+            iterations=None,
             input_sets=8,
-            profile="static",
+            engine_shapes="exact",
             seed=0,
-            peers_masked=True,
         ),
-        "contestants": [
-            BenchContestant(
+        "systems": [
+            BenchSystem(
                 name=name,
                 label=text,
                 precision=name if "-" not in name else name.partition("-")[2],  # type: ignore[arg-type]
@@ -126,15 +125,15 @@ def sample_bench(**changes: Any) -> Bench:
             )
             for name, text in zip(NAMES, LABELS, strict=True)
         ],
-        "cells": cells,
+        "configs": configs,
         "notes": ["random weights: latency is that of the shape", "9.0 is not officially supported"],
         "warnings": [],
         "errors": [],
         "environment": {"gpu": "NVIDIA H200", "driver": "570.1", "versions": {"torch": "2.11.0"}},
     }
     bench = Bench.model_validate(fields | changes)
-    for cell in bench.cells:
-        cell.headline = headline_of(bench.contestants, cell)
+    for cell in bench.configs:
+        cell.headline = headline_of(bench.systems, cell)
     return bench
 
 
@@ -146,7 +145,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "where"),
-    [({"schema_version": 2}, "schema_version"), ({"surplus": 1}, "surplus"), ({"device": "tpu"}, "device")],
+    [({"schema_version": 1}, "schema_version"), ({"surplus": 1}, "surplus"), ({"device": "tpu"}, "device")],
 )
 def test_another_schema_is_refused_in_one_sentence(
     tmp_path: Path, change: dict[str, Any], where: str
@@ -159,15 +158,15 @@ def test_another_schema_is_refused_in_one_sentence(
 
 def test_numbers_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
     bench = sample_bench()
-    bench.cells[0].rows[0].median_ms = float("nan")
+    bench.configs[0].rows[0].median_ms = float("nan")
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_bench(tmp_path / "bench.json", bench)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_that_were_not_measured_are_not_found() -> None:
-    cell = sample_bench().cells[0]
-    assert cell_label(cell, None) == "b1 s128"
+    cell = sample_bench().configs[0]
+    assert config_label(cell, None) == "b1 s128"
     assert row_of(cell, "int8") is cell.rows[0]
     cell.rows[0].status = "error"
     assert row_of(cell, "int8") is None

@@ -1,4 +1,4 @@
-"""A whole bench with fake contestants: cells, errors, speed-ups, files after every cell."""
+"""A whole bench with fake systems: configs, errors, speed-ups, files after every config."""
 
 import math
 from contextlib import ExitStack
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.bench import run as bench_run
-from qdqbench.eval.bench.cell import BenchOptions, Entry, Makers
 from qdqbench.eval.bench.clocks import Clocks
-from qdqbench.eval.bench.loop import Contestant
-from qdqbench.eval.bench.real import RealSplit
-from qdqbench.eval.bench.results import BenchContestant, BenchKernels, BenchRow, BenchTarget, speedups
+from qdqbench.eval.bench.config import BenchOptions, Entry
+from qdqbench.eval.bench.dataset import BatchedSplit
+from qdqbench.eval.bench.gpu import GpuWork
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
+from qdqbench.eval.bench.rounds import ReadySystem
 from qdqbench.eval.bench.run import run_bench
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.core.results import LayerRow
@@ -21,18 +22,18 @@ from qdqbench.quantize.machine.gpu import Gpu
 from qdqbench.quantize.recipe.schema import load_recipe
 
 OPTIONS = BenchOptions(
+    device="gpu",
     batches=(1, 8),
     lengths=(128,),
-    real=(),
+    splits=(),
     streams=(1, 2),
     rounds=4,
-    seconds=0.1,
-    repeats=30,
-    peers=True,
+    duration_s=0.1,
+    iterations=30,
+    baselines=True,
     fp32=True,
-    profile="static",
+    engine_shapes="exact",
     seed=0,
-    cpu=False,
 )
 COMPILED = "compile-fp16"
 MS = {"int8": 1.0, "fp16": 1.5, "fp32": 4.0, COMPILED: 1.25}
@@ -107,31 +108,33 @@ def target():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A GPU, and contestants that `entries` makes for each shape; tests change both."""
-    given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor, shapes=[], ahead=[])
+    """A GPU, and systems that `entries` makes for each shape; tests change both."""
+    given = SimpleNamespace(ms=dict(MS), broken={}, entries={}, monitor=Monitor)
 
-    def contestants(target, options):
+    def describe(target, options, backend):
         precision = {"int8": "int8", "fp32": "fp32"}
         return [
-            BenchContestant(
+            BenchSystem(
                 name=name, label=name.upper(), precision=precision.get(name, "fp16"), backend="fake 1.0"
             )
             for name in given.ms
         ]
 
-    def prepare(target, options, shape, listed, stack):
-        given.shapes.append(shape)
+    def prepare(_target, _options, _config, _work, systems, _stack):
         made = []
-        for about in listed:
+        for about in systems:
             if about.name in given.entries:
                 made.append(Entry(given.entries[about.name].model_copy()))
                 continue
             lanes = [Lane(given.broken.get(about.name, math.inf)) for _ in range(2)]
-            contestant = Contestant(about.name, about.precision, lanes, Timer(given.ms[about.name]))
-            made.append(Entry(BenchRow(contestant=about.name, status="done"), contestant, [KERNEL]))
+            ready = ReadySystem(about.name, about.precision, lanes, Timer(given.ms[about.name]))
+            made.append(Entry(BenchRow(system=about.name, status="done"), ready, [KERNEL]))
         return made
 
-    given.makers = Makers(contestants, prepare, ahead=lambda *arguments: given.ahead.append(arguments))
+    given.prepare = prepare
+    monkeypatch.setattr(bench_run, "describe_systems", describe)
+    monkeypatch.setattr(bench_run, "prepare_on_gpu", lambda *arguments: given.prepare(*arguments))  # noqa: PLW0108  (tests change it)
+    monkeypatch.setattr(bench_run, "prebuild", lambda *_: None)
     monkeypatch.setattr(bench_run, "find_gpu", lambda: Gpu("NVIDIA H200", "9.0", "570.1"))
     monkeypatch.setattr(bench_run, "GpuMonitor", lambda uuid: given.monitor(uuid))  # noqa: PLW0108  (tests change it)
     monkeypatch.setattr(bench_run, "gpu_uuid", lambda: "GPU-1")
@@ -139,19 +142,19 @@ def machine(monkeypatch):
 
 
 def measure(machine, target, options, **more):
-    return run_bench(target, options, machine.makers, backend=("tensorrt_rtx", "1.4.0.76"), **more)
+    return run_bench(target, options, GpuWork(None), backend=("tensorrt_rtx", "1.4.0.76"), **more)
 
 
 def row(cell, name):
-    return next(one for one in cell.rows if one.contestant == name)
+    return next(one for one in cell.rows if one.system == name)
 
 
 def test_numbers_of_every_contestant(machine, target):
     found = measure(machine, target, OPTIONS, command="qdqbench bench")
     assert found.complete
     assert (found.errors, found.warnings) == ([], [])
-    assert [(cell.batch, cell.length) for cell in found.cells] == [(1, 128), (8, 128)]
-    for cell in found.cells:
+    assert [(cell.batch, cell.length) for cell in found.configs] == [(1, 128), (8, 128)]
+    for cell in found.configs:
         for name, ms in MS.items():
             made = row(cell, name)
             assert made.status == "done"
@@ -174,7 +177,7 @@ def test_numbers_of_every_contestant(machine, target):
         }
         assert (cell.headline.system, cell.headline.baseline) == ("int8", COMPILED)
         assert cell.headline.value == pytest.approx(1.25)
-        assert cell.spent_s >= 0
+        assert cell.elapsed_s >= 0
         assert cell.reference == "fp32"
         assert row(cell, "int8").rel_error == 0
 
@@ -184,18 +187,18 @@ def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, t
         found = []
         for name, read in zip((COMPILED, "fp16"), kernels, strict=True):
             lanes = [Lane() for _ in range(2)]
-            contestant = Contestant(name, "fp16", lanes, Timer(1.0))
-            found.append(Entry(BenchRow(contestant=name, status="done"), contestant, kernels=read))
+            ready = ReadySystem(name, "fp16", lanes, Timer(1.0))
+            found.append(Entry(BenchRow(system=name, status="done"), ready, kernels=read))
         return found
 
     def unread():
         raise RuntimeError("CUPTI is busy")
 
     unfused = BenchKernels(names={"ampere_sgemm": 24}, fused_attention=0, fp32_gemms=24)
-    makers = Makers(machine.makers.contestants, lambda *_: entries(lambda: unfused, unread))
-    found = run_bench(target, replace(OPTIONS, batches=(1,)), makers, command="")
-    assert row(found.cells[0], COMPILED).kernels == unfused
-    assert row(found.cells[0], "fp16").kernels is None
+    machine.prepare = lambda *_: entries(lambda: unfused, unread)
+    found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
+    assert row(found.configs[0], COMPILED).kernels == unfused
+    assert row(found.configs[0], "fp16").kernels is None
     assert found.warnings == [
         "b1 s128: kernels of fp16 were not read: CUPTI is busy",
         "b1 s128: COMPILE-FP16 is not in its best form: no fused attention kernel ran, 24 GEMMs in FP32",
@@ -209,9 +212,9 @@ def test_random_weights_and_the_unsupported_gpu_are_noted(machine, target):
 
 
 def test_p99_needs_a_hundred_launches(machine, target):
-    found = measure(machine, target, replace(OPTIONS, repeats=24), command="")
-    assert row(found.cells[0], "int8").launches == 96
-    assert row(found.cells[0], "int8").p99_ms is None
+    found = measure(machine, target, replace(OPTIONS, iterations=24), command="")
+    assert row(found.configs[0], "int8").launches == 96
+    assert row(found.configs[0], "int8").p99_ms is None
 
 
 @pytest.mark.parametrize("after", [0, 30])
@@ -219,7 +222,7 @@ def test_nan_is_an_error_and_never_a_number(machine, target, after):
     """From the start, and after launches that were fine when they were first looked at."""
     machine.broken = {"int8": after}
     found = measure(machine, target, OPTIONS, command="")
-    for cell in found.cells:
+    for cell in found.configs:
         made = row(cell, "int8")
         assert made.status == "error"
         assert "NaN" in made.reason
@@ -233,20 +236,20 @@ def test_nan_is_an_error_and_never_a_number(machine, target, after):
 
 def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
     machine.entries = {
-        COMPILED: BenchRow(contestant=COMPILED, status="skipped", reason="no C compiler"),
-        "fp32": BenchRow(contestant="fp32", status="error", reason="out of memory"),
+        COMPILED: BenchRow(system=COMPILED, status="skipped", reason="no C compiler"),
+        "fp32": BenchRow(system="fp32", status="error", reason="out of memory"),
     }
     found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
     assert found.errors == ["b1 s128: FP32: out of memory"]
-    assert {s.baseline for s in found.cells[0].speedups} == {"fp16"}
+    assert {s.baseline for s in found.configs[0].speedups} == {"fp16"}
 
 
 def test_all_contestants_failing_is_a_cell_of_errors(machine, target):
-    machine.entries = {name: BenchRow(contestant=name, status="error", reason="no") for name in MS}
+    machine.entries = {name: BenchRow(system=name, status="error", reason="no") for name in MS}
     found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert len(found.errors) == len(MS)
-    assert found.cells[0].speedups == []
+    assert found.configs[0].speedups == []
 
 
 def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, monkeypatch):
@@ -256,16 +259,14 @@ def test_a_slow_int8_engine_gets_its_reasons_from_the_layers(machine, target, mo
     )
     machine.ms = MS | {"int8": 2.0}
     found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
-    by_over = {s.baseline: s for s in found.cells[0].speedups if s.system == "int8"}
-    assert found.cells[0].slow_reasons == ["24 GEMMs in FP16"]
+    by_over = {s.baseline: s for s in found.configs[0].speedups if s.system == "int8"}
+    assert found.configs[0].slow_reasons == ["24 GEMMs in FP16"]
     assert [by_over[name].verdict for name in ("fp16", COMPILED, "fp32")] == ["slower", "slower", "faster"]
     assert asked == [([KERNEL], [KERNEL])]
 
 
 def test_gemms_that_are_not_int8_are_warned_about(machine, target):
-    bad = BenchRow(
-        contestant="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"]
-    )
+    bad = BenchRow(system="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"])
     machine.entries = {"int8": bad}
     found = measure(machine, target, replace(OPTIONS, batches=(1,)), command="")
     assert found.warnings == ["b1 s128: 1 of 2 GEMMs do not run in INT8: /a/MatMul"]
@@ -274,7 +275,7 @@ def test_gemms_that_are_not_int8_are_warned_about(machine, target):
 def test_clocks_that_nothing_reads_are_null_and_said(machine, target):
     machine.monitor = Blind
     found = measure(machine, target, OPTIONS, command="")
-    assert row(found.cells[0], "int8").clock_mhz is None
+    assert row(found.configs[0], "int8").clock_mhz is None
     assert found.warnings == [f"clock, power and temperature were not read: {Blind.reason}"]
 
 
@@ -283,7 +284,7 @@ def test_every_finished_cell_is_saved(machine, target):
     machine.ms = dict(MS)
 
     def save(found):
-        saved.append((found.complete, len(found.cells)))
+        saved.append((found.complete, len(found.configs)))
 
     measure(machine, target, OPTIONS, command="", save=save)
     assert saved == [(False, 1), (False, 2), (True, 2)]
@@ -297,8 +298,8 @@ def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target,
             raise CheckFailed("int8 failed while it was measured")
         return real(*arguments, **options)
 
-    real = bench_run.loop.measure
-    monkeypatch.setattr(bench_run.loop, "measure", disturbed)
+    real = bench_run.measure_rounds
+    monkeypatch.setattr(bench_run, "measure_rounds", disturbed)
     with pytest.raises(CheckFailed, match="int8 failed"):
         measure(
             machine, target, OPTIONS, command="", save=lambda found: saved.append(found.model_copy(deep=True))
@@ -307,29 +308,29 @@ def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target,
     assert not saved[0].complete
 
 
-def test_real_lengths_are_a_cell_of_the_whole_split(machine, target):
+def test_dataset_are_a_cell_of_the_whole_split(machine, target):
     batches = [
         {name: np.ones((rows, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
-    split = RealSplit("sst2", 32, batches, 104, 2000, bucketed=True)
-    found = measure(machine, target, replace(OPTIONS, batches=(1,), real=(split,)), command="")
-    cell = found.cells[-1]
-    assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("real", 32, None, 104, 3)
+    split = BatchedSplit("sst2", 32, batches, [32, 32, 32, 8], 104, 2000, bucketed=True)
+    found = measure(machine, target, replace(OPTIONS, batches=(1,), splits=(split,)), command="")
+    cell = found.configs[-1]
+    assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("dataset", 32, None, 104, 3)
     assert cell.padded_to == [16, 24, 48]
     assert (cell.real_tokens, cell.padded_tokens) == (2000, 32 * 48 + 64 * 24 + 8 * 16)
     made = row(cell, "int8")
     assert made.sequences_per_s == pytest.approx(104 * 1000)
     assert made.throughput == []
-    assert found.settings.real_lengths == "sst2"
+    assert found.settings.dataset == "sst2"
 
 
-def test_speedups_without_an_fp16_twin():
+def test_speedups_without_an_fp16_engine():
     rows = [
-        BenchRow(contestant=name, status="done", median_ms=ms, round_ms=[ms] * 3)
+        BenchRow(system=name, status="done", median_ms=ms, round_ms=[ms] * 3)
         for name, ms in (("int8", 2.0), ("fp32", 3.0))
     ]
-    (only,) = speedups(rows, "b1 s16", 0)
+    (only,) = compute_speedups(rows, "b1 s16", 0)
     assert (only.system, only.baseline, only.value) == ("int8", "fp32", 1.5)
 
 

@@ -1,6 +1,7 @@
 """The unpadded baseline computes what transformers computes, row by row, for every family that it takes."""
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_every_row_is_packed_once_and_in_order(lengths, launches):
         assert len(starts) == packing.sequences + 1
         assert packing.first_tokens(launch).tolist() == starts[:count].tolist()
         assert (starts[count:] == starts[count]).all()  # the rows that are left are empty
-        for begin, end in zip(starts[:count], starts[1 : count + 1], strict=True):
+        for begin, end in pairwise(starts[: count + 1]):
             assert len(set(ids[begin:end])) == 1
             assert positions[begin:end].tolist() == list(range(end - begin))
             seen.append((ids[begin], end - begin))

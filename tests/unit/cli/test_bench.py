@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from qdqbench.eval.api import bench as api_bench
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.cell import CellShape, profiles_of
-from qdqbench.eval.bench.real import RealSplit, real_splits
+from qdqbench.eval.bench.config import Config, profiles_of
+from qdqbench.eval.bench.dataset import BatchedSplit, batched_splits
 from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
 from qdqbench.eval.bench.target import check_lengths, model_target, run_target, softmax_notes
 from qdqbench.quantize.calibrate.record import read_record
@@ -32,14 +32,14 @@ from ...support.tiny_bert import INT8, recipe_with
 
 QUICK = [
     "--cpu",
-    "--no-peers",
+    "--no-baselines",
     "--length",
     "16",
     "--batch",
     "3",
     "--rounds",
     "3",
-    "--repeats",
+    "--iterations",
     "2",
 ]
 
@@ -65,7 +65,7 @@ def few_threads(monkeypatch):
 def measured(tiny_bert, tmp_path_factory):
     """A folder in which a tiny model was measured."""
     folder = tmp_path_factory.mktemp("bench") / "out"
-    real = ("--real-lengths", "sst2", "--real-batch", 8, "--data", write_texts(folder.parent / "data"))
+    real = ("--dataset", "sst2", "--dataset-batch", 8, "--data", write_texts(folder.parent / "data"))
     outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK, *real)
     return folder, outcome
 
@@ -84,13 +84,13 @@ def test_bench_on_a_cpu(measured):
     assert json.loads(outcome.stdout) == bench.model_dump(mode="json")
     assert (bench.device, bench.complete, bench.errors) == ("cpu", True, [])
     assert any("CPU" in note for note in bench.notes)
-    assert [(cell.batch, cell.length, cell.reference) for cell in bench.cells] == [
+    assert [(cell.batch, cell.length, cell.reference) for cell in bench.configs] == [
         (3, 16, "fp32-onnxruntime"),
         (8, None, "fp32-onnxruntime"),
     ]
-    assert (bench.cells[-1].sequences, bench.cells[-1].padded_to[0]) == (len(WORD_COUNTS), 16)
-    assert row_of(bench.cells[-1], "int8").sequences_per_s > 0
-    for row in (row for cell in bench.cells for row in cell.rows if row.status == "done"):
+    assert (bench.configs[-1].sequences, bench.configs[-1].padded_to[0]) == (len(WORD_COUNTS), 16)
+    assert row_of(bench.configs[-1], "int8").sequences_per_s > 0
+    for row in (row for cell in bench.configs for row in cell.rows if row.status == "done"):
         assert row.launches == 6
         assert row.median_ms > 0
         assert row.cpu_ms > 0
@@ -113,7 +113,7 @@ def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
     folder, _ = measured
     monkeypatch.setattr(bench_target, "_calibrate", lambda session: pytest.fail("calibrated again"))
     target = model_target(str(tiny_bert), load_recipe("bert-int8-linears"), folder / "work", 0)
-    assert list(target.twins) == ["int8", "fp16", "fp32"]
+    assert list(target.graphs) == ["int8", "fp16", "fp32"]
 
 
 def test_tables_of_a_bench_on_a_cpu(measured, tmp_path):
@@ -149,8 +149,12 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         ([], "either a run directory or --model"),
         (["run", "--model", "bert-base"], "either a run directory or --model"),
         (["run", "--recipe", "bert-fp16"], "--recipe belongs to --model"),
-        (["--model", "bert-base", "--cpu", "--also", "bert-fp16"], "--also belongs to --model on a GPU"),
-        (["--model", "x", "--profile", "fast"], "--profile 'fast' is unknown"),
+        (
+            ["--model", "bert-base", "--cpu", "--extra-recipe", "bert-fp16"],
+            "--extra-recipe belongs to",
+        ),
+        (["--model", "bert-base", "--cpu", "--exclude", "mine"], "--exclude mine: no system is called that"),
+        (["--model", "bert-base", "--cpu", "--build-only"], "--build-only belongs to a bench on a GPU"),
         (["--model", "x", "--compile-seconds", "0"], "--compile-seconds is 0"),
         (["--model", "bert-base", "--cpu", "--threads", "9999"], "--threads 9999 is more than the"),
         (["--model", "bert-base", "--cpu", "--streams", "99", "--threads", "1"], "--streams 99 is more than"),
@@ -253,23 +257,23 @@ def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
         check_lengths(target, [1024])
 
 
-def test_real_lengths_need_data_and_a_tokenizer(tmp_path):
+def test_dataset_need_data_and_a_tokenizer(tmp_path):
     target = some_target(tmp_path)
     with pytest.raises(UserError, match="needs --data"):
-        real_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
+        batched_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
     with pytest.raises(UserError, match="needs --tokenizer"):
-        real_splits(target, "sst2", batches=[8], data="hub", tokenizer=None, buckets=True)
+        batched_splits(target, "sst2", batches=[8], data="hub", tokenizer=None, buckets=True)
 
 
 @pytest.fixture
 def words(tmp_path, tiny_bert):
     """A target, and its split of 40 sentences of 1 to 100 words as batches."""
     target, data = some_target(tmp_path), str(write_texts(tmp_path / "data"))
-    make = partial(real_splits, target, "sst2", data=data, tokenizer=str(tiny_bert))
+    make = partial(batched_splits, target, "sst2", data=data, tokenizer=str(tiny_bert))
     return target, make
 
 
-def test_real_lengths_without_buckets_are_the_sorted_batches_of_the_split(words):
+def test_dataset_without_buckets_are_the_sorted_batches_of_the_split(words):
     target, make = words
     (split,) = make(batches=[4], buckets=False)
     assert (split.task, split.batch, split.sequences, split.bucketed) == ("sst2", 4, 40, False)
@@ -282,7 +286,7 @@ def test_real_lengths_without_buckets_are_the_sorted_batches_of_the_split(words)
         make(batches=[4], buckets=False)
 
 
-def test_real_lengths_in_buckets_are_a_shape_for_each(words):
+def test_dataset_in_buckets_are_a_shape_for_each(words):
     target, make = words
     (plain,), (small, large) = make(batches=[4], buckets=False), make(batches=[4, 64], buckets=True)
     assert (small.batch, large.batch, large.sequences) == (4, 64, 40)
@@ -294,8 +298,8 @@ def test_real_lengths_in_buckets_are_a_shape_for_each(words):
         assert split.real_tokens == plain.real_tokens
         rows = sum(len(batch["input_ids"]) for batch in split.batches)
         assert 0 <= rows - 40 < len(split.batches)  # at most a copy a batch
-        cell = CellShape(split.batch, None, split)
-        assert profiles_of(target, "static", cell) == [Profile(pair, pair, pair) for pair in split.shapes]
+        cell = Config(split.batch, None, split)
+        assert profiles_of(target, "exact", cell) == [Profile(pair, pair, pair) for pair in split.shapes]
     assert len(large.batches) == len(large.shapes)
     of_texts = {tuple(row[row != 0]) for batch in small.batches for row in batch["input_ids"]}
     assert of_texts == {tuple(row[row != 0]) for batch in plain.batches for row in batch["input_ids"]}
@@ -304,7 +308,7 @@ def test_real_lengths_in_buckets_are_a_shape_for_each(words):
 def test_shapes_of_data_need_a_run(tmp_path):
     path = tmp_path / "auto.yaml"
     path.write_text("{version: 1, name: mine, engine: {shapes: auto}}")
-    with pytest.raises(UserError, match="give its run directory, or --profile static"):
+    with pytest.raises(UserError, match="give its run directory, or --engine-shapes exact"):
         api_bench.bench(model="bert-base", recipe=str(path))
 
 
@@ -321,18 +325,23 @@ def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
         run_target(tmp_path / "run")
 
 
-def split_of(*shapes):
-    batches = [{"input_ids": np.zeros(shape, dtype=np.int64)} for shape in shapes]
-    return RealSplit("sst2", 32, batches, 10, 10)
+def split_of(*shapes, rows=None):
+    """Batches of zeros without padding; all their rows count, or so many of each."""
+    batches = [
+        {"input_ids": np.zeros(shape, dtype=np.int64), "attention_mask": np.ones(shape, dtype=np.int64)}
+        for shape in shapes
+    ]
+    counts = list(rows or [shape[0] for shape in shapes])
+    return BatchedSplit("sst2", 32, batches, counts, sum(counts), sum(rows * n for rows, n in shapes))
 
 
 def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
     target, only = some_target(tmp_path), (8, 128)
-    (made,) = profiles_of(target, "static", CellShape(8, 128, None))
+    (made,) = profiles_of(target, "exact", Config(8, 128, None))
     assert (made.min, made.opt, made.max) == (only, only, only)
-    real = CellShape(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
-    assert profiles_of(target, "static", real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
+    real = Config(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
+    assert profiles_of(target, "exact", real) == [Profile(min=(8, 16), opt=(32, 40), max=(32, 64))]
     *full, every = profiles_of(target, "recipe", real)
     assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
     assert [each.min[1] for each in full] == [128, 128, 128]
@@ -346,10 +355,10 @@ def test_a_built_in_shape_as_an_embedding_model(tmp_path, monkeypatch):
     monkeypatch.setitem(MODEL_SHAPES, "tiny", shape | small)
     found = api_bench.bench(
         model="tiny", recipe="int8-linears", pooling="mean", normalize=True, batch=[2], length=[16],
-        rounds=1, repeats=1, cpu=True, peers=False, out=tmp_path,
+        rounds=1, iterations=1, cpu=True, baselines=False, out=tmp_path,
     )  # fmt: skip
     assert not found.errors
-    (cell,) = found.cells
+    (cell,) = found.configs
     assert all(row.rel_error is None or row.rel_error < 0.2 for row in cell.rows)
     graph = onnx.load(tmp_path / "work" / "model.int8.onnx", load_external_data=False)
     assert [value.name for value in graph.graph.output] == ["sentence_embedding"]

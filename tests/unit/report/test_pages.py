@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.auto.report import write_auto
+from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import write_bench
-from qdqbench.eval.benchreport.report import write_bench_reports
 from qdqbench.eval.compare.report import write_comparison
 from qdqbench.eval.methods.report import write_methods
 from qdqbench.eval.runreport.report import write_reports

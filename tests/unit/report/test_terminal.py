@@ -12,8 +12,8 @@ from rich.console import Console
 
 from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.screen import auto_summary
+from qdqbench.eval.bench.report import bench_report
 from qdqbench.eval.bench.results import Bench, read_bench
-from qdqbench.eval.benchreport.report import bench_summary
 from qdqbench.eval.compare.report import comparison_report
 from qdqbench.eval.methods.report import methods_summary, write_methods
 from qdqbench.eval.report.render import render_screen
@@ -45,9 +45,9 @@ def many_shapes() -> Bench:
     cells = [
         cell.model_copy(update={"length": cell.length // part})
         for part in (1, 2, 4, 8)
-        for cell in bench.cells
+        for cell in bench.configs
     ]
-    return bench.model_copy(update={"cells": cells})
+    return bench.model_copy(update={"configs": cells})
 
 
 SHOWN: dict[str, Callable[[], Any]] = {
@@ -61,9 +61,11 @@ SHOWN: dict[str, Callable[[], Any]] = {
     "methods, two splits": lambda: methods_summary(
         table(splits=("validation_matched", "validation_mismatched"))
     ),
-    "bench": lambda: bench_summary(sample_bench()),
-    "bench of many shapes": lambda: bench_summary(many_shapes()),
-    "bench, measured": lambda: bench_summary(read_bench(MEASURED / "base-recipes" / "bench.json")),
+    "bench": lambda: render_screen(bench_report(sample_bench())),
+    "bench of many shapes": lambda: render_screen(bench_report(many_shapes())),
+    "bench, measured": lambda: render_screen(
+        bench_report(read_bench(MEASURED / "base-recipes" / "bench.json"))
+    ),
     "finetune": lambda: render_screen(finetuning_report(finetuning([run_of(0), run_of(1), failed_run(2)]))),
     "study": lambda: study_summary(read_study(MEASURED / "mrpc-qat" / "study.json")),
     "compare": lambda: render_screen(comparison_report(sample_comparison())),

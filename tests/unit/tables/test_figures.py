@@ -60,7 +60,7 @@ def test_without_an_engine_that_ran_the_graph_is_what_was_measured():
 def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_not_int8():
     bench = sample_bench()
     bench.recipe, bench.settings.profile = shipped(), "both"
-    cell = bench.cells[0]
+    cell = bench.configs[0]
     found = {each.recipe: each for each in figures_of([], [bench])}
     over = [each.value for each in cell.speedups if each.system == "int8" and "fp16" in each.baseline]
     (speed,) = (each for each in found["bert-int8-linears"].speed if each.batch == cell.batch)
@@ -81,17 +81,15 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
 
 
 def test_recipes_beside_it_that_changed_since_count_no_more_and_are_left_out():
-    """`--also` engines carry their recipe as the bench carries its own."""
+    """`--extra-recipe` engines carry their recipe as the bench carries its own."""
     (bench,) = (copy.deepcopy(each) for each in find_results([GOLDEN / "bert-base"])[1])
     own, other = (load_recipe(f"bert-int8-{name}").model_dump(mode="json") for name in ("linears", "ffn"))
-    bench.recipe, bench.settings.profile = own, "both"
-    fastest = next(each for each in bench.contestants if each.name == "int8")
+    bench.recipe, bench.settings.engine_shapes = own, "both"
+    fastest = next(each for each in bench.systems if each.name == "int8")
     also = fastest.model_copy(update={"name": "int8-bert-int8-ffn", "label": "beside", "recipe": other})
-    bench.contestants.append(also)
-    for cell in bench.cells:
-        same = [
-            row.model_copy(update={"contestant": also.name}) for row in cell.rows if row.contestant == "int8"
-        ]
+    bench.systems.append(also)
+    for cell in bench.configs:
+        same = [row.model_copy(update={"system": also.name}) for row in cell.rows if row.system == "int8"]
         more = [s.model_copy(update={"system": also.name}) for s in cell.speedups if s.system == "int8"]
         cell.rows += same
         cell.speedups += more

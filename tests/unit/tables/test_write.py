@@ -71,12 +71,12 @@ def test_shapes_of_the_data_are_told_and_are_no_change():
     assert "| `bert-int8-linears`, shapes: auto |" in tables_markdown(runs, [])
 
 
-def test_real_lengths_are_in_sequences_per_second(tmp_path):
+def test_dataset_are_in_sequences_per_second(tmp_path):
     bench = sample_bench()
-    cell = bench.cells[-1]
+    cell = bench.configs[-1]
     cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "real", [16, 40], 60, 80
-    cell.headline = headline_of(bench.contestants, cell)
-    bench.settings.real_lengths, bench.settings.profile = "sst2", "both"
+    cell.headline = headline_of(bench.systems, cell)
+    bench.settings.dataset, bench.settings.profile = "sst2", "both"
     bench.recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
     write_bench(tmp_path / "bench.json", bench)
     made = tables_markdown(*find_results([tmp_path]))
@@ -97,21 +97,6 @@ def test_an_engine_before_training_is_that_of_the_recipe():
         "it is of another version of qdqbench"
     ]
     assert differences({"name": "mine"}) == []
-
-
-def test_peers_without_a_mask_are_left_out_with_the_reason(tmp_path):
-    bench = json.loads((GOLDEN / "bert-base" / "bench.json").read_text())
-    with_peers = tables_markdown(*find_results([GOLDEN]))
-    del bench["settings"]["peers_masked"]  # as files were before
-    (tmp_path / "bench.json").write_text(json.dumps(bench))
-    made = tables_markdown(*find_results([tmp_path]))
-    assert "INT8 engine over torch.compile FP16" in with_peers
-    assert "| INT8 over the fastest FP16 |" in with_peers
-    assert "| INT8 engine over FP16 engine |" in made
-    assert "INT8 engine over torch.compile" not in made
-    assert "| INT8 over the fastest FP16 engine |" in made
-    assert "PyTorch FP16 SDPA" not in made
-    assert "- PyTorch and torch.compile at fixed shapes are left out: they were measured without" in made
 
 
 def test_the_order_of_the_files_does_not_matter():
@@ -218,7 +203,7 @@ def test_the_same_file_named_twice_counts_once():
     assert find_results([GOLDEN, *GOLDEN.rglob("*.json")]) == find_results([GOLDEN])
 
 
-@pytest.mark.parametrize("content", ['{"cells": []}', "{}", "[]", "3"])
+@pytest.mark.parametrize("content", ['{"configs": []}', "{}", "[]", "3"])
 def test_files_of_something_else_are_refused(tmp_path, content):
     path = tmp_path / "results.json"
     path.write_text(content)
@@ -301,13 +286,13 @@ def test_no_mean_is_taken_over_results_of_different_settings():
 def test_memory_of_engines_by_shape():
     _, (bench,) = find_results([GOLDEN / "bert-base"])
     assert "Memory on the GPU" not in tables_markdown([], [bench])
-    for cell in bench.cells:
+    for cell in bench.configs:
         for row in cell.rows:
-            if row.contestant in ("int8", "fp16"):
+            if row.system in ("int8", "fp16"):
                 row.engine_bytes, row.activation_bytes = 181_000_000, 252_000_000
     made = tables_markdown([], [bench])
     assert "Memory on the GPU, engine + one context:\n\n| shape | INT8 engine | FP16 engine |\n" in made
-    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.cells)
+    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.configs)
 
 
 DOCS = {
@@ -315,7 +300,7 @@ DOCS = {
     "docs/families.md": "docs/measured-families",
     "docs/heads.md": "docs/measured-heads",
     "docs/issue-4058.md": "docs/measured-embeddings",
-    "docs/real_lengths.md": "docs/measured-lengths",
+    "docs/dataset.md": "docs/measured-lengths",
     "recipes/README.md": "docs/measured",
 }
 

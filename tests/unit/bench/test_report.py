@@ -8,30 +8,43 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
+from qdqbench.eval.bench.report import (
+    bench_of,
+    bench_report,
+    clocks,
+    config_text,
+    headline_cells,
+    headline_title,
+    latency_rows,
+    milliseconds,
+    ratio_cell,
+    ratio_rows,
+    slow_lines,
+    write_bench_reports,
+)
 from qdqbench.eval.bench.results import (
-    BenchContestant,
     BenchKernels,
     BenchRow,
+    BenchSystem,
+    compute_speedups,
     headline_of,
-    peer_doubt,
-    speedups,
     write_bench,
 )
-from qdqbench.eval.benchreport.charts import latency_svg, speedup_svg, throughput_svg
-from qdqbench.eval.benchreport.report import bench_of, bench_summary, bench_view, write_bench_reports
-from qdqbench.eval.benchreport.words import Mark, clocks, milliseconds, ratio_mark, slow_lines
+from qdqbench.eval.report.document import Cell
+from qdqbench.eval.report.render import render_screen
 from qdqbench.eval.runreport.report import refresh_reports, write_reports
 from qdqbench.quantize.core.files import sha256
 
 from ...support.pages import HOSTILE, offline, plain
 from ...support.records import speedup
-from ..bench.test_results import REASON, sample_bench, sample_row
 from ..runreport.test_report import sample as sample_run
+from .test_results import REASON, sample_bench, sample_row
 
 
 def terminal(bench, width=120):
     stream = StringIO()
-    Console(file=stream, width=width).print(bench_summary(bench))
+    Console(file=stream, width=width).print(render_screen(bench_report(bench)))
     return stream.getvalue()
 
 
@@ -48,83 +61,78 @@ def test_random_weights_are_called_that_everywhere(tmp_path):
 
 
 def column(bench, shape):
-    """Marks of one shape by the name of the row, the headline with them."""
-    shown = bench_view(bench)
-    marks = {name: marks[shown.columns.index(shape)] for name, marks in shown.rows}
-    return marks | {shown.headline: dict(shown.headlines)[shape]}
+    """Cells of one shape by the name of the row, the headline with them."""
+    place = [config_text(bench, config) for config in bench.configs].index(shape)
+    cells = {name: cells[place] for name, cells in [*latency_rows(bench), *ratio_rows(bench)]}
+    return cells | {headline_title(bench): headline_cells(bench, bench.configs[place])}
 
 
 def test_the_headline_is_over_the_fastest_fp16_contestant(tmp_path):
     bench = sample_bench()
-    shown = bench_view(bench)
-    assert [name for name, _ in shown.headlines] == list(shown.columns) == ["b1 s128", "b8 s128", "b32 s128"]
     ratio, ours, over = column(bench, "b1 s128")["INT8 over the fastest FP16"]
-    assert ratio.bad
+    assert ratio.state == "bad"
     assert ratio.text.startswith("0.90x [")
-    assert ratio.text.endswith("✗ slower")
-    assert (ours, over) == (Mark("INT8 engine 0.8"), Mark("FP16 engine 0.72"))
+    assert ratio.text.endswith(" slower")
+    assert (ours, over) == (Cell("INT8 engine 0.8"), Cell("FP16 engine 0.72"))
     ratio, ours, over = column(bench, "b8 s128")["INT8 over the fastest FP16"]
     assert ratio.text.startswith("1.60x [")
     assert over.text == "torch.compile FP16 1.6"
     for text in (terminal(bench), *pages(bench, tmp_path).values()):
         assert "INT8 over the fastest FP16" in text
         assert "torch.compile FP16 1.6" in text
-    assert all(cell.headline == headline_of(bench.contestants, cell) for cell in bench.cells)
-    assert [cell.headline.baseline for cell in bench.cells] == ["fp16", "compile-fp16", "fp16"]
+    assert all(cell.headline == headline_of(bench.systems, cell) for cell in bench.configs)
+    assert [cell.headline.baseline for cell in bench.configs] == ["fp16", "compile-fp16", "fp16"]
 
 
 def test_the_fastest_int8_engine_is_the_one_that_is_compared():
     bench = sample_bench()
-    exact = BenchContestant(name="int8-exact", label="INT8 engine, exact shape", precision="int8", backend="")
-    bench.contestants.insert(1, exact)
-    cell = bench.cells[0]
+    exact = BenchSystem(name="int8-exact", label="INT8 engine, exact shape", precision="int8", backend="")
+    bench.systems.insert(1, exact)
+    cell = bench.configs[0]
     cell.rows.insert(1, sample_row("int8-exact", 0.6, 1))
-    cell.speedups = speedups(cell.rows, "b1 s128", 0)
-    found = headline_of(bench.contestants, cell)
+    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    found = headline_of(bench.systems, cell)
     assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
     assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
-    assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Mark("INT8 engine, exact shape 0.6")
+    assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
     assert slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
 
 
 def test_another_recipe_is_over_the_fastest_fp16_too():
     bench = sample_bench()
-    mine = BenchContestant(name="int8-mine", label="INT8 engine, mine", precision="int8", backend="")
-    bench.contestants.insert(1, mine)
-    cell = bench.cells[0]
+    mine = BenchSystem(name="int8-mine", label="INT8 engine, mine", precision="int8", backend="")
+    bench.systems.insert(1, mine)
+    cell = bench.configs[0]
     cell.rows.insert(1, sample_row("int8-mine", 0.6, 1))
-    cell.speedups = speedups(cell.rows, "b1 s128", 0)
-    assert headline_of(bench.contestants, cell).system == "int8"  # what the bench is about
+    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
     assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
     assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
 
 
 def test_other_ratios_stand_under_it():
     marks = column(sample_bench(), "b1 s128")
-    assert marks["INT8 engine"] == Mark("0.8")
-    assert marks["INT8 engine over FP16 engine"].bad
+    assert marks["INT8 engine"] == Cell("0.8")
+    assert marks["INT8 engine over FP16 engine"].state == "bad"
     assert marks["INT8 engine over torch.compile FP16"].text.startswith("1.25x")
-    assert not marks["INT8 engine over torch.compile FP16"].bad
-    assert not any(
-        mark.bad for name, mark in column(sample_bench(), "b32 s128").items() if "fastest" not in name
-    )
+    assert marks["INT8 engine over torch.compile FP16"].state == ""
+    others = column(sample_bench(), "b32 s128")
+    assert {cell.state for name, cell in others.items() if "fastest" not in name} == {""}
 
 
 @pytest.mark.parametrize(
-    ("kernels", "sign", "said"),
+    ("kernels", "sign"),
     [
-        (BenchKernels(names={"sgemm": 24}, fused_attention=0, fp32_gemms=24), " ✗ unfused",
-         "no fused attention kernel ran, 24 GEMMs in FP32"),
-        (BenchKernels(names={"sgemm": 1}, fused_attention=12, fp32_gemms=1), " ✗ FP32", "1 GEMMs in FP32"),
-        (BenchKernels(names={"flash_fwd": 12}, fused_attention=12, fp32_gemms=0), "", ""),
+        (BenchKernels(names={"sgemm": 24}, fused_attention=0, fp32_gemms=24), " unfused"),
+        (BenchKernels(names={"sgemm": 1}, fused_attention=12, fp32_gemms=1), " FP32"),
+        (BenchKernels(names={"flash_fwd": 12}, fused_attention=12, fp32_gemms=0), ""),
     ],
 )  # fmt: skip
-def test_a_peer_whose_attention_was_not_fused_is_marked(tmp_path, kernels, sign, said):
+def test_a_baseline_whose_attention_was_not_fused_is_marked(tmp_path, kernels, sign):
     bench = sample_bench()
-    row = bench.cells[0].rows[4]
+    row = bench.configs[0].rows[4]
     row.kernels = kernels
-    assert peer_doubt(row, "fp16") == said
-    assert column(bench, "b1 s128")["PyTorch FP16 SDPA"] == Mark(f"5.2{sign}", bad=bool(sign))
+    assert column(bench, "b1 s128")["PyTorch FP16 SDPA"] == Cell(f"5.2{sign}", "bad" if sign else "")
     proof = f"{kernels.fused_attention} fused attention kernels, {kernels.fp32_gemms} GEMMs in FP32"
     made = pages(bench, tmp_path)
     assert all(f"5.2{sign}" in text for text in (terminal(bench), *made.values()))
@@ -142,14 +150,14 @@ def test_slower_is_flagged_with_the_reason_of_the_layers(tmp_path):
     assert f"<li>{line}</li>" in html.partition("<nav")[0]
 
 
-def test_a_slow_down_within_the_spread_is_not_told_apart():
+def test_a_slow_down_within_the_spread_is_inconclusive():
     bench = sample_bench()
-    for ratio in bench.cells[0].speedups:
+    for ratio in bench.configs[0].speedups:
         ratio.ci95_high = 1.02 if ratio.verdict == "slower" else ratio.ci95_high
     assert slow_lines(bench) == []
     ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
-    assert ratio == Mark("0.90x [0.90, 1.02] not told apart", bad=False)
-    assert bench_view(bench).verdict[0] == "cannot tell"
+    assert ratio == Cell("0.90x [0.90, 1.02] inconclusive", short="0.90x")
+    assert bench_report(bench).verdict.state == "unclear"
 
 
 def test_notes_on_the_gpu_and_the_clock_stand_beside_the_figures(tmp_path):
@@ -174,7 +182,7 @@ def test_what_failed_then_warnings_then_notes_in_one_order(tmp_path):
 
 def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
     bench = sample_bench()
-    for cell in bench.cells:
+    for cell in bench.configs:
         for row in cell.rows:
             row.clock_mhz = row.power_w = row.temperature_c = None
     assert clocks(bench) == "clock and power while measured: not read"
@@ -184,15 +192,15 @@ def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
 
 def test_an_error_is_a_line_and_never_a_number(tmp_path):
     bench = sample_bench(errors=["b1 s128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
-    bench.cells[0].rows[0] = BenchRow(contestant="int8", status="error", reason="NaN or infinite logits")
-    bench.cells[0].speedups = []
-    bench.cells[0].headline = None
-    bench.cells[1].rows[5] = BenchRow(contestant="compile-fp16", status="skipped", reason="no C compiler")
+    bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason="NaN or infinite logits")
+    bench.configs[0].speedups = []
+    bench.configs[0].headline = None
+    bench.configs[1].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason="no C compiler")
     first, second = column(bench, "b1 s128"), column(bench, "b8 s128")
-    assert first["INT8 engine"] == Mark("✗ error", bad=True)
-    assert first["INT8 engine over FP16 engine"] == Mark("")
-    assert first["INT8 over the fastest FP16"][0] == Mark("not measured")
-    assert second["torch.compile FP16"] == Mark("not measured")
+    assert first["INT8 engine"] == Cell("error", "bad")
+    assert first["INT8 engine over FP16 engine"] == Cell()
+    assert first["INT8 over the fastest FP16"][0] == Cell("not measured")
+    assert second["torch.compile FP16"] == Cell("not measured")
     for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
         assert "NaN or infinite logits" in text
     assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
@@ -211,12 +219,12 @@ def test_charts_are_whole_and_the_same_every_time(chart):
     assert svg == chart(bench)
     assert "torch.compile FP16" in svg
     assert "<metadata" not in svg
-    assert chart(bench.model_copy(update={"cells": []})) == ""
+    assert chart(bench.model_copy(update={"configs": []})) == ""
 
 
 def test_charts_have_a_panel_per_length_and_stream_counts():
     bench = sample_bench()
-    bench.cells += [cell.model_copy(update={"length": 64}) for cell in bench.cells]
+    bench.configs += [cell.model_copy(update={"length": 64}) for cell in bench.configs]
     assert "64 tokens" in latency_svg(bench)
     assert "128 tokens" in latency_svg(bench)
     assert ">2 streams</text>" in throughput_svg(bench)
@@ -224,7 +232,7 @@ def test_charts_have_a_panel_per_length_and_stream_counts():
 
 def test_charts_without_what_they_show_are_empty():
     bench = sample_bench()
-    for cell in bench.cells:
+    for cell in bench.configs:
         cell.speedups = []
         for row in cell.rows:
             row.throughput = []
@@ -248,7 +256,7 @@ def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
     widths = [line.count("|") for line in lines]
     assert widths[:5] == [5] * 5  # header, rule, three shapes
     assert widths[5:15] == [5] * 10  # header, rule, six contestants, two ratios
-    assert widths[15:] == [widths[15]] * (2 + 18)
+    assert widths[15:35] == [widths[15]] * (2 + 18)
 
 
 def test_a_run_gets_a_section(tmp_path):
@@ -284,17 +292,6 @@ def test_a_bench_of_other_files_is_marked_stale(tmp_path):
     assert "model.int8.onnx changed after this bench" in bench_of(tmp_path).errors[0]
 
 
-def test_a_run_does_not_show_peers_that_had_no_mask(tmp_path):
-    bench = sample_bench()
-    write_bench(tmp_path / "bench.json", bench)
-    assert "PyTorch FP16 SDPA" in dict(bench_of(tmp_path).rows)
-    settings = bench.settings.model_copy(update={"peers_masked": False})
-    write_bench(tmp_path / "bench.json", bench.model_copy(update={"settings": settings}))
-    found = bench_of(tmp_path)
-    assert "PyTorch FP16 SDPA" not in dict(found.rows)
-    assert "without an attention mask" in found.measured.warnings[-1]
-
-
 def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     for path in write_reports(sample_run(), tmp_path):
@@ -326,5 +323,5 @@ def test_milliseconds(value, expected):
 
 def test_a_ratio_without_an_interval():
     ratio = speedup(2, system="a", baseline="b")
-    assert ratio_mark(ratio) == Mark("2.00x")
-    assert ratio_mark(None) == Mark("")
+    assert ratio_cell(ratio) == Cell("2.00x", short="2.00x")
+    assert ratio_cell(None) == Cell()

@@ -8,12 +8,11 @@ import time
 import pytest
 import torch
 
-from qdqbench.eval.bench.random_model import random_ids_task
-from qdqbench.eval.bench.target import model_target, recipe_for
-from qdqbench.eval.gpubench import ahead, children
-from qdqbench.eval.gpubench.ahead import background
-from qdqbench.eval.gpubench.children import main
-from qdqbench.eval.gpubench.engines import EngineSpec, marker
+from qdqbench.eval.bench import prebuild, prebuild_worker
+from qdqbench.eval.bench.gpu import EngineSpec, marker
+from qdqbench.eval.bench.prebuild import background
+from qdqbench.eval.bench.prebuild_worker import main
+from qdqbench.eval.bench.target import model_target, random_ids_task, recipe_for
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.pipeline import open_run
@@ -34,8 +33,8 @@ print(json.dumps({"error": what}), flush=True)
 
 @pytest.fixture(autouse=True)
 def child(monkeypatch):
-    monkeypatch.setattr(ahead, "START_S", 0.0)
-    monkeypatch.setattr(ahead, "COMMAND", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(prebuild, "START_S", 0.0)
+    monkeypatch.setattr(prebuild, "COMMAND", (sys.executable, "-c", CHILD))
 
 
 def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
@@ -61,7 +60,7 @@ def test_tasks_that_fail_or_take_too_long_say_so_and_take_no_other_with_them():
 def test_nothing_is_left_running(monkeypatch, tmp_path):
     written = tmp_path / "pid"
     script = f"import os, time; open({str(written)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    monkeypatch.setattr(ahead, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(prebuild, "COMMAND", (sys.executable, "-c", script))
     begun = time.monotonic()
     with background(1) as work:
         work.add("first", [], 60)
@@ -92,7 +91,7 @@ def test_a_child_compiles_every_shape_and_marks_what_is_done(run, monkeypatch, c
 
         return forward
 
-    monkeypatch.setattr(children.peers, "compiled_forward", compiled)
+    monkeypatch.setattr(prebuild_worker.peers, "compiled_forward", compiled)
     main(["compile", str(run), "default", json.dumps([[2, 8], [2, 16]])])
     main(["compile", str(run), "default", json.dumps([[3, 8]])])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -109,7 +108,7 @@ def test_a_child_exports_what_the_bench_takes_up(tiny_bert, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"error": ""}
     made = (folder / "model.fp16.onnx").stat().st_mtime_ns
     target = model_target(str(tiny_bert), recipe_for(str(tiny_bert), "bert-fp16"), folder, 0, 16)
-    assert target.twins["fp16"].stat().st_mtime_ns == made
+    assert target.graphs["fp16"].stat().st_mtime_ns == made
 
 
 def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, capsys):
@@ -138,8 +137,8 @@ def test_a_child_builds_an_engine_and_runs_its_shapes(tmp_path, monkeypatch, cap
         shapes=[(2, 8), (4, 8)],
     )  # fmt: skip
     assert EngineSpec.model_validate_json(spec.model_dump_json()) == spec
-    monkeypatch.setattr(children, "make", lambda given: happened.append(given == spec))
-    monkeypatch.setattr(children, "Engine", Loaded)
+    monkeypatch.setattr(prebuild_worker, "build_engine", lambda given: happened.append(given == spec))
+    monkeypatch.setattr(prebuild_worker, "Engine", Loaded)
     main(["engine", spec.model_dump_json()])
     assert json.loads(capsys.readouterr().out) == {"error": ""}
     runs = [(2, 8, False), "freed", (4, 8, False), "freed"]

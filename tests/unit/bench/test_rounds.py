@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.bench import loop
+from qdqbench.eval.bench import rounds as loop
 from qdqbench.eval.bench.lanes import WallTimer
-from qdqbench.eval.bench.loop import (
+from qdqbench.eval.bench.rounds import (
     Burst,
-    Contestant,
     Effort,
     Measured,
-    judge_outputs,
-    measure,
+    ReadySystem,
+    check_outputs,
+    compare_rounds,
+    measure_rounds,
     rotation,
-    speedup,
 )
 from qdqbench.quantize.core.errors import CheckFailed
 
@@ -61,7 +61,7 @@ class FakeTimer:
 
 
 def contestant(name, ms=1.0, lane=None, log=None, precision="fp16"):
-    return Contestant(name, precision, [lane or FakeLane()] * 2, FakeTimer(ms, log, name))
+    return ReadySystem(name, precision, [lane or FakeLane()] * 2, FakeTimer(ms, log, name))
 
 
 @given(count=st.integers(1, 9), cycles=st.integers(1, 3))
@@ -89,7 +89,7 @@ TIMES = st.floats(0.01, 1000)
 
 
 def ratio_of(baseline, system, seed=0):
-    return speedup("system", "baseline", "b1 s16", system, baseline, seed)
+    return compare_rounds("system", "baseline", "b1 s16", system, baseline, seed)
 
 
 @given(base=st.lists(TIMES, min_size=1, max_size=15), factor=st.floats(0.1, 10), seed=st.integers(0, 9))
@@ -141,8 +141,9 @@ def test_one_disturbed_round_moves_nothing():
 def test_rounds_interleave_all_contestants_in_the_balanced_order():
     log = []
     names = ["a", "b", "c", "d"]
-    found = measure(
-        [contestant(name, log=log) for name in names], Effort(rounds=4, seconds=1, repeats=7, streams=(1, 2))
+    found = measure_rounds(
+        [contestant(name, log=log) for name in names],
+        Effort(rounds=4, duration_s=1, iterations=7, streams=(1, 2)),
     )
     timed = [name for name, count in log if count == 7]
     assert timed == [names[who] for row in rotation(4, 4) for who in row]
@@ -152,20 +153,22 @@ def test_rounds_interleave_all_contestants_in_the_balanced_order():
 
 def test_every_burst_is_preceded_by_warm_launches_that_are_not_counted():
     log = []
-    measure([contestant("a", log=log)], Effort(rounds=2, seconds=1, repeats=9))
+    measure_rounds([contestant("a", log=log)], Effort(rounds=2, duration_s=1, iterations=9))
     assert [count for _, count in log] == [1, 3, 3, 9, 3, 9]
 
 
 def test_a_contestant_rests_before_each_burst(monkeypatch):
     rests = []
     monkeypatch.setattr("time.sleep", rests.append)
-    measure([contestant("a"), contestant("b")], Effort(rounds=2, seconds=1, repeats=1, rest_s=0.02))
+    measure_rounds(
+        [contestant("a"), contestant("b")], Effort(rounds=2, duration_s=1, iterations=1, rest_s=0.02)
+    )
     assert rests == [0.02] * 4
 
 
 def test_slow_launches_are_not_wasted_on_warming_up():
     log = []
-    measure([contestant("a", 1000.0, log=log)], Effort(rounds=2, seconds=1, least=1))
+    measure_rounds([contestant("a", 1000.0, log=log)], Effort(rounds=2, duration_s=1, least=1))
     assert [count for _, count in log] == [1, 1, 1]
 
 
@@ -180,26 +183,26 @@ def test_slow_launches_are_not_wasted_on_warming_up():
     ],
 )
 def test_launches_follow_from_the_time_asked_for(ms, seconds, rounds, expected):
-    found = measure([contestant("a", ms)], Effort(rounds=rounds, seconds=seconds))
+    found = measure_rounds([contestant("a", ms)], Effort(rounds=rounds, duration_s=seconds))
     assert [len(burst.latencies_ms) for burst in found["a"].bursts] == [expected] * rounds
 
 
 def test_throughput_counts_every_stream():
-    found = measure([contestant("a", 2.0)], Effort(rounds=1, seconds=0.1, streams=(1, 2)))
+    found = measure_rounds([contestant("a", 2.0)], Effort(rounds=1, duration_s=0.1, streams=(1, 2)))
     assert found["a"].throughput(1) == [pytest.approx(500)]
     assert found["a"].throughput(2) == [pytest.approx(1000)]
 
 
 def test_lanes_that_share_threads_are_those_of_their_number():
     alone, shared = FakeLane(), {2: [FakeLane(), FakeLane()]}
-    one = Contestant("a", "fp32", [alone], FakeTimer(2.0), shared)
+    one = ReadySystem("a", "fp32", [alone], FakeTimer(2.0), shared)
     assert (one.at(1), one.at(2)) == ([alone], shared[2])
-    found = measure([one], Effort(rounds=2, seconds=0.1, streams=(1, 2, 3)))["a"]
+    found = measure_rounds([one], Effort(rounds=2, duration_s=0.1, streams=(1, 2, 3)))["a"]
     assert found.throughput(2) == [pytest.approx(1000)] * 2
     assert found.throughput(3) == []  # it has no three
     assert len(found.cpu_ms) == 2
     shared[2][1].logits = NAN
-    errors, _, _ = judge_outputs([one], [])
+    errors, _, _ = check_outputs([one], [])
     assert "NaN" in errors["a"]
 
 
@@ -210,9 +213,9 @@ def test_progress_and_windows():
         seen.append("timed")
         return float(next(clock))
 
-    found = measure(
+    found = measure_rounds(
         [contestant("a")],
-        Effort(rounds=3, seconds=1, repeats=1),
+        Effort(rounds=3, duration_s=1, iterations=1),
         now=now,
         progress=lambda *begun: seen.append(begun),
     )
@@ -222,7 +225,7 @@ def test_progress_and_windows():
 
 
 def test_nobody_to_measure():
-    assert measure([], Effort(rounds=3, seconds=1)) == {}
+    assert measure_rounds([], Effort(rounds=3, duration_s=1)) == {}
 
 
 def test_a_failing_contestant_is_named():
@@ -230,9 +233,9 @@ def test_a_failing_contestant_is_named():
         def latencies(self, lane, count):
             raise RuntimeError("CUDA error: an illegal memory access")
 
-    broken = Contestant("int8", "int8", [FakeLane()], Broken(1.0))
+    broken = ReadySystem("int8", "int8", [FakeLane()], Broken(1.0))
     with pytest.raises(CheckFailed, match="int8 failed while it was measured: CUDA error"):
-        measure([contestant("fp16"), broken], Effort(rounds=1, seconds=1))
+        measure_rounds([contestant("fp16"), broken], Effort(rounds=1, duration_s=1))
 
 
 def noisy(error, seed=1):
@@ -258,7 +261,7 @@ INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
     ],
 )
 def test_wrong_outputs_are_errors(precision, lane, message):
-    errors, differences, reference = judge_outputs(
+    errors, differences, reference = check_outputs(
         [contestant("fp32", precision="fp32"), contestant("x", lane=lane, precision=precision)], ["fp32"]
     )
     assert message in errors["x"]
@@ -269,7 +272,7 @@ def test_wrong_outputs_are_errors(precision, lane, message):
 
 @pytest.mark.parametrize(("precision", "error"), [("int8", 0.035), ("int8", 0.3), ("fp16", 0.004)])
 def test_sound_outputs_have_their_distance_recorded(precision, error):
-    errors, differences, _ = judge_outputs(
+    errors, differences, _ = check_outputs(
         [contestant("fp32"), contestant("x", lane=noisy(error), precision=precision)], ["fp32"]
     )
     assert errors == {}
@@ -278,16 +281,16 @@ def test_sound_outputs_have_their_distance_recorded(precision, error):
 
 def test_a_nan_on_the_second_stream_only_is_found():
     lanes = [FakeLane(), FakeLane(NAN)]
-    errors, _, _ = judge_outputs([Contestant("int8", "int8", lanes, FakeTimer(1.0))], [])
+    errors, _, _ = check_outputs([ReadySystem("int8", "int8", lanes, FakeTimer(1.0))], [])
     assert "NaN" in errors["int8"]
 
 
 def test_a_reference_that_is_broken_is_passed_over():
     broken = contestant("torch-fp32", lane=FakeLane(NAN), precision="fp32")
-    errors, _, reference = judge_outputs([broken, contestant("fp32")], ["torch-fp32", "fp32"])
+    errors, _, reference = check_outputs([broken, contestant("fp32")], ["torch-fp32", "fp32"])
     assert reference == "fp32"
     assert set(errors) == {"torch-fp32"}
-    assert judge_outputs([broken], ["torch-fp32"])[2] is None
+    assert check_outputs([broken], ["torch-fp32"])[2] is None
 
 
 def test_wall_timer_feeds_outside_of_the_time():

@@ -5,30 +5,31 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.cpubench import contestants as table
-from qdqbench.eval.cpubench.contestants import TABLE, contestants, own_backend, why_absent
+from qdqbench.eval.bench import systems as table
+from qdqbench.eval.bench.systems import TABLE, describe_systems, own_backend, why_absent
 from qdqbench.quantize.core.errors import MissingDevice
 from qdqbench.quantize.engine import backend as engine_backend
 from qdqbench.quantize.machine.cpu import Cpu
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.tiny_bert import recipe_with
-from ..bench.test_run import OPTIONS
+from .test_run import OPTIONS as ON_GPU
 
-ALL = {kind.name: kind for kind in TABLE}
+ALL = {system.name: system for system in TABLE if system.device == "cpu"}
+OPTIONS = replace(ON_GPU, device="cpu")
 
 
 def target_of(recipe):
-    return SimpleNamespace(session=SimpleNamespace(recipe=recipe))
+    return SimpleNamespace(session=SimpleNamespace(recipe=recipe), extra={})
 
 
 def names(recipe, **changes):
-    return [about.name for about in contestants(target_of(recipe), replace(OPTIONS, **changes))]
+    return [about.name for about in describe_systems(target_of(recipe), replace(OPTIONS, **changes), "")]
 
 
 def test_the_engine_of_the_recipes_backend_comes_first():
     ours = recipe_with(engine={"backend": "onnxruntime"})
-    listed = contestants(target_of(ours), OPTIONS)
+    listed = describe_systems(target_of(ours), OPTIONS, "")
     assert (listed[0].name, listed[0].label) == ("int8", "INT8 ONNX Runtime")
     assert listed[1].name == "int8-openvino"
     assert {about.name for about in listed[2:]} == set(ALL) - {"int8-openvino", "int8-onnxruntime"}
@@ -36,10 +37,10 @@ def test_the_engine_of_the_recipes_backend_comes_first():
 
 def test_without_peers_and_without_fp32():
     ours = recipe_with(engine={"backend": "onnxruntime"})
-    assert names(ours, peers=False) == [
+    assert names(ours, baselines=False) == [
         "int8", "int8-openvino", "bf16-openvino", "fp32-openvino", "fp32-onnxruntime",
     ]  # fmt: skip
-    assert names(ours, peers=False, fp32=False) == ["int8", "int8-openvino", "bf16-openvino"]
+    assert names(ours, baselines=False, fp32=False) == ["int8", "int8-openvino", "bf16-openvino"]
 
 
 def test_a_recipe_that_does_not_quantize_has_no_int8_engine():

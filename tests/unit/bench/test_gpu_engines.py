@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.gpubench import engines
-from qdqbench.eval.gpubench.engines import EngineSpec, make
+from qdqbench.eval.bench import gpu
+from qdqbench.eval.bench.gpu import EngineSpec, build_engine
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.engine.profiles import Profile
 
@@ -26,8 +26,8 @@ def machine(monkeypatch):
         if not given.fits:
             raise UserError("it was built from another model.onnx")
 
-    monkeypatch.setattr(engines, "build", build)
-    monkeypatch.setattr(engines, "check_sidecar", check)
+    monkeypatch.setattr(gpu, "build", build)
+    monkeypatch.setattr(gpu, "check_sidecar", check)
     return given
 
 
@@ -36,13 +36,13 @@ def test_an_engine_is_reused_only_where_it_fits(machine, tmp_path):
         onnx=tmp_path / "model.onnx", engine=tmp_path / "a.engine", backend="auto",
         profile=Profile((1, 8), (2, 8), (4, 8)), gemms=["/a"], attention=0, compute="fp32", shapes=[(2, 8)],
     )  # fmt: skip
-    first = make(spec)
+    first = build_engine(spec)
     assert machine.builds[0]["profiles"] == [spec.profile]
-    assert make(spec) == first
+    assert build_engine(spec) == first
     assert len(machine.builds) == 2  # it did not fit
     machine.fits = True
-    assert make(spec) == first
+    assert build_engine(spec) == first
     assert len(machine.builds) == 2
     spec.proof.unlink()
-    make(spec)
+    build_engine(spec)
     assert len(machine.builds) == 3

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.api import bench as api_bench
-from qdqbench.eval.bench import loop
+from qdqbench.eval.bench import cpu, systems
+from qdqbench.eval.bench.cpu import peers
+from qdqbench.eval.bench.report import bench_report, clocks, hardware, headline_cells, ratio_rows
 from qdqbench.eval.bench.results import headline_of, row_of
-from qdqbench.eval.benchreport.report import bench_summary, bench_view, write_bench_reports
-from qdqbench.eval.cpubench import contestants, made
-from qdqbench.eval.cpubench.made import peers
+from qdqbench.eval.bench.rounds import MAX_REL_ERROR
+from qdqbench.eval.report.render import render_html, render_markdown, render_screen
 from qdqbench.quantize.machine.cpu import Cpu, find_cpu
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
@@ -46,13 +47,13 @@ def measured(tiny_bert, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "nncf", nncf)
-        patch.setattr(contestants, "_version", version)
-        patch.setattr(contestants.shutil, "which", lambda name: name)
-        patch.setattr(made.peers, "compiled_forward", compiled_forward)
+        patch.setattr(systems, "_version", version)
+        patch.setattr(systems.shutil, "which", lambda name: name)
+        patch.setattr(cpu.peers, "compiled_forward", compiled_forward)
         patch.setattr(api_bench, "find_cpu", lambda: Cpu("any", 2, ()))
         folder = tmp_path_factory.mktemp("bench")
         found = api_bench.bench(
-            model=str(tiny_bert), recipe="int8-linears", batch=[2], length=[16], rounds=1, repeats=2,
+            model=str(tiny_bert), recipe="int8-linears", batch=[2], length=[16], rounds=1, iterations=2,
             cpu=True, out=folder,
         )  # fmt: skip
     return found, folder, seen
@@ -61,18 +62,18 @@ def measured(tiny_bert, tmp_path_factory):
 def test_every_contestant_is_measured_once(measured):
     found, folder, _ = measured
     assert found.errors == []
-    (cell,) = found.cells
-    absent = {row.contestant: row.reason for row in cell.rows if row.status != "done"}
+    (cell,) = found.configs
+    absent = {row.system: row.reason for row in cell.rows if row.status != "done"}
     names = () if find_cpu().bf16 else ("bf16-openvino", "torch-bf16", "compile-bf16")
     assert absent == dict.fromkeys(names, "this CPU multiplies no BF16")
-    assert len(cell.rows) == len(contestants.TABLE)
+    assert len(cell.rows) == sum(system.device == "cpu" for system in systems.TABLE)
     assert cell.reference == "torch-fp32"
-    assert all(row.cpu_ms and row.cpu_ms > 0 for row in cell.rows if row.contestant not in absent)
+    assert all(row.cpu_ms and row.cpu_ms > 0 for row in cell.rows if row.system not in absent)
     assert list((folder / "work" / "bench").iterdir()) == []  # engines and graphs are gone
 
 
 def test_both_int8_engines_are_proven(measured):
-    (cell,) = measured[0].cells
+    (cell,) = measured[0].configs
     for name in INT8:
         row = row_of(cell, name)
         assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (12, 12, [])
@@ -82,9 +83,9 @@ def test_both_int8_engines_are_proven(measured):
 def test_streams_share_the_threads_and_compiled_loops_have_one_stream(measured):
     found, _, seen = measured
     assert (found.settings.threads, found.settings.streams) == (2, [1, 2])
-    for row in (row for row in found.cells[0].rows if row.status == "done"):
+    for row in (row for row in found.configs[0].rows if row.status == "done"):
         streams = [rate.streams for rate in row.throughput]
-        assert streams == ([1] if row.contestant.startswith("compile-") else [1, 2])
+        assert streams == ([1] if row.system.startswith("compile-") else [1, 2])
     assert set(seen.compiled) == {("default", False)}
 
 
@@ -94,59 +95,55 @@ def test_nncf_is_calibrated_on_single_samples_without_padding(measured):
     assert all(row["attention_mask"].shape[0] == 1 and row["attention_mask"].all() for row in rows)
 
 
-def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured, tmp_path):
+def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured):
     found, _, _ = measured
-    (cell,) = found.cells
-    best = headline_of(found.contestants, cell)
-    floats = [
-        row for row in cell.rows if {a.name: a.precision for a in found.contestants}[row.contestant] != "int8"
-    ]
-    assert best.baseline == min(floats, key=lambda row: row.median_ms).contestant
-    shown = bench_view(found)
-    assert shown.headline == "INT8 over the fastest FP32 or BF16"
-    labels = {about.name: about.label for about in found.contestants}
-    assert shown.rows[-1][0] == f"{labels['int8']} over NNCF INT8 in OpenVINO"
-    ((_, (ratio, ours, over)),) = shown.headlines
+    (cell,) = found.configs
+    best = headline_of(found.systems, cell)
+    floats = [row for row in cell.rows if {a.name: a.precision for a in found.systems}[row.system] != "int8"]
+    assert best.baseline == min(floats, key=lambda row: row.median_ms).system
+    labels = {about.name: about.label for about in found.systems}
+    assert ratio_rows(found)[-1][0] == f"{labels['int8']} over NNCF INT8 in OpenVINO"
+    ratio, ours, over = headline_cells(found, cell)
     assert ratio.text.startswith(f"{best.value:.2f}x")
     assert ours.text.startswith(labels["int8"])
     assert over.text.startswith(labels[best.baseline])
-    assert "2 threads" in shown.subtitle
-    assert "load average" in shown.clocks
-    assert len(shown.charts) == 3
-    for path in write_bench_reports(found, tmp_path):
-        text = path.read_text(encoding="utf-8")
+    assert "2 threads" in hardware(found)
+    assert "load average" in clocks(found)
+    report = bench_report(found)
+    for text in (render_html(report), render_markdown(report)):
+        assert "INT8 over the fastest FP32 or BF16" in text
         assert "GPU" not in text.replace("says nothing about a GPU", "")
-    assert bench_summary(found)
+    assert render_html(report).count("<svg") == 3
+    assert render_screen(report)
 
 
-def test_a_contestant_that_computes_something_else_is_an_error(tiny_bert, tmp_path, monkeypatch):
-    real = made.twin
+def test_a_system_that_computes_something_else_is_an_error(tiny_bert, tmp_path, monkeypatch):
+    real = cpu.RUNS["export"]
 
-    def wrong(backend, compute, work):
-        found = real(backend, compute, work)
-        lanes = found.lanes
-        found.lanes = lambda streams: [
-            lambda batch, run=run: np.negative(run(batch)) for run in lanes(streams)
-        ]
-        return found
+    def wrong(here, system):
+        runs = real(here, system)
+        lanes = runs.lanes
+        if system.name == "fp32-openvino":
+            runs.lanes = lambda streams: [
+                lambda batch, run=run: np.negative(run(batch)) for run in lanes(streams)
+            ]
+        return runs
 
-    table = [kind for kind in contestants.TABLE if kind.name == "fp32-onnxruntime"]
-    table += [
-        contestants.Kind(
-            "fp32-openvino", "Wrong", "fp32", "openvino", lambda work: wrong("openvino", "fp32", work)
-        )
-    ]
-    monkeypatch.setattr(contestants, "TABLE", table)
+    names = ("fp32-onnxruntime", "fp32-openvino")
+    monkeypatch.setattr(systems, "TABLE", [system for system in systems.TABLE if system.name in names])
+    monkeypatch.setitem(cpu.RUNS, "export", wrong)
     found = api_bench.bench(
         model=str(tiny_bert),
         recipe="fp16",
         batch=[1],
         length=[16],
         rounds=1,
-        repeats=1,
+        iterations=1,
         cpu=True,
         out=tmp_path,
     )
     (line,) = found.errors
-    assert line.startswith("b1 s16: Wrong: its logits are 2 (relative) from those of fp32-onnxruntime")
-    assert loop.MAX_REL_ERROR["fp32"] < 2
+    assert line.startswith(
+        "b1 s16: OpenVINO FP32: its logits are 2 (relative) from those of fp32-onnxruntime"
+    )
+    assert MAX_REL_ERROR["fp32"] < 2

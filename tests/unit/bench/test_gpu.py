@@ -1,0 +1,324 @@
+"""Engines and peers of a cell on a GPU that is not there: what is built, loaded, kept and freed."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from qdqbench.eval.bench import gpu
+from qdqbench.eval.bench.config import Config
+from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
+from qdqbench.eval.bench.systems import describe_systems
+from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.engine import backend
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.recipe.schema import load_recipe
+
+from ...support.tiny_bert import LINEARS
+from ..cli.test_bench import some_target, split_of
+from .test_run import OPTIONS as STATIC
+
+OPTIONS = replace(STATIC, engine_shapes="both")
+
+
+class FakeBound:
+    captured = True
+
+    def __init__(self, batch, length, stream):
+        self.shape, self.stream = (batch, length), stream or object()
+
+
+class FakeEngine:
+    """Stands in for runtime.engine.Engine."""
+
+    opened: ClassVar[list["FakeEngine"]] = []
+
+    def __init__(self, path, onnx_path, *, runtime_cache):
+        assert path.is_file()
+        self.path, self.bounds, self.closed = path, [], False
+        self.memory = SimpleNamespace(engine_bytes=11, activation_bytes=22)
+        FakeEngine.opened.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        assert self.path.is_file()  # closed before its file goes
+        self.closed = True
+
+    def bind(self, batch, length, *, stream, graph):
+        assert graph
+        self.bounds.append(FakeBound(batch, length, stream))
+        return self.bounds[-1]
+
+
+class Peer:
+    """Stands in for peers.TorchRun."""
+
+    def __init__(self, forward, inputs, how, *, graph=True, stream=None):
+        self.forward, self.inputs, self.stream = forward, inputs, stream or object()
+        self.detail = f"{how}, {'CUDA graph' if graph else 'no CUDA graph'}"
+
+
+class FakeEncoder:
+    """Stands in for unpadded.UnpaddedEncoder: a launch of many tokens takes longer than its share."""
+
+    of_tokens = False
+
+    def __init__(self, model):
+        self.model = model
+
+    @staticmethod
+    def positions_of(ids):
+        return np.arange(len(ids))
+
+
+class Timer:
+    @staticmethod
+    def latencies(lane, count):
+        return [sum(1 + (len(step.inputs["packed"]) // 2000) ** 2 for step in lane.steps)] * count
+
+
+class FakeBackground:
+    """Does nothing of what it is given."""
+
+    def __init__(self):
+        self.tasks, self.failed, self.left = {}, {}, 0
+
+    def add(self, task, arguments, seconds):
+        self.tasks.setdefault(task, (arguments, seconds))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Everything of a GPU that a cell asks for; what was built, loaded and compiled."""
+    from qdqbench.quantize.rundir import artifacts
+
+    asked = SimpleNamespace(specs=[], models=[], compiled=[], work=GpuWork(FakeBackground()))
+
+    def make(spec):
+        asked.specs.append(spec)
+        if spec.onnx.name == "model.fp32.onnx":
+            raise UserError("tensorrt_rtx refuses model.fp32.onnx")
+        spec.engine.parent.mkdir(exist_ok=True)
+        for path in (spec.engine, spec.proof, spec.cache):
+            path.write_bytes(b"engine")
+        return SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=[LINEARS[0]], layers=[])
+
+    def compiled(model, mode, *, dynamic):
+        asked.compiled.append((model, mode, dynamic))
+        return mode
+
+    FakeEngine.opened = []
+    monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
+    monkeypatch.setattr(gpu, "build_engine", make)
+    monkeypatch.setattr(gpu, "Engine", FakeEngine)
+    monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
+    monkeypatch.setattr(gpu, "CudaTimer", lambda: Timer)
+    monkeypatch.setattr(gpu, "to_device", dict)
+    monkeypatch.setattr(gpu, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets))
+    monkeypatch.setattr(gpu, "SplitLane", lambda steps: SimpleNamespace(steps=steps))
+    monkeypatch.setattr(gpu, "to_pinned", dict)
+    monkeypatch.setattr(gpu.peers, "example", lambda inputs, batch, length, device: (batch, length))
+    monkeypatch.setattr(gpu, "UnpaddedEncoder", FakeEncoder)
+    monkeypatch.setattr(
+        gpu.peers, "sdpa_model", lambda model, precision, _: asked.models.append(precision) or precision
+    )
+    monkeypatch.setattr(gpu.peers, "eager_forward", lambda model: f"eager {model}")
+    monkeypatch.setattr(gpu.peers, "compiled_forward", compiled)
+    monkeypatch.setattr(gpu.peers, "TorchRun", Peer)
+    return asked
+
+
+def a_target(tmp_path, recipe="bert-int8-linears", model_type="bert"):
+    target = some_target(tmp_path, recipe)
+    target.session.new_model = object
+    target.session.fp32_model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+    return target
+
+
+def systems_of(target, **changes):
+    return describe_systems(target, replace(OPTIONS, **changes), "tensorrt_rtx 1.4")
+
+
+def prepare(device, target, options, config):
+    """Entries by the name of their system."""
+    with ExitStack() as stack:
+        listed = describe_systems(target, options, "tensorrt_rtx 1.4")
+        entries = prepare_on_gpu(target, options, config, device.work, listed, stack)
+    return {entry.row.system: entry for entry in entries}
+
+
+def test_who_takes_part(tmp_path):
+    target = a_target(tmp_path)
+
+    def names(target, **changes):
+        return [about.name for about in systems_of(target, **changes)]
+
+    engines = ["int8", "int8-exact", "fp16", "fp16-exact", "fp32"]
+    torch = ["torch-fp32", "torch-fp16-eager", "torch-fp16"]
+    torch += ["compile-fp16-eager", "compile-fp16", "autotune-fp16", "unpadded-fp16"]
+    assert names(target) == engines + torch
+    assert names(target, baselines=False, fp32=False) == engines[:4]
+    assert names(target, engine_shapes="recipe", baselines=False) == ["int8", "fp16", "fp32"]
+    assert names(a_target(tmp_path, "bert-fp16"))[:3] == ["fp16", "fp16-exact", "fp32"]
+    assert "unpadded-fp16" not in names(target, exclude=("unpadded-fp16",))
+    listed = systems_of(target, engine_shapes="exact")
+    assert {about.name: about.label for about in listed}["int8"] == "INT8 engine, exact shape"
+    assert len({about.label for about in listed}) == len(listed)
+    assert {about.backend for about in listed if about.name.startswith("int8")} == {"tensorrt_rtx 1.4"}
+    target.extra["mine"] = target  # another recipe's engine takes the same shapes as the others'
+    for shapes, label in {"exact": "INT8 engine, mine, exact shape", "both": "INT8 engine, mine"}.items():
+        listed = systems_of(target, engine_shapes=shapes)
+        assert {about.name: about.label for about in listed}["int8-mine"] == label
+
+
+def test_engines_of_a_config(device, tmp_path):
+    target, options = a_target(tmp_path), replace(OPTIONS, batches=(8,))
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    with ExitStack() as stack:
+        listed = describe_systems(target, options, "")
+        made = prepare_on_gpu(target, options, Config(8, 128, None), device.work, listed, stack)
+        entries = {entry.row.system: entry for entry in made}
+        int8 = entries["int8"]
+        assert len(int8.system.lanes) == 2  # one per stream
+        streams = [lane.bound.stream for lane in int8.system.lanes]
+        assert streams[0] is not streams[1]
+        assert all(lane.bound.shape == (8, 128) for lane in int8.system.lanes)
+        row = int8.row
+        assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (11, 12, [LINEARS[0]])
+        assert (row.engine_bytes, row.activation_bytes) == (11, 22)
+        assert row.detail == "CUDA graph, recipe profile"
+        assert entries["int8-exact"].row.detail == "CUDA graph, exact profile"
+        assert entries["fp16"].row.expected_int8_gemms is None
+        assert entries["fp32"].row.reason == "tensorrt_rtx refuses model.fp32.onnx"
+        assert int8.kernels is None  # engines have layer tables
+    assert all(engine.closed for engine in FakeEngine.opened)
+    by_kind = {(spec.onnx.name, spec.profile.min == spec.profile.max): spec for spec in device.specs}
+    assert len(by_kind) == len(device.specs) == 5
+    shipped, exact = by_kind["model.int8.onnx", False], by_kind["model.int8.onnx", True]
+    assert exact.profile == Profile(min=(8, 128), opt=(8, 128), max=(8, 128))
+    assert shipped.profile == Profile(min=(5, 128), opt=(32, 128), max=(64, 128))  # the recipe's for batch 8
+    assert (shipped.gemms, by_kind["model.fp16.onnx", False].gemms) == (["/a/MatMul"], [])
+    target.stack.close()
+    assert list((tmp_path / "bench").iterdir()) == []  # engines are gone after the bench
+
+
+def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path):
+    target = a_target(tmp_path)
+    options = replace(OPTIONS, fp32=False, batches=(1, 8, 32), keep_engines=True)
+    start_compiles(device.work, tmp_path, options)
+    tasks = device.work.background.tasks
+    modes = ["max-autotune-no-cudagraphs"] * 3 + ["default"] * 3
+    assert [arguments[2] for arguments, _ in tasks.values()] == modes
+    assert {arguments[3] for arguments, _ in tasks.values()} == {"[[1, 128]]", "[[8, 128]]", "[[32, 128]]"}
+    assert {seconds for _, seconds in tasks.values()} == {options.compile_s}
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    specs = [EngineSpec.model_validate_json(args[1]) for args, _ in tasks.values() if args[0] == "engine"]
+    assert len(specs) == 2 * (2 + 3)  # batches 8 and 32 take the same profile of the recipe
+    assert sorted(len(spec.shapes) for spec in specs) == [1] * 8 + [2] * 2
+    for batch in options.batches:
+        entries = prepare(device, target, options, Config(batch, 128, None))
+        assert {entry.row.status for entry in entries.values()} == {"done"}
+    assert sorted(device.models) == ["fp16", "fp16", "fp32"]  # the unpadded one has a model of its own
+    modes = ["default", "max-autotune-no-cudagraphs"]
+    assert device.compiled == [("fp16", mode, False) for mode in modes] * 3
+    target.stack.close()
+    assert len(list((tmp_path / "bench").glob("*.engine"))) == 10  # kept
+    marker(tmp_path / "bench", "default", (1, 128)).touch()
+    tasks.clear()
+    start_compiles(device.work, tmp_path, options)
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    assert len(tasks) == 5  # nothing that is there
+
+
+def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
+    target, options = a_target(tmp_path), replace(OPTIONS, baselines=False)
+    target.extra["mine"] = a_target(tmp_path / "mine", "bert-int8-attention")
+    (tmp_path / "mine").mkdir()
+    listed = describe_systems(target, options, "")
+    assert (listed[-1].name, listed[-1].label) == ("int8-mine", "INT8 engine, mine")
+    assert listed[-1].recipe == load_recipe("bert-int8-attention").model_dump(mode="json")
+    assert {about.recipe is None for about in listed[:-1]} == {True}
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    assert prepare(device, target, options, Config(8, 128, None))["int8-mine"].row.status == "done"
+    assert [spec.onnx.parent for spec in device.specs if "int8" in spec.onnx.name] == [
+        tmp_path,
+        tmp_path,
+        tmp_path / "mine",
+    ]
+    target.stack.close()
+    assert list((tmp_path / "mine" / "bench").iterdir()) == []
+
+
+def test_baselines_run_as_their_names_say(device, tmp_path):
+    entries = prepare(device, a_target(tmp_path), OPTIONS, Config(1, 16, None))
+    found = {name: entry for name, entry in entries.items() if entry.kernels}
+    assert {name: entry.row.detail for name, entry in found.items()} == {
+        "torch-fp32": "eager, SDPA, TF32 allowed, with the mask, CUDA graph",
+        "torch-fp16-eager": "eager, SDPA, with the mask, no CUDA graph",
+        "torch-fp16": "eager, SDPA, with the mask, CUDA graph",
+        "compile-fp16-eager": "torch.compile mode default, with the mask, no CUDA graph",
+        "compile-fp16": "torch.compile mode default, with the mask, CUDA graph",
+        "autotune-fp16": "torch.compile mode max-autotune-no-cudagraphs, with the mask, CUDA graph",
+        "unpadded-fp16": "packed tokens, varlen attention, torch.compile, 64 tokens a launch, CUDA graph",
+    }
+    lanes = {name: entry.system.lanes[0] for name, entry in found.items()}
+    assert lanes["compile-fp16-eager"].bound.forward is lanes["compile-fp16"].bound.forward  # compiled once
+    assert [len(each["packed"]) for each in lanes["unpadded-fp16"].sets] == [3 * 64 + 2] * 8
+
+
+def test_a_split_is_packed_across_batches_into_launches_of_the_fastest_size(device, tmp_path):
+    target, split = a_target(tmp_path), split_of((32, 64), (32, 40), (9, 40), rows=(32, 32, 8))
+    for batch in split.batches:
+        batch["attention_mask"][:, 32:] = 0  # 32 tokens a row
+    options = replace(OPTIONS, splits=(split,))
+    entry = prepare(device, target, options, Config(32, None, split))["unpadded-fp16"]
+    (lane,) = entry.system.lanes
+    assert [len(step.rows) for step in lane.steps] == [36, 36]  # 72 rows, without the copy
+    assert {step.inputs["packed"][-1] for step in lane.steps} == {36 * 32}
+    assert "2 launches of 1152 tokens" in entry.row.detail
+    assert entry.row.detail.endswith("the fastest size")
+
+
+@pytest.mark.parametrize(("family", "model_type"), [("mpnet", "mpnet"), ("albert", "albert")])
+def test_a_family_without_an_unpadded_form_is_skipped_by_name(device, tmp_path, family, model_type):
+    target = a_target(tmp_path, f"{family}-int8-linears", model_type)
+    row = prepare(device, target, OPTIONS, Config(1, 16, None))["unpadded-fp16"].row
+    assert row.status == "skipped"
+    assert row.reason.startswith(f"no unpadded form for {model_type}: its ")
+
+
+def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_run_is_skipped(
+    device, tmp_path, monkeypatch
+):
+    def no_compiler(*_, **__):
+        raise AttributeError("no C compiler")
+
+    monkeypatch.setattr(gpu.peers, "compiled_forward", no_compiler)
+    target, options = a_target(tmp_path), replace(OPTIONS, batches=(1,), lengths=(16,))
+    start_compiles(device.work, tmp_path, options)
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    device.work.background.failed["max-autotune-no-cudagraphs [(1, 16)]"] = "it took over 90 s"
+    entries = prepare(device, target, options, Config(1, 16, None))
+    found = {name: (entry.row.status, entry.row.reason) for name, entry in entries.items()}
+    assert found["fp32"] == ("error", "tensorrt_rtx refuses model.fp32.onnx")
+    assert found["compile-fp16"] == ("skipped", "no C compiler")
+    assert found["autotune-fp16"] == ("skipped", "torch.compile: it took over 90 s")
+    assert found["int8"][0] == found["torch-fp16"][0] == "done"
+
+
+def test_all_shapes_of_a_split_share_a_stream_and_each_is_compiled(device, tmp_path):
+    target, split = a_target(tmp_path), split_of((32, 64), (32, 40), (8, 40))
+    options = replace(OPTIONS, splits=(split,))
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    compiled = [args for args, _ in device.work.background.tasks.values() if args[0] == "compile"]
+    assert [json.loads(args[3]) for args in compiled] == [[[32, 64], [32, 40], [8, 40]]] * 2
+    (lane,) = prepare(device, target, options, Config(32, None, split))["int8"].system.lanes
+    assert [step.bound.shape for step in lane.steps] == [(32, 64), (32, 40), (8, 40)]
+    assert len({id(step.bound.stream) for step in lane.steps}) == 1
+    assert {dynamic for _, _, dynamic in device.compiled} == {False}
