@@ -20,7 +20,7 @@ FP32 = "FP32"
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
-    """Everything that two or more finished runs can be told apart by.
+    """Return everything that distinguishes two or more finished runs.
 
     Raises:
         UserError: as `load_runs`.
@@ -46,7 +46,7 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunC
 
 
 def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
-    """Why two runs did not answer the same samples; None where they did."""
+    """Return why two runs did not answer the same samples; None where they did."""
     if (first.task.name, first.task.kind) != (second.task.name, second.task.kind):
         return f"{first.name} is of task {first.task.name}, {second.name} of {second.task.name}"
     if first.task.metrics != second.task.metrics:
@@ -72,7 +72,7 @@ def _pair(first: LoadedRun, second: LoadedRun) -> Pair:
 
 
 def _groups(runs: list[LoadedRun]) -> list[list[LoadedRun]]:
-    """Runs whose answers can be laid beside each other, sample by sample."""
+    """Return groups of runs whose answers can be compared sample by sample."""
     groups: list[list[LoadedRun]] = []
     for run in runs:
         group = next((g for g in groups if why_not_paired(g[0], run) is None), None)
@@ -84,7 +84,7 @@ def _groups(runs: list[LoadedRun]) -> list[list[LoadedRun]]:
 
 
 def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSample], int]:
-    """Samples that any of the runs, or FP32, answers otherwise; the surest of the wrong changes first."""
+    """Return samples that any of the runs, or FP32, answers otherwise, the largest distance first."""
     first = runs[0]
     try:
         columns = _columns(runs)
@@ -119,7 +119,7 @@ def _samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[ComparedSamp
 
 
 def _columns(runs: list[LoadedRun]) -> dict[str, Answered]:
-    """Answers by run, those of FP32 first: once where all runs have the same FP32 model."""
+    """Return answers by run, those of FP32 first: once where all runs have the same FP32 model."""
     models: dict[str, LoadedRun] = {}
     for run in runs:
         models.setdefault(str(run.results.model.get("sha256")), run)
@@ -129,7 +129,7 @@ def _columns(runs: list[LoadedRun]) -> dict[str, Answered]:
 
 
 def _distance(runs: list[LoadedRun]) -> Float64:
-    """The kind's divergence of the two answers of a sample that differ most, [samples]."""
+    """Return the kind's divergence of the two answers of a sample that differ most, [samples]."""
     kind, gold = runs[0].task.kind, runs[0].gold
     everything = [runs[0].fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
     shapes = {each.shape for each in everything}
@@ -148,7 +148,7 @@ def _answer(found: Answered, sample: int) -> SampleAnswer:
 
 
 def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
-    """amax of activations, output errors of linears and errors of blocks, in the order of the model."""
+    """Yield amax of activations, output errors of linears and errors of blocks, in model order."""
     tables: list[tuple[str, list[dict[str, float | None]]]] = [
         ("amax", [{q.name: q.amax for q in run.results.quantizers if q.kind != "weight"} for run in runs]),
         ("output error", [_outputs(run) for run in runs]),
@@ -171,7 +171,7 @@ def _blocks(run: LoadedRun) -> dict[str, float | None]:
 
 
 def _not_comparable(runs: list[LoadedRun]) -> list[str]:
-    """What makes numbers of several runs not comparable."""
+    """Return what makes numbers of several runs not comparable."""
     notes = [
         f"the bench of {run.name} is of other files than {', '.join(run.stale_bench)}: no latency is shown"
         for run in runs

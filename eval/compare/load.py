@@ -40,17 +40,17 @@ class LoadedRun:
 
     @property
     def task(self) -> Task:
-        """Its task."""
+        """Return its task."""
         return self.config.task
 
     @cached_property
     def session(self) -> Session:
-        """To load its data and tokenizer again."""
+        """Return a session that loads its data and tokenizer again."""
         return Session(self.config, self.folder)
 
     @cached_property
     def gold(self) -> metrics.Gold:
-        """What its answers are scored against.
+        """Return what its answers are scored against.
 
         Raises:
             UserError: the kind of task needs the data for it, and that is not there any more.
@@ -63,7 +63,7 @@ class LoadedRun:
 
     @cached_property
     def classes(self) -> list[str]:
-        """Names of the model's classes; their numbers where the model is not there any more."""
+        """Return names of the model's classes; their numbers where the model is not there any more."""
         if self.task.classes:
             return list(self.task.classes)
         try:
@@ -73,27 +73,27 @@ class LoadedRun:
 
     @cached_property
     def answered(self) -> Answered:
-        """What the deployed stage answered."""
+        """Return what the deployed stage answered."""
         return answered(self.task, self.answers, self.gold, self.classes)
 
     @cached_property
     def answered_fp32(self) -> Answered:
-        """What FP32 answered."""
+        """Return what FP32 answered."""
         return answered(self.task, self.fp32, self.gold, self.classes)
 
     @cached_property
     def bench(self) -> Bench | None:
-        """The bench in its folder."""
+        """Return the bench in its folder."""
         path = self.folder / BENCH_FILE
         return read_bench(path) if path.is_file() else None
 
     @property
     def stale_bench(self) -> list[str]:
-        """Files of the run that changed after its bench, whose latencies are not theirs."""
+        """Return files of the run that changed after its bench, whose latencies are not theirs."""
         return stale_files(self.bench, self.folder) if self.bench else []
 
     def texts(self, samples: list[int]) -> list[str]:
-        """The texts of some samples, in one line each.
+        """Return the texts of some samples, in one line each.
 
         Raises:
             UserError: the data is not there any more.
@@ -103,7 +103,7 @@ class LoadedRun:
 
 
 def load_runs(folders: list[Path]) -> list[LoadedRun]:
-    """Finished runs, each under a name of its own.
+    """Return finished runs, each under a name of its own.
 
     Raises:
         UserError: fewer than two, one of them twice, or any that is not finished; names all of them.
@@ -126,7 +126,7 @@ def load_runs(folders: list[Path]) -> list[LoadedRun]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """As few last parts of the paths as tell them apart."""
+    """Return as few last parts of the paths as make them distinct."""
     whole = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, whole)) + 1):
         names = ["/".join(parts[-count:]) for parts in whole]
@@ -167,7 +167,7 @@ def _answers_file(folder: Path, stage: str) -> Path:
 
 
 def describe_run(run: LoadedRun) -> ComparedRun:
-    """The run's own numbers."""
+    """Return the run's own numbers."""
     results, row = run.results, run.results.stages[run.stage]
     engine, file = results.engine, quantized_file(results)
     bench = None if run.stale_bench else run.bench

@@ -95,7 +95,7 @@ class RunComparison(Tabular):
     notes: list[str]  # what could not be compared, and why
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One a run."""
+        """Yield one row for each run."""
         for run in self.runs:
             flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
             metric, versus = next(iter(run.metrics)), run.vs_fp32

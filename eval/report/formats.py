@@ -49,42 +49,42 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 
 
 def label(name: str) -> str:
-    """How the field writes the name of a stage, metric, task or backend."""
+    """Return how the field writes the name of a stage, metric, task or backend."""
     if name.endswith(SECOND):
         return f"{label(name.removesuffix(SECOND))} (mismatched)"
     return LABELS.get(name, name.replace("_", " "))
 
 
 def model_label(name: str) -> str:
-    """Last part of a model's folder or hub id; the one that a run made itself is called by what it is."""
+    """Return the last part of a model's folder or hub id, or "embedded default"."""
     path = Path(name)
     return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
 
 
 def points(fraction: float) -> str:
-    """A drop of a metric in words: 0.01 is `1 point`."""
+    """Return a drop of a metric in words: 0.01 is `1 point`."""
     return f"{100 * fraction:g} point{'' if round(100 * fraction, 9) == 1 else 's'}"
 
 
 def in_points(value: float, error: float | None, sign: str = "") -> str:
-    """A fraction and its error, if there is one, in points: 92.55 ± 1.03."""
+    """Return a fraction and its error, if there is one, in points: 92.55 ± 1.03."""
     spread = "" if error is None else f" ± {100 * error:.2f}"
     return f"{100 * value:{sign}.2f}{spread}"
 
 
 def delta_points(delta: float, error: float) -> str:
-    """A difference, or a drop, with its standard error in points: +0.34 ± 0.52."""
+    """Return a difference, or a drop, with its standard error in points: +0.34 ± 0.52."""
     return in_points(delta + 0.0, error, "+")
 
 
 def versions_text(environment: dict[str, Any]) -> str:
-    """What accuracy depends on: torch 2.11.0, transformers 5.17.0, nvidia-modelopt 0.47.0."""
+    """Return what accuracy depends on: torch 2.11.0, transformers 5.17.0, nvidia-modelopt 0.47.0."""
     versions = environment["versions"]
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "nvidia-modelopt"))
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units with three digits: 90.9 MB."""
+    """Return bytes in decimal units with three digits: 90.9 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -93,19 +93,19 @@ def size(count: float) -> str:
 
 
 def seconds(count: float) -> str:
-    """Seconds with the digits that matter: 0.24 s, 12.3 s, 4 min 05 s."""
+    """Return seconds with the digits that matter: 0.24 s, 12.3 s, 4 min 05 s."""
     if count >= 119.5:
         return f"{round(count) // 60} min {round(count) % 60:02d} s"
     return f"{count:.2f} s" if count < 9.995 else f"{count:.1f} s"
 
 
 def decibel(error: float) -> str:
-    """Signal to noise of a relative error: 0.01 is 40.0."""
+    """Return signal to noise of a relative error: 0.01 is 40.0."""
     return f"{-20 * math.log10(error):.1f}" if error else ""
 
 
 def types(names: list[str]) -> str:
-    """Datatypes with their number: `3 FP16, INT8`."""
+    """Return datatypes with their number: `3 FP16, INT8`."""
     counted = Counter(datatype(name) for name in names)
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted.items())
 
@@ -122,24 +122,24 @@ def text(value: Any) -> str:
 
 
 def ticked(value: Any) -> str:
-    """Any text as HTML, in which what stands between backticks is code."""
+    """Return any text as HTML, in which what stands between backticks is code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(str(value)))
 
 
 def code(value: Any) -> str:
-    """Any text as one Markdown code span, in a table too."""
+    """Return any text as one Markdown code span, in a table too."""
     line = " ".join(str(value).split()).replace("`", "'").replace("|", r"\|")
     return f"`{line}`" if line else ""
 
 
 def fenced(block: str, language: str = "") -> str:
-    """A Markdown code block whose fence is longer than any in the text."""
+    """Return a Markdown code block whose fence is longer than any in the text."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
     return f"{fence}{language}\n{block.rstrip()}\n{fence}"
 
 
 def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Nested mappings as dotted names and printable values."""
+    """Return nested mappings as dotted names and printable values."""
     if isinstance(value, dict):
         start = f"{prefix}." if prefix else ""
         return [row for key, item in value.items() for row in flat(item, f"{start}{key}")]
@@ -151,7 +151,7 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def sentence(line: str) -> str:
-    """A line that ends in a full stop."""
+    """Return a line that ends in a full stop."""
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
@@ -165,7 +165,7 @@ def first(lines: Sequence[str], count: int, where: str) -> list[str]:
 
 
 def yaml_text(value: Any) -> str:
-    """A value as YAML."""
+    """Return a value as YAML."""
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
 
 
@@ -181,7 +181,7 @@ def clean(value: Any) -> Any:
 
 
 def cleaned(record: Schema) -> Schema:
-    """A record whose strings hold nothing that garbles a page or a terminal."""
+    """Return a record whose strings hold nothing that garbles a page or a terminal."""
     return type(record).model_validate(clean(record.model_dump(mode="json")))
 
 
@@ -198,7 +198,7 @@ DATATYPES = {
 
 
 def datatype(name: str) -> str:
-    """The field's name of a builder's datatype: Half is FP16; unknown names stay."""
+    """Return the field's name of a builder's datatype: Half is FP16; unknown names stay."""
     return DATATYPES.get(name.lower(), name)
 
 
@@ -213,7 +213,7 @@ def share_text(value: float | None) -> str:
 
 
 def remarks(warnings: Iterable[str], notes: Iterable[str]) -> list[Any]:
-    """Lines of a terminal: what needs a look, then quietly what is to know."""
+    """Return lines of a terminal: what needs a look, then quietly what is to know."""
     from rich.text import Text  # names are never read as markup
 
     warned = [Text(f"warning: {line}", style="yellow") for line in warnings]

@@ -1,7 +1,7 @@
 """Pictures of a run: the grid of datatypes, and inline SVG charts that look the same on every machine.
 
 Charts are drawn with the object API of matplotlib (no pyplot, no global state) and hold no date, random id or
-address. Their text takes the page's font and colour, so they are readable on a light and on a dark page.
+address. Their text takes the page's font and color, so they are readable on a light and on a dark page.
 """
 
 import html
@@ -11,7 +11,7 @@ import textwrap
 import warnings
 from typing import Any, Literal
 
-# Okabe and Ito 2008, "Color Universal Design": told apart by colour-blind readers too.
+# Okabe and Ito 2008, "Color Universal Design": distinct for color-blind readers too.
 BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION = (
     "#0072B2",
     "#E69F00",
@@ -20,20 +20,20 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION = (
     "#56B4E9",
     "#D55E00",
 )
-INK = "#010203"  # replaced by the page's text colour
+INK = "#010203"  # replaced by the page's text color
 MUTED = "#7f8790"  # readable on white and on black
 WIDTH, TEXT = 4.2, 8.8  # inches, points: 9 pixels or more on a phone, 13 on a wide page
 
 
 def figure_of(height: float) -> Any:
-    """An empty figure of the report's column width, `height` inches high."""
+    """Return an empty figure of the report's column width, `height` inches high."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def svg_of(figure: Any, name: str, description: str) -> str:
-    """SVG text to put into a page: no XML header, no metadata, ids of its own, the page's font and colour."""
+    """Return SVG text for a page: no header or metadata, ids of its own, the page's font and color."""
     import matplotlib as mpl
     from matplotlib.transforms import blended_transform_factory
 
@@ -78,14 +78,14 @@ LIMIT_LINE: dict[str, Any] = {
 
 
 def dress(axes: Any, title: str, grid: Literal["x", "y", "both"] | None = "y") -> None:
-    """Title, and lines of a grid across the values."""
+    """Set the title, and draw lines of a grid across the values."""
     axes.set_title(title, loc="left", fontweight="bold")
     if grid:
         axes.grid(axis=grid, linewidth=0.4, color=MUTED, alpha=0.45)
 
 
 def log_scale(axes: Any, which: Literal["x", "y"] = "y", number: str = "g") -> None:
-    """A logarithmic scale with plain numbers, where matplotlib writes formulas; at least two of them.
+    """Set a logarithmic scale with plain numbers, where matplotlib writes formulas; at least two of them.
 
     Call it when all is drawn: where the values span less than two decades, numbers between powers are told.
     """
@@ -102,7 +102,7 @@ def log_scale(axes: Any, which: Literal["x", "y"] = "y", number: str = "g") -> N
 
 
 def legend(figure: Any, columns: int, length: float = 1.6) -> None:
-    """What the lines of the first chart are, below the charts."""
+    """Draw what the lines of the first chart are, below the charts."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         style = {"frameon": False, "handlelength": length, "columnspacing": 0.8, "handletextpad": 0.5}

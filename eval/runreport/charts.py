@@ -33,7 +33,7 @@ from qdqbench.quantize.engine.layers import computing_rows, is_int8
 from qdqbench.quantize.families.any_family import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.graph.index import module_of
 
-KIND_STYLES = {  # a kind looks the same in every chart; colour is never the only difference
+KIND_STYLES = {  # a kind looks the same in every chart; color is never the only difference
     "query": (BLUE, "o"),
     "key": (ORANGE, "s"),
     "value": (GREEN, "^"),
@@ -54,13 +54,13 @@ _MATMUL = re.compile(r"/(MatMul|Gemm)(_\d+)?(@\d+)?$")
 
 
 def place(module: str) -> tuple[int | None, str]:
-    """Encoder layer and kind of a module: `bert.encoder.layer.3.output.dense` is (3, "output").
+    """Return the encoder layer and kind of a module: `bert.encoder.layer.3.output.dense` is (3, "output").
 
     A module outside the numbered layers has layer None and keeps its own path as kind.
     """
-    if (found := part_of(module)) is None:
+    if (match := part_of(module)) is None:
         return None, module
-    layer, part, path = found
+    layer, part, path = match
     return layer, _NAMED.get(part, part) or path
 
 
@@ -84,13 +84,13 @@ class Grid:
 
     @property
     def datatypes(self) -> dict[str, int]:
-        """Number of modules in each datatype, for the legend."""
+        """Return number of modules in each datatype, for the legend."""
         cells = [cell for _, row in self.rows for cell in row] + [cell for _, cell in self.outside]
         return dict(sorted(Counter(cell.datatype for cell in cells if cell).items()))
 
 
 def precision_grid(results: Results) -> Grid:
-    """Which module runs in what: from the engine's kernels, or as planned when no engine was built."""
+    """Return which module runs in what: from the engine's kernels, or as planned when no engine was built."""
     cells = _plan(results) if results.engine is None else _measured(results)
     placed: dict[int, dict[str, GridCell]] = defaultdict(dict)
     outside = []
@@ -106,9 +106,11 @@ def precision_grid(results: Results) -> Grid:
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:
-    """Each kind once, in the order of computation; unknown ones last, as they come."""
-    found = list(dict.fromkeys(kinds))
-    return [kind for kind in PART_KINDS if kind in found] + [kind for kind in found if kind not in PART_KINDS]
+    """Return each kind once, in the order of computation; unknown ones last, as they come."""
+    unique = list(dict.fromkeys(kinds))
+    return [kind for kind in PART_KINDS if kind in unique] + [
+        kind for kind in unique if kind not in PART_KINDS
+    ]
 
 
 def _plan(results: Results) -> dict[str, GridCell]:
@@ -120,18 +122,18 @@ def _plan(results: Results) -> dict[str, GridCell]:
 
 
 def _measured(results: Results) -> dict[str, GridCell]:
-    """Each linear, and each pair of attention products, with the datatype of the kernels that compute it."""
+    """Return each linear and pair of attention products with the datatype of its kernels."""
     assert results.engine is not None
     asked = set(results.quantized_layers)
     linears = [*results.quantized_layers, *results.high_precision_layers]
-    found: dict[str, list[LayerRow]] = {module: [] for module in linears}
+    computing: dict[str, list[LayerRow]] = {module: [] for module in linears}
     layers = results.engine.layers
     matmuls = {node for row in layers for node in row.onnx if _MATMUL.search(node)}
     for node, copies in computing_rows(layers, matmuls).items():
-        found.setdefault(module_of(node), []).extend(chain.from_iterable(copies))
+        computing.setdefault(module_of(node), []).extend(chain.from_iterable(copies))
     wrong = {module_of(node) for node in results.engine.not_int8}
     cells = {}
-    for module, rows in found.items():
+    for module, rows in computing.items():
         if module not in linears and place(module)[0] is None:
             continue
         names = set(map(_runs_in, rows))
@@ -144,7 +146,7 @@ def _measured(results: Results) -> dict[str, GridCell]:
 
 
 def _runs_in(row: LayerRow) -> str:
-    """INT8 only where proven: a kernel that takes INT8 codes may dequantize them and multiply in FP16."""
+    """Return INT8 only where proven: a kernel may dequantize its INT8 codes and multiply in FP16."""
     if is_int8(row):
         return "INT8"
     names = {datatype(name) for name in (*row.inputs, *row.outputs)} - {"INT8", "UINT8"}  # or a mask's
@@ -153,7 +155,7 @@ def _runs_in(row: LayerRow) -> str:
 
 
 def accuracy_svg(results: Results, labels: dict[str, str]) -> str:
-    """Each metric by stage with one standard error, FP32's band and the gate's limit; may be empty."""
+    """Draw each metric by stage with one standard error, FP32's band and the gate's limit; may be empty."""
     done = {stage: row for stage, row in results.stages.items() if row.status == "done" and row.metrics}
     if not done:
         return ""
@@ -188,10 +190,10 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
             continue
         value, error = row.metrics[metric], row.stderr.get(metric, 0.0)
         low = lowest is not None and _fails(row, metric, results.gate.max_drop)
-        colour, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
+        color, marker = (BLUE, "o") if row is base else (VERMILLION, "v") if low else (GREEN, "^")
         if stage == "ptq" and not low:
-            colour, marker = (ORANGE, "s")  # what QAT began with
-        axes.errorbar(value, position, xerr=error, color=colour, marker=marker, markersize=5, capsize=3)
+            color, marker = (ORANGE, "s")  # what QAT began with
+        axes.errorbar(value, position, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
         axes.text(1.02, position, f"{value:.4f}", transform=axes.get_yaxis_transform(), va="center")
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top
     axes.tick_params(axis="y", length=0)
@@ -206,7 +208,7 @@ def _fails(row: StageResult, metric: str, max_drop: float) -> bool:
 
 
 def ranges_svg(results: Results, measure: str) -> str:
-    """Activation ranges by encoder layer; `measure` is `amax` or `amax_over_rms`; may be empty."""
+    """Draw activation ranges by encoder layer; `measure` is `amax` or `amax_over_rms`; may be empty."""
     points: dict[str, dict[int, float]] = defaultdict(dict)
     for row in results.quantizers:
         value = getattr(row, measure)
@@ -230,7 +232,7 @@ def layer_chart(
     limit: float | None = None,
     limit_name: str = "limit",
 ) -> str:
-    """One line per kind over the encoder layers; kinds with the same values share a line."""
+    """Draw one line per kind over the encoder layers; kinds with the same values share a line."""
     if not points:
         return ""
     shared: dict[tuple[tuple[int, float], ...], list[str]] = defaultdict(list)
@@ -241,10 +243,8 @@ def layer_chart(
     others = cycle(OTHERS)
     for line, kinds in shared.items():
         layers, heights = zip(*line, strict=True)
-        colour, marker = KIND_STYLES.get(kinds[0].partition(",")[0]) or next(others)
-        axes.plot(
-            layers, heights, color=colour, marker=marker, markersize=4.5, label=_short(", ".join(kinds))
-        )
+        color, marker = KIND_STYLES.get(kinds[0].partition(",")[0]) or next(others)
+        axes.plot(layers, heights, color=color, marker=marker, markersize=4.5, label=_short(", ".join(kinds)))
     values = [value for line in shared for _, value in line]
     if limit is not None:
         axes.axhline(limit, **LIMIT_LINE, label=f"{limit_name}, {limit:g}%")
@@ -261,7 +261,7 @@ def layer_chart(
 
 
 def lengths_svg(results: Results) -> str:
-    """Rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
+    """Draw rows by their tokens, and the lengths that they are padded to; empty without `shapes: auto`."""
     if (found := results.lengths) is None:
         return ""
     figure = figure_of(2.0)
@@ -278,7 +278,7 @@ def lengths_svg(results: Results) -> str:
 
 
 def _short(name: str) -> str:
-    """A label that leaves room for the chart."""
+    """Return a label that leaves room for the chart."""
     return name if len(name) <= 32 else f"{name[:31]}…"
 
 
@@ -290,15 +290,15 @@ def agreements(results: Results) -> dict[str, Agreement]:
 
 def agreement_svg(results: Results, labels: dict[str, str]) -> str:
     """Draw texts by distance from FP32's embedding, and by how many of its neighbours stay; may be empty."""
-    if not (found := agreements(results)):
+    if not (stages := agreements(results)):
         return ""
     figure = figure_of(4.6)
     near, kept = figure.subplots(2, 1)
     edges = np.array([COSINE_EDGES[0] / 2, *COSINE_EDGES, 2])
     centres = np.sqrt(edges[1:] * edges[:-1])
-    for name, row in found.items():
-        colour, marker = AGREEMENT_STYLES[name]
-        look = {"color": colour, "marker": marker, "markersize": 4, "label": labels.get(name, name)}
+    for name, row in stages.items():
+        color, marker = AGREEMENT_STYLES[name]
+        look = {"color": color, "marker": marker, "markersize": 4, "label": labels.get(name, name)}
         shares = 100 * np.array(row.cosine_counts) / row.n
         seen = np.flatnonzero(shares)
         shown = slice(max(seen[0] - 1, 0), seen[-1] + 2)

@@ -190,7 +190,7 @@ def _errors_section(results: Results) -> Section | None:
         )
         for each in errors.rows
     ]
-    blocks = [found for found, each in zip(rows, errors.rows, strict=True) if each.what == "block"]
+    blocks = [line for line, each in zip(rows, errors.rows, strict=True) if each.what == "block"]
     table = Table(columns, rows, look="sortable", anchor="layer-errors")
     charts = [Chart(partial(errors_svg, results, what)) for what in ("linear", "block")]
     return Section(

@@ -239,12 +239,12 @@ def lengths_sections(results: Results) -> list[Section]:
 
 def outputs_section(results: Results) -> Section:
     """Return the engine's outputs against those of its reference."""
-    if (found := results.verification) is None:
+    if (verification := results.verification) is None:
         return Section("outputs", "Engine outputs", [Prose("Not verified.", "quiet")])
     share = formats.share_text
-    blocks: list[Block] = [OUTPUTS.format(device_text(results.engine), label(found.reference))]
-    if found.blocks_not_checked:
-        blocks.append(Prose(f"The blocks were not checked: {found.blocks_not_checked}.", "bad"))
+    blocks: list[Block] = [OUTPUTS.format(device_text(results.engine), label(verification.reference))]
+    if verification.blocks_not_checked:
+        blocks.append(Prose(f"The blocks were not checked: {verification.blocks_not_checked}.", "bad"))
     else:
         rows = [
             row(
@@ -258,14 +258,14 @@ def outputs_section(results: Results) -> Section:
                 str(each.nonfinite),
                 _mark(each.holds),
             )
-            for each in found.blocks
+            for each in verification.blocks
         ]
         columns = [
             "block", "positions", "error", "limit", "quantization costs", "worst position", "systematic",
             "NaN or infinite", "",
         ]  # fmt: skip
         blocks.append(Table(columns, rows, texts=(0, -1), look=""))
-    blocks += _answer_blocks(found)
+    blocks += _answer_blocks(verification)
     rows = [
         row(
             str(each.batch),
@@ -274,24 +274,25 @@ def outputs_section(results: Results) -> Section:
             formats.number(each.max_abs_logit_diff),
             str(each.nonfinite),
         )
-        for each in found.shapes
+        for each in verification.shapes
     ]
     columns = ["batch", "length", "samples", "largest logit difference", "NaN or infinite"]
     shapes = Table(columns, rows, texts=(2,), look="sortable")
     blocks.append(Fold(f"All {formats.count_of(len(rows), 'shape')}", [shapes]))
-    return Section("outputs", "Engine outputs", blocks, "good" if found.passed else "bad")
+    return Section("outputs", "Engine outputs", blocks, "good" if verification.passed else "bad")
 
 
-def _answer_blocks(found: Verification) -> list[Block]:
-    answers, padding, number = found.answers, found.padding, formats.number
+def _answer_blocks(verification: Verification) -> list[Block]:
+    answers, padding, number = verification.answers, verification.padding, formats.number
+    drawn = f"On {answers.n} samples (seed {verification.seed})"
     if answers.nonfinite:
-        text = f"On {answers.n} samples (seed {found.seed}) {answers.nonfinite} have NaN or infinite logits."
+        text = f"{drawn} {answers.nonfinite} have NaN or infinite logits."
     else:
         differ = "" if answers.disagreements is None else f", {answers.disagreements} answers differ"
         text = (
-            f"On {answers.n} samples (seed {found.seed}): {label(answers.metric)} "
-            f"{-(answers.drop or 0):+.4f} against {label(found.reference)}{differ}, mean logit difference "
-            f"{number(answers.mean_abs_logit_diff)} (quantization itself costs "
+            f"{drawn}: {label(answers.metric)} "
+            f"{-(answers.drop or 0):+.4f} against {label(verification.reference)}{differ}, mean logit "
+            f"difference {number(answers.mean_abs_logit_diff)} (quantization itself costs "
             f"{number(answers.quantization_mean_abs_logit_diff)}), Kolmogorov-Smirnov "
             f"{number(answers.ks_statistic)} (p {number(answers.ks_p)})."
         )

@@ -157,7 +157,7 @@ def _seed_row(run: TrainingRun, names: list[str], *, best: bool) -> Row:
 
 
 def training_headline(result: Finetuning) -> str:
-    """The outcome in one sentence."""
+    """Return the outcome in one sentence."""
     task, metric = label(str(result.task.get("name", "task"))), _metrics(result)[0]
     done = [run for run in result.runs if run.status == "done"]
     failed = [run for run in result.runs if run.status == "failed"]
@@ -194,7 +194,7 @@ def _tiles(result: Finetuning) -> list[Tile]:
 
 
 def _metrics(result: Finetuning) -> list[str]:
-    """Every metric that was measured, the primary one first."""
+    """Return every metric that was measured, the primary one first."""
     asked = [str(name) for name in result.task.get("metrics") or []]
     measured = [name for run in result.runs for name in run.metrics]
     return list(dict.fromkeys([*asked, *measured])) or ["metric"]
@@ -238,7 +238,7 @@ def _value(run: TrainingRun, name: str) -> str:
 
 
 def _held_out(run: TrainingRun, step: int) -> str:
-    """The measure that chooses the weights, of those at a step."""
+    """Return the measure that chooses the weights, of those at a step."""
     value = dict(points_of(run, score_name([run]))).get(step)
     if value is None:
         return ""
@@ -277,7 +277,7 @@ def curve_blocks(runs: list[TrainingRun]) -> list[Block]:
 
 
 def labelled_measure(name: str) -> str:
-    """What people call a held-out measure."""
+    """Return what people call a held-out measure."""
     known = {
         "distance": "distance from FP32's answers",
         "hidden": "distance from FP32's hidden states",
@@ -287,7 +287,7 @@ def labelled_measure(name: str) -> str:
 
 
 def score_name(runs: list[TrainingRun]) -> str:
-    """The held-out measure that the score is, as it is or with its sign turned; "score" when it is none."""
+    """Return the held-out measure that the score is, with either sign; "score" when it is none."""
     rows = [row for run in runs for row in run.log if row.score is not None]
     for name in rows[0].values if rows else ():
         found = [(row.values.get(name, math.nan), row.score or 0.0) for row in rows]
@@ -297,7 +297,7 @@ def score_name(runs: list[TrainingRun]) -> str:
 
 
 def points_of(run: TrainingRun, name: str | None) -> list[tuple[int, float]]:
-    """Step and value of a held-out measure, or of the training loss (None); only what is a number."""
+    """Return step and value of a held-out measure, or of the training loss (None); only what is a number."""
 
     def value(row: LogRow) -> float | None:
         if name is None:
@@ -309,7 +309,7 @@ def points_of(run: TrainingRun, name: str | None) -> list[tuple[int, float]]:
 
 
 def curves_svg(runs: list[TrainingRun], identity: str, title: str, name: str | None) -> str:
-    """One measure over the steps, a line per seed, a star where the weights that were kept are."""
+    """Draw one measure over the steps, a line per seed, a star where the weights that were kept are."""
     drawn = [(number, run, points_of(run, name)) for number, run in enumerate(runs)]
     drawn = [line for line in drawn if line[2]]
     if not drawn:
