@@ -1,4 +1,4 @@
-"""The ladder of an expert: shipped recipes, calibration, islands, search, QAT, until one holds."""
+"""`auto`: shipped recipes, calibration, islands, search and QAT, until one holds."""
 
 import contextlib
 import re
@@ -62,7 +62,7 @@ def auto(  # noqa: PLR0913
     note: Callable[[str], None] = silent,
     command: str = "qdqbench.auto",
 ) -> Auto:
-    """Find a recipe that holds: the ladder that an expert climbs. That none does is in the results.
+    """Find a recipe that holds; that none does is in the result.
 
     Args:
         model: folder or hub id; None with `task` None: the embedded default.
@@ -71,11 +71,11 @@ def auto(  # noqa: PLR0913
         out: folder; None: runs/auto-MODEL-TASK. Finished steps of an earlier call are reused.
         replace: what an earlier call left there is removed, whatever it was of; else another model or task is
             refused.
-        recipe: shipped names or YAML files to begin with; none: int8-attention, then int8-linears, and
+        recipe: shipped names or YAML files to start with; none: int8-attention, then int8-linears, and
             between them int8-residual-fused where a speed-up is asked of a GPU.
-        budget: seconds, or a text such as "90s", "30m" or "2h": no step is begun that does not fit.
+        budget: seconds, or a text such as "90s", "30m" or "2h"; no step starts that exceeds it.
         max_drop: of the primary metric, a fraction; the gate of every recipe.
-        min_speedup: over the twin without INT8; None: not asked.
+        min_speedup: over the engine without INT8 of the same backend; None: not asked.
         samples: train rows that proposals are chosen on, at most.
         trials: of the search, at most.
         batch: of the latency.
@@ -100,7 +100,7 @@ def auto(  # noqa: PLR0913
         UserError: input that cannot be used, or a folder of another model or task.
         MissingDevice: the runtime that the recipes name is not there.
     """
-    budget_s = duration(budget)
+    budget_s = parse_duration(budget)
     if not 0 <= max_drop <= 1:
         raise UserError(f"--max-drop {max_drop:g} is no fraction from 0 to 1: half a point is 0.005")
     if min_speedup is not None and not min_speedup > 0:
@@ -139,7 +139,7 @@ def auto(  # noqa: PLR0913
             progress("training the embedded default")
             made = write_embedded(folder / "embedded", seed=seed)
             config = config.model_copy(update={"model": str(made.model_dir), "data": str(made.data_dir)})
-        recipes, notes = _calibrating(config, folder, recipes)
+        recipes, notes = _limit_calibration(config, folder, recipes)
         longest = min(each.export.max_length for each in recipes)
         state = AutoRun(
             config=config.model_copy(update={"recipe": recipes[0]}),
@@ -152,26 +152,26 @@ def auto(  # noqa: PLR0913
         )
         state.session.notes += notes
         given: dict[str, Any] = asked if name else {"seed": seed, "batch_size": batch_size, "limit": limit}
-        words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_options({"model": name} | given)]
+        words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_option_words({"model": name} | given)]
         return run_auto(state, Steps(state, recipes).proposers(), recipes, budget_s, shlex.join(words))
 
 
-def duration(text: str | float) -> float:
-    """Seconds: a number, or one with s, m or h behind it.
+def parse_duration(text: str | float) -> float:
+    """Return seconds: a number, or one followed by s, m or h.
 
     Raises:
         UserError: neither, or not positive.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(text).strip())
-    if found is None or not float(found[1]) > 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(text).strip())
+    if match is None or not float(match[1]) > 0:
         raise UserError(f"--budget {text} is no time; give one such as 90s, 30m or 2h")
-    return float(found[1]) * UNITS[found[2] or "s"]
+    return float(match[1]) * UNITS[match[2] or "s"]
 
 
 def _first_recipes(
     names: Sequence[str], model: str | None, revision: str | None, *, fast: bool = False
 ) -> list[Recipe]:
-    """Those that are named, without their training; else those of the family.
+    """Return the recipes that are named, without their training; else those of the family.
 
     Args:
         fast: also the faster one, where there is a GPU.
@@ -185,9 +185,9 @@ def _first_recipes(
             with contextlib.suppress(UserError):  # the family has none
                 shipped.append(find_recipe(shipped_name, model, revision))
         return [*shipped, careful]
-    found = [find_recipe(name, model, revision).ptq for name in names]
+    recipes = [find_recipe(name, model, revision).ptq for name in names]
     taken = {"methods", "islands", "search", "qat", "embedded"}
-    for each in found:
+    for each in recipes:
         if each.name in taken:
             raise UserError(
                 f"two steps would be called {each.name!r}: give recipes names of their own, other than "
@@ -195,17 +195,19 @@ def _first_recipes(
             )
         taken.add(each.name)
         if not each.quantizes:
-            raise UserError(f"recipe {each.name} puts nothing into INT8; begin with another")
-    return found
+            raise UserError(f"recipe {each.name} puts nothing into INT8; start with another")
+    return recipes
 
 
 def _set_gate(recipe: Recipe, criteria: Criteria) -> Recipe:
     return recipe.model_copy(update={"gate": recipe.gate.model_copy(update=criteria.model_dump())})
 
 
-def _calibrating(config: RunConfig, folder: Path, recipes: list[Recipe]) -> tuple[list[Recipe], list[str]]:
-    """Recipes that leave half of a small train split to choose proposals on."""
-    rows, notes, found = {}, [], []
+def _limit_calibration(
+    config: RunConfig, folder: Path, recipes: list[Recipe]
+) -> tuple[list[Recipe], list[str]]:
+    """Return recipes that leave half of a small train split to choose proposals on, and notes."""
+    rows, notes, limited = {}, [], []
     for recipe in recipes:
         section = recipe.calibration
         if section.split not in rows:
@@ -218,15 +220,15 @@ def _calibrating(config: RunConfig, folder: Path, recipes: list[Recipe]) -> tupl
                 f"{section.samples}, and the others choose what is proposed"
             )
             section = section.model_copy(update={"samples": most})
-        found.append(recipe.model_copy(update={"calibration": section}))
-    return found, list(dict.fromkeys(notes))
+        limited.append(recipe.model_copy(update={"calibration": section}))
+    return limited, list(dict.fromkeys(notes))
 
 
-def _options(asked: dict[str, Any]) -> list[str]:
-    """Options of the command line, those that differ from its defaults."""
+def _option_words(values: dict[str, Any]) -> list[str]:
+    """Return options of the command line, those that differ from its defaults."""
     defaults = {"data": "hub", "batch_size": 32, "seed": 0, "normalize": False}
     words: list[str] = []
-    for name, value in asked.items():
+    for name, value in values.items():
         if value is None or value == defaults.get(name) or value == ():
             continue
         option = f"--{name.replace('_', '-')}"

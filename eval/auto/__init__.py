@@ -1,1 +1,1 @@
-"""The ladder that an expert climbs, until a recipe holds the gate: `qdqbench auto`."""
+"""Steps from the cheapest to the dearest, until a recipe holds the gate: `qdqbench auto`."""

@@ -136,7 +136,7 @@ def reason_lines(auto: Auto) -> list[str]:
         first = f"{step.name} is the first that holds, of {len(done)} that were tried"
         lines = [first if len(done) > 1 else f"{step.name} holds"]
     else:
-        lines = [f"none of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
+        lines = [f"None of the {len(done)} that were tried holds; {step.name} is the nearest to FP32"]
     if (nested := step.run.nested) is not None:
         lines.append(
             "Evaluation data decided how many steps were taken, so its figure on them is a little too good. "

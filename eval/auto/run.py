@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from qdqbench.eval.accuracy.logits import Logits, read_logits
+from qdqbench.eval.accuracy.logits import read_logits
 from qdqbench.eval.auto.criteria import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.eval.auto.report import write_auto
 from qdqbench.eval.auto.results import (
@@ -36,7 +36,7 @@ from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS
-from qdqbench.quantize.core.results import Results, read_results
+from qdqbench.quantize.core.results import read_results
 from qdqbench.quantize.core.speedup import Speedup
 from qdqbench.quantize.engine.build import attention_count, require_int8
 from qdqbench.quantize.machine.environment import environment, now
@@ -158,15 +158,12 @@ class AutoRun:
         encoded = {split: each for split, (_, each) in self.session.eval_splits.items()}
         return Evaluation(self.config.task, encoded, self.criteria.max_drop, self.config.seed)
 
-    def _read_answers(self, step: AutoStep) -> Logits:
-        assert step.run is not None
-        return read_logits(self.folder / step.run.folder / "logits" / f"{step.run.stage}.npz")
-
     def _answers(self, step: AutoStep) -> StepAnswers:
         """Return the answers of a step, and whether other samples could change that it does not hold."""
         assert step.run is not None
         drops = list_drops(step.scores, self.config.task.metrics[0], self.criteria.max_drop)
-        return StepAnswers(self._read_answers(step), bool(step.run.issues) and not drops)
+        logits = read_logits(self.folder / step.run.folder / "logits" / f"{step.run.stage}.npz")
+        return StepAnswers(logits, bool(step.run.issues) and not drops)
 
     def _share_baseline(self, folder: Path, before: Sequence[AutoStep]) -> None:
         """Copy FP32's answers of an earlier run: the pipeline sees whether it would make the same."""
@@ -281,29 +278,18 @@ def take_steps(
             except (UserError, CheckFailed) as error:
                 step.skipped, step.failure = "misfit", failure_of(error)
         if step.skipped is None:
-            _take(auto, step, each, steps, left, clock)
+            start = clock()
+            try:
+                step.recipe, step.proposal = each.propose(steps, left)
+                auto.run(step, steps)
+                step.status = "done"
+            except (UserError, CheckFailed) as error:
+                step.status, step.failure = "failed", failure_of(error)
+            step.seconds = clock() - start
             if not (step.failure and step.failure.is_retryable):
                 store.add(step.name, step)
         steps.append(step)
     return steps
-
-
-def _take(  # noqa: PLR0913, PLR0917
-    auto: AutoRun,
-    step: AutoStep,
-    proposer: Proposer,
-    before: Sequence[AutoStep],
-    left: float,
-    clock: Callable[[], float],
-) -> None:
-    start = clock()
-    try:
-        step.recipe, step.proposal = proposer.propose(before, left)
-        auto.run(step, before)
-        step.status = "done"
-    except (UserError, CheckFailed) as error:
-        step.status, step.failure = "failed", failure_of(error)
-    step.seconds = clock() - start
 
 
 def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason | None:
@@ -360,7 +346,7 @@ def _make_result(auto: AutoRun, steps: list[AutoStep], budget_s: float, command:
     if best is None or best.run is None or best.recipe is None:
         (folder / BEST_RECIPE).unlink(missing_ok=True)
     else:
-        fp32 = read_baseline(read_results(folder / best.run.folder))
+        fp32 = read_results(folder / best.run.folder).stages["fp32"].metrics
         files.write_text(folder / BEST_RECIPE, dump_recipe(best.recipe))
         choice = AutoChoice(
             passed=best.holds,
@@ -394,8 +380,3 @@ def _make_result(auto: AutoRun, steps: list[AutoStep], budget_s: float, command:
         notes=session.notes,
         environment=environment(),
     )
-
-
-def read_baseline(results: Results) -> dict[str, float]:
-    """Return the metrics of FP32 in a run."""
-    return results.stages["fp32"].metrics

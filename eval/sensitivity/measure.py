@@ -32,7 +32,6 @@ from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.batches import sorted_batches
 
 FEW = 64  # samples; below it the standard error of a metric means little
-INT8_COST = 1.5  # of an evaluation against one in FP32, for the estimate of the time left
 EVERYTHING = "everything"
 
 
@@ -53,10 +52,10 @@ class Measurement:
     session: Session
     samples: int
     progress: Progress = lambda done, total, text: None
-    _done: float = field(default=0.0, init=False)
+    _done: int = field(default=0, init=False)  # measurements
 
     def run(self) -> Sensitivity:
-        """Measure what the ledger lacks, choose a recipe and write it.
+        """Measure what the store lacks, choose a recipe and write it.
 
         Raises:
             UserError: bad input, too little data, or a folder that cannot be written.
@@ -64,7 +63,7 @@ class Measurement:
         """
         start = time.perf_counter()
         fp32 = self.trials.fp32_scores(DRAW)
-        full = self._compare(EVERYTHING, lambda: self._whole(self.found.everything), INT8_COST)
+        full = self._compare(EVERYTHING, lambda: self._whole(self.found.everything))
         self._spanning()
         self._layers()
         rows = [self._row(candidate) for candidate in self.found.candidates]
@@ -147,11 +146,10 @@ class Measurement:
         int8: Callable[[frozenset[str]], Float32],
     ) -> None:
         """Compare only this in INT8, and everything but this, each from the states of its own reference."""
-        cost = _cost(candidate, len(self._layer_numbers))
         keys = self._keys(candidate)
-        self._compare(keys[0], lambda: plain(candidate.units), cost)
+        self._compare(keys[0], lambda: plain(candidate.units))
         if len(keys) > 1:
-            self._compare(keys[1], lambda: int8(self.found.everything - candidate.units), INT8_COST * cost)
+            self._compare(keys[1], lambda: int8(self.found.everything - candidate.units))
 
     def _whole(self, on: frozenset[str]) -> Float32:
         self.bench.switches.set(on)
@@ -165,10 +163,10 @@ class Measurement:
         attention = sensitivity_choice.attention_of(linears, self.found)
         on = self.found.everything - {*linears, *attention}
         key = f"curve {len(linears)}" if linears else EVERYTHING
-        comparison = self._compare(key, lambda: self._whole(on), INT8_COST)
+        comparison = self._compare(key, lambda: self._whole(on))
         return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=comparison)
 
-    def _compare(self, key: str, answer: Callable[[], Float32], cost: float) -> Comparison:
+    def _compare(self, key: str, answer: Callable[[], Float32]) -> Comparison:
         """Return a finished candidate, or else measure it now and keep it at once."""
         self._say(key)
         trials = self.trials
@@ -178,29 +176,18 @@ class Measurement:
             scores, _ = trials.compare({DRAW: answer()})
             spent = time.perf_counter() - start
             trials.store.add(key, Trial(recipe=None, origin="candidate", scores=scores, seconds=spent))
-        self._done += cost
+        self._done += 1
         return trials.store.trials[key].scores[DRAW]
 
     def _say(self, text: str) -> None:
-        self.progress(self._done, self.evaluations, text)
+        self.progress(self._done, self._total, text)
 
     @functools.cached_property
-    def evaluations(self) -> float:
-        """Evaluations in FP32 that take as long as all candidates and the curve without its bisection."""
-        depth = len(self._layer_numbers)
-        both = {
-            key: _cost(c, depth) * (INT8_COST if key.startswith("all") else 1)
-            for c in self.found.candidates
-            for key in self._keys(c)
-        }
-        linears = sum(
-            c.group == "linear" and bool(c.units & self.found.everything) for c in self.found.candidates
-        )
-        return sum(both.values()) + INT8_COST * (1 + len(sensitivity_choice.kept_counts(linears)))
-
-    @functools.cached_property
-    def _layer_numbers(self) -> set[int]:
-        return {c.layer for c in self.found.candidates if c.layer is not None}
+    def _total(self) -> int:
+        """Return the number of measurements without the bisection of the curve."""
+        keys = {key for candidate in self.found.candidates for key in self._keys(candidate)}
+        linears = len({*self.found.plan.int8} & self.found.everything)
+        return len(keys) + 1 + len(sensitivity_choice.kept_counts(linears))
 
     def _row(self, candidate: Candidate) -> CandidateRow:
         values = [self.trials.store.trials[key].scores[DRAW] for key in self._keys(candidate)]
@@ -243,11 +230,6 @@ class Measurement:
             notes=[*session.notes, *self.found.notes, *list_limits(config.recipe, len(encoded.gold))],
             timings={"candidates_s": self.trials.store.seconds, "this_run_s": wall_s},
         )
-
-
-def _cost(candidate: Candidate, layers: int) -> float:
-    """Part of a whole evaluation that a candidate needs."""
-    return 1.0 if candidate.start is None else (layers - candidate.start) / max(layers, 1)
 
 
 def list_limits(recipe: Recipe, samples: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`qdqbench auto` on a tiny model: the whole ladder, the report, going on after a kill, what is refused."""
+"""`qdqbench auto` on a tiny model: every step, the report, a resume after a kill, what is refused."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_a_folder_of_something_else_is_left_alone(sst2, tmp_path, qdqbench):
 
 
 @pytest.mark.long
-def test_a_killed_ladder_goes_on(sst2, tmp_path, qdqbench):
+def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     """The step that was killed is taken again, those before are not."""
     out = tmp_path / OUT
     words = options(sst2, out, "--recipe", "int8-linears", "--samples", 96, "--trials", 8)
@@ -172,7 +172,7 @@ def test_a_killed_ladder_goes_on(sst2, tmp_path, qdqbench):
 
 
 @pytest.mark.long
-def test_a_ladder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
+def test_a_folder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
     out = tmp_path / OUT
     assert qdqbench(*options(given("sst2"), out, "--recipe", "int8-linears")).code == 0
     before = (out / "auto.json").read_bytes()

@@ -1,10 +1,10 @@
-"""The command `sensitivity`; registered in cli.py. Everything heavy is imported inside."""
+"""The commands `sensitivity` and `methods`; registered in cli.py. Everything heavy is imported inside."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,8 +15,7 @@ from qdqbench.quantize.cli.terminal import Json, show
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.eval.methods.results import Methods
-    from qdqbench.eval.sensitivity.results import Sensitivity
+    from qdqbench.eval.trials.store import Store
     from qdqbench.quantize.machine.usage import Progress
     from qdqbench.quantize.rundir.session import RunConfig, Session
 
@@ -39,24 +38,34 @@ def sensitivity(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Which layer costs the accuracy: each alone in INT8, and everything but it; writes a recipe."""
     from qdqbench.eval.report.render import render_screen
-    from qdqbench.eval.sensitivity.report import choice_text, sensitivity_report
+    from qdqbench.eval.sensitivity.measure import Measurement
+    from qdqbench.eval.sensitivity.report import choice_text, sensitivity_report, write_sensitivity
     from qdqbench.quantize.core.errors import CheckFailed
     from qdqbench.quantize.rundir.claim import run_folder
 
     config = subject.config(subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed)
     folder = run_folder("sensitivity", config, out)
-    found = _measure(config, folder, samples, replace=replace)
+    with _open_session("sensitivity", config, folder, replace) as (session, show_progress):
+        measurement = Measurement(session, samples, show_progress)
+        _note_resume(measurement.trials.store)
+        found = measurement.run()
+        write_sensitivity(found, folder)
     written = f"recipe: {folder / found.choice.file}", f"report: {folder / 'sensitivity.html'}"
     show(found, json, lambda result: render_screen(sensitivity_report(result)), *written)
     if not found.choice.reached:
         raise CheckFailed(choice_text(found))
 
 
+def _note_resume(store: "Store[Any]") -> None:
+    if store.resume_note:
+        options.note(store.resume_note)
+
+
 @contextmanager
-def _opened(
+def _open_session(
     kind: str, config: "RunConfig", folder: Path, replace: bool
 ) -> "Iterator[tuple[Session, Progress]]":
-    """A session that nobody else is at, with the embedded default where no model is given."""
+    """Yield a session that nobody else uses, with the embedded default where no model is given."""
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.rundir.claim import claimed, purpose_of
     from qdqbench.quantize.rundir.session import Session
@@ -66,25 +75,12 @@ def _opened(
     ready = partial(session.require_inputs, evaluates=kind == "methods")
     with (
         claimed(folder, purpose, replace=replace, ready=ready, say=options.note),
-        time_left() as told,
+        time_left() as show_progress,
     ):
-        session.progress = lambda done, total: told(done, total, "embedded default")
+        session.progress = lambda done, total: show_progress(done, total, "embedded default")
         if config.model is None:
             stages.embedded(session)
-        yield session, told
-
-
-def _measure(config: "RunConfig", folder: Path, samples: int, *, replace: bool) -> "Sensitivity":
-    from qdqbench.eval.sensitivity.measure import Measurement
-    from qdqbench.eval.sensitivity.report import write_sensitivity
-
-    with _opened("sensitivity", config, folder, replace) as (session, told):
-        measurement = Measurement(session, samples, told)
-        if note := measurement.trials.store.resume_note:
-            options.note(note)
-        found = measurement.run()
-        write_sensitivity(found, folder)
-    return found
+        yield session, show_progress
 
 
 MethodOption = Annotated[
@@ -116,7 +112,8 @@ def methods(  # noqa: PLR0913  (a command's options)
     json: Json = False,
 ) -> None:
     """Compare calibration methods in one table; writes the recipe with the best one."""
-    from qdqbench.eval.methods.report import methods_report
+    from qdqbench.eval.methods.measure import MethodComparison, list_sections, require_quantized
+    from qdqbench.eval.methods.report import methods_report, write_methods
     from qdqbench.eval.methods.results import METHODS_RECIPE
     from qdqbench.eval.report.render import render_screen
     from qdqbench.quantize.rundir.claim import run_folder
@@ -125,30 +122,13 @@ def methods(  # noqa: PLR0913  (a command's options)
         subject.recipe(recipe, max_length, backend).ptq, batch_size=batch_size, seed=seed, limit=limit
     )
     folder = run_folder("methods", config, out)
-    found = _compare(config, folder, samples, method or [], smooth or [], replace=replace)
-    written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
-    show(found, json, lambda methods: render_screen(methods_report(methods)), *written)
-
-
-def _compare(  # noqa: PLR0913
-    config: "RunConfig",
-    folder: Path,
-    samples: int,
-    methods: list[str],
-    smooths: list[str],
-    *,
-    replace: bool,
-) -> "Methods":
-    from qdqbench.eval.methods.measure import MethodComparison, list_sections, require_quantized
-    from qdqbench.eval.methods.report import write_methods
-
     # a wrong name fails before anything is loaded
-    list_sections(config.recipe.calibration, methods, smooths)
+    list_sections(config.recipe.calibration, method or (), smooth or ())
     require_quantized(config.recipe)
-    with _opened("methods", config, folder, replace) as (session, told):
-        comparison = MethodComparison(session, samples, methods, smooths, told)
-        if note := comparison.trials.store.resume_note:
-            options.note(note)
+    with _open_session("methods", config, folder, replace) as (session, show_progress):
+        comparison = MethodComparison(session, samples, method or (), smooth or (), show_progress)
+        _note_resume(comparison.trials.store)
         found = comparison.run()
         write_methods(found, folder)
-    return found
+    written = f"recipe: {folder / METHODS_RECIPE}", f"report: {folder / 'methods.html'}"
+    show(found, json, lambda methods: render_screen(methods_report(methods)), *written)

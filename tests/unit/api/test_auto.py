@@ -1,4 +1,4 @@
-"""Which recipes a ladder begins with."""
+"""Which recipes `auto` starts with."""
 
 import pytest
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qdqbench.eval.api.auto import duration
+from qdqbench.eval.api.auto import parse_duration
 from qdqbench.eval.auto.steps import Steps, choose_trial, find_islands, find_qat_settings
 from qdqbench.eval.search.results import SearchTrial
 from qdqbench.eval.sensitivity.results import CurvePoint
@@ -81,10 +81,10 @@ def test_every_family_has_settings_of_a_training():
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), (30, 30)])
 def test_times(text, seconds):
-    assert duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1m", "0", "3d", "1m30s"])
 def test_what_is_no_time(text):
     with pytest.raises(UserError, match="give one such as"):
-        duration(text)
+        parse_duration(text)
