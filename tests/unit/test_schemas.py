@@ -11,7 +11,6 @@ from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.compare.results import RunComparison
 from qdqbench.eval.runs.made import Made
 from qdqbench.eval.runs.study_results import Study
-from qdqbench.eval.search.results import Search
 from qdqbench.quantize.cli import schemas
 from qdqbench.quantize.core.results import SCHEMA_VERSION, Results
 from qdqbench.quantize.core.training_results import Finetuning
@@ -20,12 +19,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 OURS = schemas.__name__
 PAGES: dict[str, tuple[Any, ...]] = {
     "results": (Results, Made, Finetuning, Bench),
-    "search": (Search,),
     "compare": (RunComparison,),
     "qat": (Study,),
     "json": tuple(each for each in vars(schemas).values() if getattr(each, "__module__", "") == OURS),
 }
-SHARED = ("results", "search")  # pages of what other files have too
+SHARED = ("results",)  # pages of what other files have too
 
 
 def models(*roots: Any) -> dict[str, type[BaseModel]]:
