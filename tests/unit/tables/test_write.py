@@ -19,6 +19,8 @@ from qdqbench.eval.tables.write import (
     insert,
     tables_markdown,
 )
+from qdqbench.eval.trials.results import Failure
+from qdqbench.quantize.core.comparison import GateIssue
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.rundir.config import adapted
@@ -250,7 +252,7 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     found = searches[0]
     made = tables_markdown([], [], [], [found])
     assert "| **found by the search** |" in made
-    kept = [each for each in found.confirmed if each.status == "done" and not differences(each.recipe)]
+    kept = [each for each in found.confirmed if not differences(each.recipe.model_dump(mode="json"))]
     assert 1 < len(kept) < len(found.confirmed)
     assert made.count("| MRPC | F1 |") == len(kept)
     assert f"left out: {len(found.confirmed) - len(kept)} rows of shipped recipes" in made
@@ -258,12 +260,12 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     assert "dominates" not in made
     kept[1].dominates = True
     found.agreement.within_noise = False
-    found.outcome.failures = ["it lost 3 points"]
+    found.outcome.issues = [GateIssue(code="recipe", state="failed", detail="it lost 3 points")]
     made = tables_markdown([], [], [], [found])
     assert f"`{kept[1].name}` ✗ dominates the chosen one" in made
     assert "✗ they do not agree" in made
     assert "it lost 3 points" in made
-    found.confirmed[3].status, found.confirmed[3].reason = "failed", "out of memory"
+    found.confirmed[3].failure = Failure(code="error", text="out of memory")
     made = tables_markdown([], [], [], [found])
     assert f"{found.confirmed[3].name} failed: out of memory" in made
 
