@@ -61,12 +61,13 @@ def search_report(found: Search) -> Report:
     shape = f"batch {source.batch}, {source.length} tokens"
     about = [label(found.task), str(found.recipe["name"])]
     facts = {"Settings": flat(found.settings), "Latency": flat(source.model_dump())}
+    recipe = short_yaml(found.chosen.recipe) if found.chosen and found.chosen.recipe else ""
     sections = [
         Section(
             "front", "Accuracy against latency", [Chart(partial(draw_front, found), broad=True)], on=PAGE
         ),
         *([_confirmation(found, speed)] if found.confirmed else []),
-        *([_recipe(found)] if found.chosen else []),
+        *([Section("recipe", "The recipe", [Code(recipe, "yaml", on=PAGES)])] if recipe else []),
         _trials(found, speed),
     ]
     return Report(
@@ -196,12 +197,6 @@ def _remark(each: ConfirmedRecipe) -> str:
         engine = f", of the engine {_drop(each.engine[split])}" if split in each.engine else ""
         texts.append(f"{split.removeprefix('validation_')}: drop {_drop(score)}{engine}")
     return "; ".join(texts + ["dominates the chosen recipe"] * each.dominates)
-
-
-def _recipe(found: Search) -> Section:
-    chosen = found.chosen
-    text = short_yaml(chosen.recipe) if chosen and chosen.recipe else ""
-    return Section("recipe", "The recipe", [Code(text, "yaml", on=PAGES)])
 
 
 def _trials(found: Search, speed: str) -> Section:

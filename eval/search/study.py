@@ -174,9 +174,9 @@ def _open_study(  # noqa: PLR0913, PLR0917
 
     storage = open_storage(url)
     known = name in optuna.get_all_study_names(storage)
-    space = None if known else rank_units(work, options.sensitivity)
+    setup = None if known else rank_units(work, options.sensitivity)
     is_new = False
-    if space is not None:
+    if setup is not None:
         with suppress(optuna.exceptions.DuplicatedStudyError):
             optuna.create_study(study_name=name, storage=storage, directions=["minimize"] * 2)
             is_new = True
@@ -187,7 +187,7 @@ def _open_study(  # noqa: PLR0913, PLR0917
     while not is_new and "ranking" not in study.user_attrs and time.monotonic() < deadline:
         time.sleep(POLL_S / 10)
     if "ranking" not in study.user_attrs:  # of a new study, or its creator died within that time
-        ranked, ranking = space or rank_units(work, options.sensitivity)
+        ranked, ranking = setup or rank_units(work, options.sensitivity)
         study.set_user_attr("settings", settings)
         for params, attributes in first_trials(work, ranked):
             study.enqueue_trial(params, user_attrs=attributes, skip_if_exists=True)

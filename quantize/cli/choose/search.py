@@ -26,14 +26,20 @@ class SearchSettings:
         float | None, typer.Option("--budget", min=0, help="Seconds after which no further trial is started.")
     ] = None
     sensitivity: Annotated[
-        Path | None, typer.Option(help="File of `qdqbench sensitivity`: what to keep out of INT8 first.")
+        Path | None,
+        typer.Option(
+            help="File of `qdqbench sensitivity`; its worst layers leave INT8 first. [default: measured]"
+        ),
     ] = None
     storage: Annotated[
-        str | None, typer.Option(help="SQLAlchemy URL shared by all workers; none: OUT/study.db.")
+        str | None, typer.Option(help="SQLAlchemy URL shared by all workers. [default: OUT/study.db]")
     ] = None
-    study: Annotated[str | None, typer.Option("--study-name", help="None: RECIPE-TASK.")] = None
+    study: Annotated[
+        str | None, typer.Option("--study-name", help="Name of the study. [default: RECIPE-TASK]")
+    ] = None
     samples: Annotated[
-        int, typer.Option(min=1, help="Train rows that judge a trial; none of them calibrates.")
+        int,
+        typer.Option(min=1, help="Train rows that trials are scored on, apart from those that calibrate."),
     ] = 1024
     batch: Annotated[int, typer.Option(min=1, help="Batch size of the latency.")] = 32
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence of the latency.")] = 128
