@@ -20,17 +20,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from qdqbench.eval.bench import report as words
 from qdqbench.eval.bench.results import (
     BENCH_FILE,
     Bench,
-    BenchCell,
-    headline_of,
+    BenchConfig,
     over_fastest,
     rate_of,
     read_bench,
     row_of,
 )
-from qdqbench.eval.benchreport import words
+from qdqbench.eval.report.document import Cell
 from qdqbench.eval.report.formats import (
     clean,
     cleaned,
@@ -111,7 +111,7 @@ KEPT = {  # what tables read of a file: None is all of a value, "*" every key of
         outcome=_keep("failures"),
         confirmed=_keep(
             "name status reason recipe metrics dominates",
-            latency=_keep("ms speedup"),
+            latency=_keep("system_ms value"),
             fake_quant={"*": VERSUS},
             engine={"*": VERSUS},
         ),
@@ -180,7 +180,7 @@ def _key(record: Any) -> tuple[Any, ...]:
     """Identity of a measurement; records are sorted by it."""
     if isinstance(record, Bench):
         about, chosen = record.target.name, record.settings
-        shapes = chosen.profile, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.real_lengths)
+        shapes = chosen.engine_shapes, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.dataset)
         return "bench", record.device, about, str(record.recipe.get("name")), words.hardware(record), *shapes
     if record.kind == "run":
         of = str(record.recipe.get("name")), _model_name(record), record.task.name
@@ -553,7 +553,7 @@ def _search_row(search: Record, row: Record, notes: Notes) -> list[str]:
             delta_points(-each.delta[search.metric], each.delta_stderr[search.metric]) if each else ""
             for each in drops
         ),
-        *([f"{row.latency.ms:.3f}", f"{row.latency.speedup:.2f}x"] if row.latency else ["", ""]),
+        *([f"{row.latency.system_ms:.3f}", f"{row.latency.value:.2f}x"] if row.latency else ["", ""]),
         str(search.trials),
     ]
 
@@ -580,25 +580,15 @@ def _search_place(search: Record) -> str:
 
 
 def without_changed(bench: Bench) -> Bench:
-    """Return a bench without the `--also` engines of recipes that are shipped otherwise now."""
-    outdated = {about.name: about.label for about in bench.contestants if differences(about.recipe or {})}
-    if not outdated:
-        return bench
-    kept = [about for about in bench.contestants if about.name not in outdated]
-    cells = []
-    for cell in bench.cells:
-        rows = [row for row in cell.rows if row.contestant not in outdated]
-        speedups = [ratio for ratio in cell.speedups if not {ratio.contestant, ratio.over} & {*outdated}]
-        left = cell.model_copy(update={"rows": rows, "speedups": speedups})
-        cells.append(left.model_copy(update={"headline": headline_of(kept, left)}))
+    """Return a bench without the `--extra-recipe` engines of recipes that are shipped otherwise now."""
+    outdated = {about.name: about.label for about in bench.systems if differences(about.recipe or {})}
     warning = f"left out, as what is shipped has changed since: {', '.join(outdated.values())}"
-    changes = {"cells": cells, "contestants": kept, "warnings": [*bench.warnings, warning]}
-    return bench.model_copy(update=changes)
+    return words.without_systems(bench, {*outdated}, warning) if outdated else bench
 
 
 def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:
     """Return one table: for each bench of real lengths a row a batch size; nothing without one."""
-    cells = [(bench, cell) for bench in benches for cell in bench.cells if cell.kind == "real"]
+    cells = [(bench, cell) for bench in benches for cell in bench.configs if cell.kind == "dataset"]
     if not cells:
         return []
     title = (
@@ -611,8 +601,8 @@ def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:
     return [title, table(header, [_length_row(bench, cell, notes) for bench, cell in cells])]
 
 
-def _length_row(bench: Bench, cell: BenchCell, notes: Notes) -> list[str]:
-    names = {about.name: about.label for about in bench.contestants}
+def _length_row(bench: Bench, cell: BenchConfig, notes: Notes) -> list[str]:
+    names = {about.name: about.label for about in bench.systems}
     lengths, best = cell.padded_to, cell.headline
 
     def rate(name: str) -> str:
@@ -622,13 +612,13 @@ def _length_row(bench: Bench, cell: BenchCell, notes: Notes) -> list[str]:
     return [
         _bench_model(bench),
         notes.label(bench.recipe),
-        text(label(bench.settings.real_lengths or "")),
+        text(label(bench.settings.dataset or "")),
         str(cell.batch),
         ", ".join(map(str, lengths)) if len(lengths) <= 8 else f"{lengths[0]} to {lengths[-1]} by 8",
         f"{1 - cell.real_tokens / cell.padded_tokens:.1%}",
-        rate(best.contestant if best else ""),
-        rate(best.over if best else ""),
-        _ratio_cell(words.ratio_mark(best)),
+        rate(best.system if best else ""),
+        rate(best.baseline if best else ""),
+        _ratio_cell(words.ratio_cell(best)),
     ]
 
 
@@ -636,26 +626,26 @@ def _bench_model(bench: Bench) -> str:
     return f"{text(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
 
 
-def _ratio_cell(mark: words.Mark) -> str:
+def _ratio_cell(cell: Cell) -> str:
     """A figure of ours, whose interval needs no escape."""
-    return f"**{mark.text}**" if mark.bad else mark.text
+    return f"**{cell.text} ✗**" if cell.state == "bad" else cell.text
 
 
 def latency_tables(bench: Bench, notes: Notes) -> list[str]:
     """Return latency, speed-ups, throughput and memory of one bench."""
     shape = bench.target.shape
-    profile = words.PROFILES[bench.settings.profile] if bench.device == "gpu" else "engines for any shape"
+    profile = words.ENGINE_SHAPES[bench.settings.engine_shapes] if bench.device == "gpu" else "engines for any shape"
     title = (
         f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe)}, {profile}\n\n"
         f"{text(words.hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(words.method(bench))}"
     )
-    names = {about.name: about.label for about in bench.contestants}
-    shapes = [text(words.cell_text(bench, cell)) for cell in bench.cells]
+    names = {about.name: about.label for about in bench.systems}
+    shapes = [text(words.config_text(bench, cell)) for cell in bench.configs]
     heads = []
-    for name, cell in zip(shapes, bench.cells, strict=True):
-        ratio, *sides = words.headline_marks(bench, cell)
+    for name, cell in zip(shapes, bench.configs, strict=True):
+        ratio, *sides = words.headline_cells(bench, cell)
         heads.append([name, _ratio_cell(ratio), *(text(side.text) for side in sides)])
     marks = (*words.latency_rows(bench), *words.ratio_rows(bench))
     remarks = [
@@ -680,7 +670,7 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
 
 def _built_as(bench: Bench) -> list[str]:
     """Shapes of engines that were built as the recipe says."""
-    if bench.settings.profile == "static" or bench.device == "cpu":
+    if bench.settings.engine_shapes == "exact" or bench.device == "cpu":
         return []
     shapes = bench.recipe["engine"]["shapes"]
     if shapes == AUTO:
@@ -692,7 +682,7 @@ def _built_as(bench: Bench) -> list[str]:
 
 def _proofs(bench: Bench) -> list[str]:
     """INT8 GEMMs of the engines that were timed, from their layer tables; fused attention of the peers."""
-    rows = [row for cell in bench.cells for row in cell.rows]
+    rows = [row for cell in bench.configs for row in cell.rows]
     counts = {(r.int8_gemms, r.expected_int8_gemms) for r in rows if r.expected_int8_gemms is not None}
     remarks = [
         f"INT8 proven in {done} of {asked} GEMMs of the timed engines" for done, asked in sorted(counts)
@@ -706,12 +696,12 @@ def _proofs(bench: Bench) -> list[str]:
 def _throughput(bench: Bench, names: dict[str, str]) -> list[str]:
     """Sequences per second of each contestant by shape and streams; nothing where it was not measured."""
     rows = []
-    for cell in bench.cells:
+    for cell in bench.configs:
         for streams in bench.settings.streams:
             rates = [rate_of(cell, name, streams) for name in names]
             if any(rates):
                 cells = ("" if rate is None else f"{rate:,.0f}" for rate in rates)
-                rows.append([text(words.cell_text(bench, cell)), str(streams), *cells])
+                rows.append([text(words.config_text(bench, cell)), str(streams), *cells])
     header = ["shape", "streams", *map(text, names.values())]
     return ["Sequences per second:", table(header, rows)] if rows else []
 
@@ -719,10 +709,10 @@ def _throughput(bench: Bench, names: dict[str, str]) -> list[str]:
 def _memory(bench: Bench, names: dict[str, str]) -> list[str]:
     """Size of each engine and of one context of it, by shape; nothing without engines."""
     sizes = {
-        (text(words.cell_text(bench, cell)), row.contestant): (
+        (text(words.config_text(bench, cell)), row.system): (
             f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
         )
-        for cell in bench.cells
+        for cell in bench.configs
         for row in cell.rows
         if row.engine_bytes is not None and row.activation_bytes is not None
     }
@@ -819,10 +809,10 @@ def _hardware(environment: dict[str, Any], *, on_cpu: bool) -> str:
 
 
 def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
-    """Of the engines for the recipe's shapes, its own and those of `--also`, at fixed shapes."""
-    if bench.device == "gpu" and bench.settings.profile == "static":
+    """Of the engines for the recipe's shapes, its own and those of `--extra-recipe`, at fixed shapes."""
+    if bench.device == "gpu" and bench.settings.engine_shapes == "exact":
         return  # engines for each shape alone are not what `run` builds
-    about = {each.name: each for each in bench.contestants}
+    about = {each.name: each for each in bench.systems}
     recipes = {name: each.recipe or {} for name, each in about.items()} | {"int8": bench.recipe}
     engines = {  # where its recipe was not recorded, a contestant is called after it
         name: recipe.get("name", name.removeprefix("int8-"))
@@ -830,9 +820,9 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
         if not differences(recipe)
     }
     device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
-    for cell in bench.cells:
+    for cell in bench.configs:
         for contestant, recipe in engines.items():
-            best = over_fastest(bench.contestants, cell, contestant)
+            best = over_fastest(bench.systems, cell, contestant)
             if recipe not in shipped_recipes() or cell.length is None or best is None:
                 continue  # not a recipe of ours, or real lengths, which are another measure
             yield (
@@ -842,9 +832,9 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
                     batch=cell.batch,
                     length=cell.length,
                     value=round(best.value, 4),
-                    low=best.low and round(best.low, 4),
-                    high=best.high and round(best.high, 4),
-                    over=about[best.over].precision.upper(),
+                    low=best.ci95_low and round(best.ci95_low, 4),
+                    high=best.ci95_high and round(best.ci95_high, 4),
+                    over=about[best.baseline].precision.upper(),
                     where=f"{device}, {_backend(*about[contestant].backend.split())}",
                 ),
             )

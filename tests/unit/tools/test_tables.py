@@ -113,15 +113,15 @@ def test_an_engine_before_training_is_that_of_the_recipe():
 
 def test_real_lengths_are_in_sequences_per_second(tmp_path):
     bench = sample_bench()
-    cell = bench.cells[-1]
-    cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "real", [16, 40], 60, 80
-    cell.headline = headline_of(bench.contestants, cell)
-    bench.settings.real_lengths, bench.settings.profile = "sst2", "both"
+    cell = bench.configs[-1]
+    cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "dataset", [16, 40], 60, 80
+    cell.headline = headline_of(bench.systems, cell)
+    bench.settings.dataset, bench.settings.engine_shapes = "sst2", "both"
     bench.recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
     write_bench(tmp_path / "bench.json", bench)
     made = markdown(read_records([tmp_path]))
     line = next(line for line in made.partition("### Real lengths")[2].splitlines() if "SST-2" in line)
-    ours, fastest = (row_of(cell, name) for name in (cell.headline.contestant, cell.headline.over))
+    ours, fastest = (row_of(cell, name) for name in (cell.headline.system, cell.headline.baseline))
     for part in ("shapes: auto", "| 16, 40 | 25.0% |", f"{ours.sequences_per_s:,.0f} (INT8"):
         assert part in line
     assert f"| {fastest.sequences_per_s:,.0f} (" in line
@@ -143,7 +143,7 @@ def test_every_number_is_from_a_file():
     bench, run, *_ = golden()
     before = markdown([bench, run])
     run.stages.fp32.metrics[run.task.metrics[0]] = 0.123456
-    bench.cells[0].rows[0].median_ms = 777.25
+    bench.configs[0].rows[0].median_ms = 777.25
     after = markdown([bench, run])
     for figure in ("12.35", "777.2"):
         assert figure in after
@@ -271,13 +271,13 @@ def test_throughput_and_interrupted_benches():
 def test_memory_of_engines_by_shape():
     bench, *_ = golden()
     assert "Memory on the GPU" not in markdown([bench])
-    for cell in bench.cells:
+    for cell in bench.configs:
         for row in cell.rows:
-            if row.contestant in ("int8", "fp16"):
+            if row.system in ("int8", "fp16"):
                 row.engine_bytes, row.activation_bytes = 181_000_000, 252_000_000
     made = markdown([bench])
     assert "Memory on the GPU, engine + one context:\n\n| shape | INT8 engine | FP16 engine |\n" in made
-    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.cells)
+    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.configs)
 
 
 def test_searches_show_what_was_chosen_and_what_would_have_been_better():
@@ -380,22 +380,22 @@ def test_without_an_engine_that_ran_the_graph_is_what_was_measured():
 
 def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_not_int8():
     bench = sample_bench()
-    bench.recipe, bench.settings.profile = shipped(), "both"
-    cell = bench.cells[0]
+    bench.recipe, bench.settings.engine_shapes = shipped(), "both"
+    cell = bench.configs[0]
     found = {each.recipe: each for each in figures_of([bench])}
-    over = [each.value for each in cell.speedups if each.contestant == "int8" and "fp16" in each.over]
+    over = [each.value for each in cell.speedups if each.system == "int8" and "fp16" in each.baseline]
     (speed,) = (each for each in found["bert-int8-linears"].speed if each.batch == cell.batch)
     assert speed.value == round(min(over), 4)
     assert speed.over == "FP16"
     assert json.loads(json.dumps(found["bert-int8-linears"].model_dump()))
     slower = copy.deepcopy(bench)
-    for row in slower.cells[0].speedups:
+    for row in slower.configs[0].speedups:
         row.value /= 2
     for both in ([bench, slower], [slower, bench]):  # the least of several benches of a shape
         least = {each.recipe: each for each in figures_of(both)}["bert-int8-linears"].speed
         assert [row.value for row in least if row.batch == cell.batch] == [round(min(over) / 2, 4)]
         assert len(least) == len(found["bert-int8-linears"].speed)
-    alone = bench.model_copy(update={"settings": bench.settings.model_copy(update={"profile": "static"})})
+    alone = bench.model_copy(update={"settings": bench.settings.model_copy(update={"engine_shapes": "exact"})})
     assert figures_of([alone]) == []
     bench.recipe["calibration"]["smooth"] = 0.25
     assert "bert-int8-linears" not in {each.recipe for each in figures_of([bench])}
@@ -405,14 +405,14 @@ def test_recipes_beside_it_that_changed_since_count_no_more_and_are_left_out():
     """`--also` engines carry their recipe as the bench carries its own."""
     bench, *_ = golden()
     own, other = shipped(), shipped("bert-int8-ffn")
-    bench.recipe, bench.settings.profile = own, "both"
-    fastest = next(each for each in bench.contestants if each.name == "int8")
+    bench.recipe, bench.settings.engine_shapes = own, "both"
+    fastest = next(each for each in bench.systems if each.name == "int8")
     also = fastest.model_copy(update={"name": "int8-bert-int8-ffn", "label": "beside", "recipe": other})
-    bench.contestants.append(also)
-    for cell in bench.cells:
+    bench.systems.append(also)
+    for cell in bench.configs:
         for rows in (cell.rows, cell.speedups):
             rows += [
-                row.model_copy(update={"contestant": also.name}) for row in rows if row.contestant == "int8"
+                row.model_copy(update={"system": also.name}) for row in rows if row.system == "int8"
             ]
     assert "bert-int8-ffn" in {each.recipe for each in figures_of([bench])}
     assert "| beside |" in markdown([bench])
