@@ -42,10 +42,12 @@ TRAINED = {  # options of the fine-tuning that a study begins with
     "mnli": ["--epochs", "3"],
 }
 BENCH = [
-    *("--streams", "1", "--seconds", "0.4", "--compile-seconds", "100", "--no-fp32"),
-    *("--without", "autotune-fp16"),  # never the fastest, and compiles longest
+    *("--streams", "1", "--duration", "0.4", "--compile-seconds", "100", "--no-fp32"),
+    *("--exclude", "autotune-fp16"),  # never the fastest, and compiles longest
 ]
-LARGER = {"sst2": ["--real-batch", "256"]}  # a bucket of SST-2 has 76 to 239 rows: these are one batch each
+LARGER = {
+    "sst2": ["--dataset-batch", "256"]
+}  # a bucket of SST-2 has 76 to 239 rows: these are one batch each
 LATE, GRACE_S = -1, 20.0
 PREPARE = 0.5  # of the limit, at most, before anything is timed
 UNSPLIT = "bert-int8-attention-unsplit"
@@ -72,21 +74,21 @@ def bench(name: str, model: str, recipe: str, *options: str) -> Step:
 
 def also(*recipes: str) -> list[str]:
     """Options of a bench's other recipes."""
-    return [part for recipe in recipes for part in ("--also", recipe)]
+    return [part for recipe in recipes for part in ("--extra-recipe", recipe)]
 
 
 def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
     """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
-    split = ["--real-lengths", task, "--real-batch", "128", "--data", data, "--profile", "static"]
-    recipes = ["--recipe", "bert-int8-residual-fused", "--also", "bert-int8-residual"]
+    split = ["--dataset", task, "--dataset-batch", "128", "--data", data, "--engine-shapes", "exact"]
+    recipes = ["--recipe", "bert-int8-residual-fused", "--extra-recipe", "bert-int8-residual"]
     given = ["bench", "--model", model, *recipes, *split, *options]
     return Step(f"{name}-bench", "bench.json", [*given, *BENCH])
 
 
 def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
-    attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--profile", "static"]
-    fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--without", "int8-exact"]
+    attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--engine-shapes", "exact"]
+    fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--exclude", "int8-exact"]
 
     def base(name: str, task: str) -> Step:
         return lengths(name, task, "bert-base", data, "--tokenizer", str(models / f"minilm-l6-{task}"))
@@ -143,7 +145,7 @@ def write_unsplit(path: Path) -> Path:
 def prepare(steps: list[Step], work: Path, until: float) -> None:
     """Export, build and compile for all benches side by side: each is timed alone afterwards."""
     begun = [
-        subprocess.Popen([*PROGRAM, *step.command, "--prepare", "--out", str(work / step.name)])
+        subprocess.Popen([*PROGRAM, *step.command, "--build-only", "--out", str(work / step.name)])
         for step in steps
         if step.file == "bench.json"
     ]

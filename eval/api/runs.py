@@ -26,7 +26,6 @@ from qdqbench.quantize.rundir.claim import claimed, purpose_of, run_folder, take
 from qdqbench.quantize.rundir.config import adapted, find_recipe, run_config
 from qdqbench.quantize.rundir.outcomes import Skipped
 from qdqbench.quantize.rundir.session import RunConfig, Session
-from qdqbench.quantize.trtexec.plan import FOLDER, has_engine
 
 StageCallback = Callable[[StageProgress], None]
 
@@ -204,7 +203,7 @@ def build(folder: str | Path, progress: StageCallback = silent) -> "Proof":
 def build_made(folder: str | Path, progress: StageCallback = silent) -> Made:
     """As `build`, with all that its stages have made."""
     with taken_up(folder) as session:
-        here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS or has_engine(session.folder / FOLDER)
+        here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
         made = _go(session, "verify" if here else "build", progress)
     assert isinstance(made, Made)
     return made

@@ -216,7 +216,7 @@ def method(bench: Bench) -> str:
     inputs = f"{chosen.input_sets} random input sets" if "fixed" in kinds else "the rows of the split"
     if bench.device == "gpu":
         timed, engines = "CUDA events around each launch", f"{ENGINE_SHAPES[chosen.engine_shapes]}; "
-        timed += ", copies from and to the host included for a data set" if "dataset" in kinds else ""
+        timed += ", copies included for a data set" if "dataset" in kinds else ""
     else:
         timed = (
             "wall time of each call and CPU time of all threads, after a rest and calls that are not timed"

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qdqbench.eval.accuracy.logits import evaluate_stage
-from qdqbench.eval.stages.trtexec import brought, build_brought, evaluate_brought, verify_brought
 from qdqbench.eval.verify.engine import verify_engine
 from qdqbench.quantize.activity.told import doing
 from qdqbench.quantize.core import files
@@ -43,9 +42,7 @@ from qdqbench.quantize.runtime.opened import open_runner
 
 
 def build_stage(session: Session) -> list[Path]:
-    """Build the engine, or take trtexec's, and prove its INT8 layers; or record why there is none."""
-    if folder := brought(session):
-        return build_brought(session, folder)
+    """Build the engine and prove its INT8 layers; or record why there is none."""
     return _build(session, backend_of(session.recipe), graph_path(session), session.folder)
 
 
@@ -81,9 +78,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
 
 
 def verify_stage(session: Session) -> list[Path]:
-    """Judge what the engine computes where a GPU runs it or trtexec ran it, or record why not."""
-    if folder := brought(session):
-        return [record(session.folder / VERIFY, verify_brought(session, folder))]
+    """Verify what the engine computes where it runs, or record why not."""
     reason, found = cannot_run(session), None
     if reason is None:
         try:
@@ -109,7 +104,7 @@ def cannot_run(session: Session) -> str | None:
 
 
 def engine_stage(session: Session) -> list[Path]:
-    """Evaluate the engine where a GPU runs it, or record why not.
+    """Evaluate the engine where it runs, or record why not.
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
@@ -118,13 +113,12 @@ def engine_stage(session: Session) -> list[Path]:
     for _, encoded in () if tuned else session.eval_splits.values():
         doubts = notes_on_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
-    folder = brought(session)
-    reason = None if folder else cannot_run(session)
+    reason = cannot_run(session)
     if reason is None and not _finite(read_verified(session.folder)):
         reason = "its logits are NaN or infinite, see the verification"
     if reason is None:
         try:
-            return evaluate_brought(session, folder) if folder else _run_engine(session)
+            return _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
     return [record(session.folder / ENGINE, Skipped(skipped=str(reason)))]

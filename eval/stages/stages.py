@@ -43,7 +43,6 @@ from qdqbench.quantize.rundir.pipeline import Stage
 from qdqbench.quantize.rundir.session import Session
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.sources import source_fingerprint
-from qdqbench.quantize.trtexec.plan import FOLDER, state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -211,9 +210,7 @@ def _exported(session: Session) -> Any:
 def _built(session: Session) -> Any:
     device, auto = (str(find_gpu()), str(find_cpu())), session.recipe.auto_shapes
     shapes = [str(profile) for profile in engine_profiles(session)] if auto else []
-    brought = state(session.folder / FOLDER)  # what trtexec made, if it made something
-    known = [*shapes, *brought]
-    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *known]
+    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *shapes]
 
 
 def _measured(session: Session) -> Any:

@@ -110,7 +110,7 @@ def _backend(name: str, version: str) -> str:
 
 
 def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
-    """Of the engines for the recipe's shapes, its own and those of `--also`, at fixed shapes."""
+    """Of the engines for the recipe's shapes, its own and those of `--extra-recipe`, at fixed shapes."""
     if bench.device == "gpu" and bench.settings.engine_shapes == "exact":
         return  # engines for each shape alone are not what `run` builds
     made = {each.name: each.recipe or {"name": each.name.removeprefix("int8-")} for each in bench.systems}

@@ -105,7 +105,8 @@ def _built(place: Path, built: EngineResult, results: Results) -> Way:
             if built.on_cpu
             else "the engine of the run"
         )
-        made += f", for compute capability {targets} ({sidecar.gpu or 'by trtexec'})" if targets else ""
+        gpu = f" ({sidecar.gpu})" if sidecar.gpu else ""
+        made += f", for compute capability {targets}{gpu}" if targets else ""
         verified = results.verification is not None and results.verification.passed
         checked = "verified" if verified else "NOT verified"
         shown = f"{made}; that was proven, {checked} and evaluated (stage engine)"

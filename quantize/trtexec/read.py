@@ -1,4 +1,4 @@
-"""Files that trtexec of TensorRT 10 and 11 writes: --exportTimes, --exportProfile and --exportOutput.
+"""Files that trtexec of TensorRT 10 and 11 writes: --exportTimes and --exportProfile.
 
 The formats are those of `sampleReporting.cpp` in TensorRT's open sources. trtexec writes what C++ streams
 print: names without escapes, `nan` and `inf` where JSON has no such number, and six digits of a float. The
@@ -6,7 +6,6 @@ file of --exportLayerInfo is the engine inspector's JSON: `engine/layers.py` rea
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,8 @@ MAX_BYTES = 64 << 20  # of a file; 300,000 queries in exported times have 60 MB
 MAX_PARTS = 2_000_000  # lists and objects of a file, each of which takes far more memory than its text
 MAX_KERNELS = 20_000  # BERT-large with four profiles has 1,400
 MAX_QUERIES = 1_000_000
-MAX_OUTPUTS = 1_000
-MAX_RANK = 8  # of a tensor in TensorRT
 MAX_MS = 1e9  # of a kernel or a query
 _NOT_A_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|([-+]?)\b(nan|inf)\b(?:\([^)\s]*\))?', re.IGNORECASE)
-_DIMENSIONS = re.compile(r"\(?\s*(\d{1,18}(?:\s*[x,]\s*\d{1,18})*)?\s*,?\s*\)?")
 
 
 @dataclass(frozen=True)
@@ -116,39 +112,6 @@ def read_times(path: Path) -> Times:
     return Times(**{name: np.array(values) for name, values in columns.items()})
 
 
-def read_outputs(path: Path) -> dict[str, Float64]:
-    """Output tensors of a file of `trtexec --exportOutput`, by name; NaN and infinity are kept.
-
-    Raises:
-        UserError: anything else, or values that do not fill their dimensions.
-    """
-    rows = read_json(path, "exported outputs")
-    if not isinstance(rows, list) or not rows or len(rows) > MAX_OUTPUTS:
-        raise UserError(
-            f"{path} must be a list of 1 to {MAX_OUTPUTS} outputs; write it with trtexec --exportOutput"
-        )
-    found: dict[str, Float64] = {}
-    for number, row in enumerate(rows):
-        fields: dict[str, Any] = row if isinstance(row, dict) else {}
-        name, values = fields.get("name"), fields.get("values")
-        shape = _shape(fields.get("dimensions"))
-        if not isinstance(name, str) or not isinstance(values, list) or shape is None:
-            raise UserError(
-                f"output {number} of {path} must have a name, dimensions such as 32x2, and a list of values; "
-                "write it with trtexec --exportOutput"
-            )
-        if name in found:
-            raise UserError(f"{path} has output {name[:80]!r} twice; write it again")
-        if math.prod(shape) != len(values):
-            sizes = "x".join(map(str, shape))
-            raise UserError(
-                f"output {name[:80]!r} of {path} has {len(values)} values and dimensions {sizes}; "
-                "write it again"
-            )
-        found[name] = _floats(values, f"output {name[:80]!r} of {path}").reshape(shape)
-    return found
-
-
 def read_json(path: Path, what: str) -> Any:
     """What a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded.
 
@@ -186,23 +149,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_MS:
         return None
     return float(value)
-
-
-def _shape(text: Any) -> tuple[int, ...] | None:
-    """`32x2` and `(32, 2)` as (32, 2); of a scalar nothing. None for anything else."""
-    if not isinstance(text, str) or len(text) > 200:
-        return None
-    found = _DIMENSIONS.fullmatch(text.strip())
-    if found is None:
-        return None
-    sizes = tuple(int(size) for size in re.findall(r"\d+", text))
-    return sizes if len(sizes) <= MAX_RANK else None
-
-
-def _floats(values: list[Any], what: str) -> Float64:
-    if not all(isinstance(value, int | float) for value in values):
-        raise UserError(f"{what} holds other things than numbers; write it with trtexec --exportOutput")
-    try:
-        return np.array(values, dtype=np.float64)
-    except OverflowError as error:
-        raise UserError(f"{what} holds integers that no tensor has; write it again") from error

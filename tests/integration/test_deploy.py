@@ -79,7 +79,6 @@ def test_it_holds_all_that_is_needed(finished_run):
 
 
 def test_the_line_for_trtexec_is_one_that_it_takes(finished_run, tmp_path):
-    """The stand-in of trtexec in the other tests knows its options; here only the words are looked at."""
     from qdqbench.quantize.engine.sidecar import read_sidecar
 
     folder = shutil.copytree(finished_run / "deploy", tmp_path / "deploy")

@@ -40,7 +40,9 @@ def test_every_command_and_option_and_recipe_exists(known, tmp_path):
             for option in (*parameter.opts, *parameter.secondary_opts)
         }
         assert {part for part in rest if part.startswith("--")} <= options, step
-        asked = [after for before, after in itertools.pairwise(rest) if before in ("--recipe", "--also")]
+        asked = [
+            after for before, after in itertools.pairwise(rest) if before in ("--recipe", "--extra-recipe")
+        ]
         asked += rest[:1] if name == "run" else []
         assert asked
         assert set(asked) - {str(tmp_path / "unsplit.yaml")} <= set(shipped_recipes()), step

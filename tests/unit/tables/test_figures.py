@@ -59,7 +59,7 @@ def test_without_an_engine_that_ran_the_graph_is_what_was_measured():
 
 def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_not_int8():
     bench = sample_bench()
-    bench.recipe, bench.settings.profile = shipped(), "both"
+    bench.recipe, bench.settings.engine_shapes = shipped(), "both"
     cell = bench.configs[0]
     found = {each.recipe: each for each in figures_of([], [bench])}
     over = [each.value for each in cell.speedups if each.system == "int8" and "fp16" in each.baseline]
@@ -68,13 +68,15 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
     assert speed.over == "FP16"
     assert json.loads(json.dumps(found["bert-int8-linears"].model_dump()))
     slower = copy.deepcopy(bench)
-    for row in slower.cells[0].speedups:
+    for row in slower.configs[0].speedups:
         row.value /= 2
     for both in ([bench, slower], [slower, bench]):  # the least of several benches of a shape
         least = {each.recipe: each for each in figures_of([], both)}["bert-int8-linears"].speed
         assert [row.value for row in least if row.batch == cell.batch] == [round(min(over) / 2, 4)]
         assert len(least) == len(found["bert-int8-linears"].speed)
-    alone = bench.model_copy(update={"settings": bench.settings.model_copy(update={"profile": "static"})})
+    alone = bench.model_copy(
+        update={"settings": bench.settings.model_copy(update={"engine_shapes": "exact"})}
+    )
     assert figures_of([], [alone]) == []
     bench.recipe["calibration"]["smooth"] = 0.25
     assert "bert-int8-linears" not in {each.recipe for each in figures_of([], [bench])}

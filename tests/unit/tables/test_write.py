@@ -74,9 +74,9 @@ def test_shapes_of_the_data_are_told_and_are_no_change():
 def test_dataset_are_in_sequences_per_second(tmp_path):
     bench = sample_bench()
     cell = bench.configs[-1]
-    cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "real", [16, 40], 60, 80
+    cell.kind, cell.padded_to, cell.real_tokens, cell.padded_tokens = "dataset", [16, 40], 60, 80
     cell.headline = headline_of(bench.systems, cell)
-    bench.settings.dataset, bench.settings.profile = "sst2", "both"
+    bench.settings.dataset, bench.settings.engine_shapes = "sst2", "both"
     bench.recipe = adapted(load_recipe("bert-int8-linears"), shapes="auto").model_dump(mode="json")
     write_bench(tmp_path / "bench.json", bench)
     made = tables_markdown(*find_results([tmp_path]))
@@ -112,7 +112,7 @@ def test_every_number_is_from_a_file():
     runs, benches = find_results([GOLDEN])
     before = tables_markdown(runs, benches)
     runs[0].stages["fp32"].metrics[runs[0].task["metrics"][0]] = 0.123456
-    benches[0].cells[0].rows[0].median_ms = 777.25
+    benches[0].configs[0].rows[0].median_ms = 777.25
     after = tables_markdown(runs, benches)
     assert "12.35" in after
     assert "777.2" in after
@@ -141,7 +141,7 @@ def test_what_a_reader_must_know_stands_beside_the_figures():
         "INT8 proven in 72 of 72 GEMMs",
         "1755 to 1755 MHz",
         "± 1.03",
-        "✗ slower",
+        "slower ✗",
         r"Partial data: `fp16`: \--limit 64",
         "no engine",
     ):
@@ -300,7 +300,7 @@ DOCS = {
     "docs/families.md": "docs/measured-families",
     "docs/heads.md": "docs/measured-heads",
     "docs/issue-4058.md": "docs/measured-embeddings",
-    "docs/dataset.md": "docs/measured-lengths",
+    "docs/real_lengths.md": "docs/measured-lengths",
     "recipes/README.md": "docs/measured",
 }
 

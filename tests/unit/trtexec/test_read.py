@@ -1,23 +1,18 @@
 """What trtexec wrote: good files, its own oddities, and files that are broken."""
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.trtexec import read
-from qdqbench.quantize.trtexec.log import Builder, read_builder
-from qdqbench.quantize.trtexec.plan import PLAN, Case, Plan, read_plan, require_current, script_of
-from qdqbench.quantize.trtexec.read import kernel_ms, read_outputs, read_profile, read_times
+from qdqbench.quantize.trtexec.read import kernel_ms, read_profile, read_times
 
-from ...support.fake_trtexec import LOG
 from ...support.fuzz import hold_to_one_sentence
 
 MADE = Path(__file__).parents[2] / "golden" / "trtexec"  # by hand
-READERS = {"times.json": read_times, "profile.json": read_profile, "output.json": read_outputs}
+READERS = {"times.json": read_times, "profile.json": read_profile}
 
 
 def written(folder: Path, text: str) -> Path:
@@ -45,29 +40,6 @@ def test_kernels_of_one_name_are_added(tmp_path):
     assert kernel_ms(read_profile(path)) == {"a": 4, "b": 2}
 
 
-def test_outputs_keep_what_is_not_a_number():
-    found = read_outputs(MADE / "output.json")
-    assert list(found) == ["logits", "embedding"]
-    np.testing.assert_array_equal(
-        found["logits"], [[-1.53419, 1.20781], [0.250244, np.nan], [1e-05, -np.inf]]
-    )
-
-
-@pytest.mark.parametrize(
-    ("dimensions", "count", "shape"),
-    [("2x3", 6, (2, 3)), ("(2, 3)", 6, (2, 3)), ("(6,)", 6, (6,)), ("", 1, ()), ("0x4", 0, (0, 4))],
-)
-def test_dimensions_as_both_of_trtexec_s_printers_write_them(tmp_path, dimensions, count, shape):
-    values = ", ".join(["1"] * count)
-    path = written(tmp_path, f'[{{"name": "a", "dimensions": "{dimensions}", "values": [{values}]}}]')
-    assert read_outputs(path)["a"].shape == shape
-
-
-def test_names_that_look_like_numbers_stay(tmp_path):
-    path = written(tmp_path, '[{"name": "a nan inf", "dimensions": "2", "values": [-nan, inf]}]')
-    np.testing.assert_array_equal(read_outputs(path)["a nan inf"], [np.nan, np.inf])
-
-
 @pytest.mark.parametrize(
     ("reader", "text", "said"),
     [
@@ -79,22 +51,8 @@ def test_names_that_look_like_numbers_stay(tmp_path):
         (read_profile, '[{"name": "a", "ms": true}]', "no kernel profile"),
         (read_profile, '[{"name": "a", "ms": -1}]', "no kernel profile"),
         (read_profile, '[{"name": "a", "ms": nan}]', "no kernel profile"),
-        (read_outputs, '[{"name": "a", "dimensions": "2x2", "values": [1]}]', "1 values and dimensions 2x2"),
-        (read_outputs, '[{"name": "a", "dimensions": "1", "values": ["1"]}]', "other things than numbers"),
-        (read_outputs, '[{"name": "a", "dimensions": "x", "values": []}]', "must have a name"),
-        (read_outputs, '[{"name": "a", "dimensions": "1x1x1x1x1x1x1x1x1", "values": [1]}]', "dimensions"),
-        (
-            read_outputs,
-            '[{"name": "a", "dimensions": "1", "values": [1' + "0" * 400 + "]}]",
-            "no tensor has",
-        ),
-        (
-            read_outputs,
-            "[" + ", ".join(['{"name": "a", "dimensions": "", "values": [1]}'] * 2) + "]",
-            "twice",
-        ),
-        (read_outputs, "[" * 100_000, "is not JSON"),
-        (read_outputs, "nothing", "is not JSON"),
+        (read_profile, "[" * 100_000, "is not JSON"),
+        (read_profile, "nothing", "is not JSON"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, reader, text, said):
@@ -116,42 +74,13 @@ def test_what_cannot_be_read_is_said(tmp_path, reader):
 def test_a_large_file_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MAX_BYTES", 100)
     with pytest.raises(UserError, match="at most 100"):
-        read_outputs(written(tmp_path, "[" + " " * 100 + "]"))
+        read_profile(written(tmp_path, "[" + " " * 100 + "]"))
 
 
 def test_a_file_of_many_empty_lists_is_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MAX_PARTS", 10)
     with pytest.raises(UserError, match="more than 10 lists"):
-        read_outputs(written(tmp_path, "[" + "[]," * 10 + "[]]"))
-
-
-@pytest.mark.long
-def test_ten_thousand_broken_logs_and_plans_end_in_one_sentence(tmp_path):
-    log = LOG.format(options="--onnx=model.onnx").encode()
-    hold_to_one_sentence(read_builder, [log], tmp_path / "broken.log")
-    case = Case(profile=0, batch=8, length=16, sha256="0" * 64)
-    plan = Plan(
-        graph="int8",
-        onnx={"int8": "model.int8.onnx"},
-        sha256={"int8": "0" * 64},
-        inputs={"input_ids": [-1, -1]},
-        profiles=[Profile((1, 16), (8, 16), (8, 32))],
-        answers={"0000": case},
-        timed={"b8s16": case},
-    )
-
-    def opened(path):
-        plan = read_plan(path.parent)
-        with contextlib.suppress(UserError):
-            require_current(path.parent, plan)
-        script_of(plan)
-
-    hold_to_one_sentence(opened, [plan.model_dump_json(indent=1).encode()], tmp_path / PLAN)
-
-
-def test_a_log_tells_who_built(tmp_path):
-    (tmp_path / "log").write_text(LOG.format(options="--onnx=model.onnx"))
-    assert read_builder(tmp_path / "log") == Builder("10.16.0.72", "NVIDIA L4", "8.9", 8.5)
+        read_profile(written(tmp_path, "[" + "[]," * 10 + "[]]"))
 
 
 @pytest.mark.long
