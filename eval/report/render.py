@@ -79,11 +79,6 @@ def render_markdown(report: Report) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def blocks_markdown(blocks: Sequence[Block]) -> str:
-    """Return blocks as Markdown."""
-    return "\n\n".join(text for block in _leaves(blocks, "text") for text in _markdown(block))
-
-
 def _verdict_markdown(verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return []
