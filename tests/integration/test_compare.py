@@ -43,8 +43,9 @@ def test_what_changed_is_found_with_its_text_and_counted(compared, given):
     folder, flipped = compared
     found = json.loads((folder / "compare.json").read_text())
     [pair] = found["pairs"]
-    assert pair["disagreements"] == 3
-    assert pair["delta"]["accuracy"] == pytest.approx(-1 / 96)
+    versus = pair["comparison"]
+    assert versus["disagreements"] == 3
+    assert versus["delta"]["accuracy"] == pytest.approx(-1 / 96)
     rows = {row["sample"]: row for row in found["samples"]}
     texts = pandas.read_parquet(given("sst2").data / "sst2" / "validation.parquet")["sentence"]
     for sample in flipped:
@@ -134,7 +135,8 @@ def test_names_are_text_and_not_markup(finished_run, tmp_path, qdqbench):
 def test_a_bench_of_other_files_is_left_out_and_said(finished_run, a_run, tmp_path, qdqbench):
     target = {"kind": "run", "name": "run", "random_weights": False, "calibration": "sst2", "shape": {}}
     settings = {"batches": [1], "lengths": [32], "dataset": None, "streams": [1], "rounds": 1}
-    settings |= {"seconds": 1.0, "repeats": None, "input_sets": 1, "profile": "recipe", "seed": 0}
+    settings |= {"duration_s": 1.0, "iterations": None, "input_sets": 1}
+    settings |= {"engine_shapes": "recipe", "seed": 0}
     empty: dict[str, list] = {name: [] for name in ("systems", "configs", "notes", "warnings", "errors")}
     bench = {"created": "", "command": "", "complete": True, "device": "cpu", "compute_capability": None}
     bench |= {"target": target | {"files": {"model.int8.onnx": "0" * 64}}, "settings": settings, **empty}
