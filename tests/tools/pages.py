@@ -22,9 +22,8 @@ from pydantic import BaseModel
 
 from qdqbench.eval.auto.results import Auto
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.compare.results import Compared
+from qdqbench.eval.compare.results import RunComparison
 from qdqbench.eval.methods.results import Methods
-from qdqbench.eval.runs.made import Made
 from qdqbench.eval.runs.study import Study
 from qdqbench.eval.search.results import Search
 from qdqbench.eval.sensitivity.results import Sensitivity
@@ -40,11 +39,10 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = "Written by `python tests/tools/pages.py`"
 FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema where it is met first
     "results.json": (Results,),
-    "What stages print with `--json`": (Made,),
     "finetune.json": (Finetuning,),
     "study.json": (Study,),
     "bench.json": (Bench,),
-    "compare.json": (Compared,),
+    "compare.json": (RunComparison,),
     "sensitivity.json": (Sensitivity,),
     "methods.json": (Methods,),
     "search.json": (Search,),

@@ -30,6 +30,7 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
 )
+from qdqbench.eval.gate.gate import issue_sentence
 from qdqbench.eval.report.document import Cell
 from qdqbench.eval.report.formats import (
     clean,
@@ -138,7 +139,26 @@ def run_of(results: Results) -> Record:
 
 def _search(path: Path) -> Record:
     search = read_search(path)
-    return _summary("search", search.model_dump(mode="json") | {"trials": len(search.trials)})
+    fp32 = next((each.metrics for each in search.fp32.values()), {})
+    rows = [
+        each.model_dump(mode="json")
+        | {
+            "status": "failed" if each.failure else "done",
+            "reason": each.failure and each.failure.text,
+            "metrics": {search.metric: fp32[search.metric] - each.score.drop} if each.score else {},
+            "fake_quant": {split: score.model_dump() for split, score in each.scores.items()},
+            "latency": each.speedup and {"system_ms": each.speedup.system_ms, "value": each.speedup.value},
+        }
+        for each in search.confirmed
+    ]
+    failures = [issue_sentence(issue) for issue in search.outcome.issues if issue.state == "failed"]
+    derived = {
+        "trials": len(search.trials),
+        "confirmed": rows,
+        "outcome": {"failures": failures},
+        "source": search.source.model_dump() | {"label": search.source.label},
+    }
+    return _summary("search", search.model_dump(mode="json") | derived)
 
 
 def _summary(kind: str, value: dict[str, Any]) -> Record:
@@ -634,7 +654,11 @@ def _ratio_cell(cell: Cell) -> str:
 def latency_tables(bench: Bench, notes: Notes) -> list[str]:
     """Return latency, speed-ups, throughput and memory of one bench."""
     shape = bench.target.shape
-    profile = words.ENGINE_SHAPES[bench.settings.engine_shapes] if bench.device == "gpu" else "engines for any shape"
+    profile = (
+        words.ENGINE_SHAPES[bench.settings.engine_shapes]
+        if bench.device == "gpu"
+        else "engines for any shape"
+    )
     title = (
         f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe)}, {profile}\n\n"
         f"{text(words.hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
