@@ -6,7 +6,7 @@ from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.quantize.core.arrays import Array, Float64, Floats
 from qdqbench.quantize.core.comparison import COSINE_EDGES, Agreement, Comparison
-from qdqbench.quantize.kinds.neighbors import NEIGHBORS
+from qdqbench.quantize.kinds.embedding import NEIGHBORS
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import EMBED, Task
 

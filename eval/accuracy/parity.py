@@ -30,7 +30,7 @@ from onnx import TensorProto, helper
 from qdqbench.eval.accuracy.runners import session_of
 from qdqbench.quantize.core.arrays import Array, Float32, Float64, Int32, Int64
 from qdqbench.quantize.core.comparison import Parity, ParityRow
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, seen_by
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values
 from qdqbench.quantize.graph.layout import turned

@@ -28,7 +28,7 @@ from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.cpu import openvino
 from qdqbench.quantize.cpu.compiled import Compute, Run
 from qdqbench.quantize.cpu.runtimes import compiled, compute_type
-from qdqbench.quantize.encoders.inputs import MASK
+from qdqbench.quantize.encoders.modules import MASK
 from qdqbench.quantize.engine.build import attention_count, build, gemm_names
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph

@@ -15,8 +15,8 @@ from qdqbench.eval.bench.lanes import rounded_up
 from qdqbench.eval.bench.target import Target
 from qdqbench.quantize.core.arrays import Batch, Int64
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.inputs import widened
 from qdqbench.quantize.encoders.load import load_tokenizer
+from qdqbench.quantize.encoders.modules import widened
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.rundir.artifacts import length_edges
 from qdqbench.quantize.runtime.buckets import choose_edges

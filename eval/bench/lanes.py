@@ -10,7 +10,7 @@ import numpy as np
 
 from qdqbench.eval.bench.rounds import Lane
 from qdqbench.quantize.core.arrays import Array, Batch, Float32, Int64
-from qdqbench.quantize.encoders.inputs import MASK, TOKENS, widened
+from qdqbench.quantize.encoders.modules import MASK, TOKENS, widened
 from qdqbench.quantize.kinds.kind import joined
 from qdqbench.quantize.rundir.session import Session
 

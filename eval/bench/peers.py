@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import use_attention
-from qdqbench.quantize.encoders.inputs import MASK
+from qdqbench.quantize.encoders.modules import MASK
 from qdqbench.quantize.fakequant.quantizers import outputs_of
 from qdqbench.quantize.kinds.kind import joined
 

@@ -9,9 +9,8 @@ from qdqbench.quantize.core import files
 from qdqbench.quantize.core.comparison import ModelChange
 from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.training_results import TrainingRun
-from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.plan import Plan, straight_linears
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.straight import straight_linears
 from qdqbench.quantize.rundir.artifacts import REWRITES, backend_of, graph_path
 from qdqbench.quantize.rundir.session import Session
 

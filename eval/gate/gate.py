@@ -38,7 +38,7 @@ def judge_stages(session: Session, results: Results) -> Gate:
     """
     gate = session.recipe.gate
     issues = [issue for issue in _judge_parts(session, results) if issue.state == "failed"]
-    if gate.int8_layers == "all" or results.until in ("build", "verify"):
+    if gate.require_int8 or results.until in ("build", "verify"):
         for engine in filter(None, (results.engine, results.gpu_engine)):
             issues += _judge_engine(engine)
     return Gate(passed=not issues, max_drop=gate.max_drop, issues=issues)
@@ -117,14 +117,14 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
 def _judge_int8(session: Session, results: Results) -> Iterator[GateIssue]:
     """Yield engines that do not run in INT8 what the recipe asks, or are not there to prove it."""
     recipe = session.recipe
-    if not recipe.quantizes or recipe.gate.int8_layers != "all":
+    if not recipe.quantizes or recipe.gate.require_int8 is False:
         return
     for built in (results.engine or read_built(session.folder), results.gpu_engine):
         if built is None:
             continue
         if isinstance(built, Skipped):
             detail = f"INT8 is not proven, no engine was built: {built.skipped}"
-            yield GateIssue(code="int8_layers", state="failed", detail=detail)
+            yield GateIssue(code="require_int8", state="failed", detail=detail)
             continue
         yield from _judge_engine(built)
 
@@ -135,7 +135,7 @@ def _judge_engine(engine: EngineResult) -> Iterator[GateIssue]:
         require_int8(engine)
     except CheckFailed as error:
         names = [*engine.not_int8, *engine.not_int8_residuals]
-        yield GateIssue(code="int8_layers", state="failed", names=names, detail=str(error))
+        yield GateIssue(code="require_int8", state="failed", names=names, detail=str(error))
 
 
 def issue_sentence(issue: GateIssue) -> str:
@@ -181,7 +181,7 @@ _SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "baseline": _baseline_sentence,
     "check": lambda issue: f"check: {' at '.join(issue.names)}: {issue.detail}",
     "engine": lambda issue: f"the engine did not run ({issue.detail})",
-    "int8_layers": lambda issue: issue.detail,
+    "require_int8": lambda issue: issue.detail,
     "min_speedup": _speed_sentence,
     "parity": lambda issue: f"ONNX Runtime does not follow the fake-quant model in {', '.join(issue.names)}",
     "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
@@ -203,12 +203,12 @@ def _needs(issue: GateIssue) -> str:
 def cannot_hold(recipe: Recipe) -> str:
     """Return why the gate of a run fails here whatever is found; empty where it may hold."""
     backend = backend_of(recipe)
-    if recipe.gate.int8_layers != "all" or not recipe.int8_residual or backend in INT8_RESIDUALS:
+    if recipe.gate.require_int8 is False or not recipe.int8_residual or backend in INT8_RESIDUALS:
         return ""
     return (
         f"the gate cannot hold here: {recipe.name} wants INT8 residuals, which no kernel of {backend} reads; "
         f"give --backend {INT8_RESIDUALS[-1]} for an engine for GPUs, take a recipe without residual: int8, "
-        "or set gate.int8_layers: null to judge accuracy alone"
+        "or set gate.require_int8: false to judge accuracy alone"
     )
 
 

@@ -50,24 +50,24 @@ def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[st
 
     Returns:
         The recipe's own, every method with every smoothing, and, where nothing was named, the recipe's own
-        with one thing changed: weights_method, bias_correction, split_outliers, smooth (gain).
+        with one thing changed: weights_method, bias_correction, outlier_channel_splitting, smooth (gain).
 
     Raises:
         UserError: not a method, or not a way to smooth.
     """
     chosen = [_parse_smooth(text) for text in smooths]
-    chosen = chosen or ["none", ALPHA if own.smooth == "none" else own.smooth]
+    chosen = chosen or ["none", ALPHA if own.smoothing == "none" else own.smoothing]
     changes: list[dict[str, Any]] = [
-        {"method": method, "smooth": smooth}
-        for smooth in chosen
+        {"method": method, "smoothing": smoothing}
+        for smoothing in chosen
         for method in methods or dict.fromkeys((*METHODS, own.method))
     ]
     if not methods and not smooths:
         changes += [
             {"weights_method": "max" if own.weights_method == "mse" else "mse"},
             {"bias_correction": not own.bias_correction},
-            {"split_outliers": 0 if own.split_outliers else EXTRA},
-            {"smooth": ALPHA if own.smooth == "gain" else "gain"},
+            {"outlier_channel_splitting": 0 if own.outlier_channel_splitting else EXTRA},
+            {"smoothing": ALPHA if own.smoothing == "gain" else "gain"},
         ]
     sections = [own, *(_change(own, each) for each in changes)]
     return [section for at, section in enumerate(sections) if section not in sections[:at]]
@@ -85,9 +85,9 @@ def _change(own: Calibration, changes: dict[str, Any]) -> Calibration:
         return Calibration.model_validate(own.model_dump() | changes)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["loc"][0] == "smooth":
+        if first["loc"][0] == "smoothing":
             raise UserError(
-                f"--smooth {changes['smooth']} is none of none, gain and an alpha from 0 to 1, such as 0.65"
+                f"--smoothing {changes['smoothing']} must be none, gain or an alpha from 0 to 1, such as 0.65"
             ) from error
         raise UserError(f"--method: {first['msg'].removeprefix('Value error, ')}") from error
 
@@ -136,14 +136,14 @@ class MethodCase:
     @property
     def passes(self) -> str:
         """Return what cases that share their passes over the data have in common."""
-        each = [(name, scaling.weights, scaling.smooth) for name, scaling in self.plan.scaling.items()]
-        return repr((self.section.split_outliers, each))
+        each = [(name, scaling.weights, scaling.smoothing) for name, scaling in self.plan.scaling.items()]
+        return repr((self.section.outlier_channel_splitting, each))
 
     @property
     def prepares(self) -> bool:
         """Return whether calibration goes through the data once before."""
-        smooths = any(each.smooth != "none" for each in self.plan.scaling.values())
-        return smooths or self.section.split_outliers > 0
+        smooths = any(each.smoothing != "none" for each in self.plan.scaling.values())
+        return smooths or self.section.outlier_channel_splitting > 0
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
@@ -159,12 +159,14 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
     modules, prefix = module_table(model), model.base_model_prefix
     plan = resolve(recipe, modules, prefix)
     if not plan.family.splittable(plan.int8):
-        sections = [section for section in sections if not section.split_outliers]  # nothing to split
+        sections = [
+            section for section in sections if not section.outlier_channel_splitting
+        ]  # nothing to split
     cases: dict[Any, MethodCase] = {}
     for section in sections:
         variant = recipe.model_copy(update={"calibration": section})
         plan = resolve(variant, modules, prefix)
-        key = tuple(plan.scaling.items()), section.bias_correction, section.split_outliers
+        key = tuple(plan.scaling.items()), section.bias_correction, section.outlier_channel_splitting
         cases.setdefault(key, MethodCase(variant, plan))
     if same := len(sections) - len(cases):
         session.notes.append(
@@ -242,7 +244,7 @@ class MethodComparison:
                     first.plan,
                     session.calibration_batches(),
                     first.section,
-                    lambda rows: self._advance(rows, f"calibration, smooth {first.section.smooth}"),
+                    lambda rows: self._advance(rows, f"calibration, smooth {first.section.smoothing}"),
                 )
             except (CheckFailed, UserError) as error:
                 failed = {case.key: self._draft(case, failure=failure_of(error)) for case in pending}

@@ -201,9 +201,12 @@ def delta_svg(methods: Methods) -> str:
 
 def _short(method: MethodRow) -> str:
     own = method.section
-    parts = [own.method.replace("percentile/", "p"), f"smooth {own.smooth}" if own.smooth != "none" else ""]
+    parts = [
+        own.method.replace("percentile/", "p"),
+        f"smooth {own.smoothing}" if own.smoothing != "none" else "",
+    ]
     parts += ["w. mse" if own.weights_method == "mse" else "", "bias" if own.bias_correction else ""]
-    parts += [f"split {own.split_outliers}" if own.split_outliers else ""]
+    parts += [f"split {own.outlier_channel_splitting}" if own.outlier_channel_splitting else ""]
     return ", ".join(part for part in parts if part)
 
 

@@ -37,10 +37,10 @@ class MethodRow(Strict):
         """Return the section in words."""
         section = self.section
         parts = [section.method]
-        parts += [f"smooth {section.smooth}"] if section.smooth != "none" else []
+        parts += [f"smooth {section.smoothing}"] if section.smoothing != "none" else []
         parts += [f"weights {section.weights_method}"] if section.weights_method != "max" else []
         parts += ["bias correction"] if section.bias_correction else []
-        parts += [f"split {section.split_outliers}"] if section.split_outliers else []
+        parts += [f"split {section.outlier_channel_splitting}"] if section.outlier_channel_splitting else []
         return ", ".join(parts)
 
 

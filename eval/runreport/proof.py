@@ -313,9 +313,9 @@ def ranges_section(results: Results) -> Section:
             f"`{each.module}` ({each.kind}) {each.amax_over_rms:.0f}" for each in outliers[:3]
         )
         text = RANGES
-        if results.training and results.training.settings.get("amax") == "learnt":
+        if results.training and results.training.settings.get("amax") == "learned":
             text += (
-                " With learnt amax, amax is what training made of it, and the root mean square what "
+                " With learned amax, amax is what training made of it, and the root mean square what "
                 "calibration saw."
             )
         draws = [partial(charts.ranges_svg, results, measure) for measure in ("amax", "amax_over_rms")]

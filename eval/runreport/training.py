@@ -119,7 +119,7 @@ def training_blocks(run: TrainingRun | None) -> list[Block]:
     explanation = [
         "Training starts from the PTQ model, with its placement of Q/DQ, and its loss is what "
         "the recipe's qat.distill says. It learns from rows of the train split.",
-        f"{run.held_out:,} rows of the train split are held out: they are never learnt from, and their "
+        f"{run.held_out:,} rows of the train split are held out: they are never learned from, and their "
         f"{measure} chooses the weights that are kept. Step 0 is the PTQ model itself, so training that only "
         "does harm is not kept.",
         "The evaluation split of the table of stages was seen by neither. Time and samples/s are of the "

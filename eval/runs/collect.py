@@ -271,7 +271,11 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> list[str]:
     warnings = []
     if bad := [row for row in record.softmax if row.error > MOST_SOFTMAX_ERROR]:
         worst = max(bad, key=lambda row: row.error)
-        cure = "" if any(row.centered for row in record.softmax) else "set calibration.softmax: error, or "
+        cure = (
+            ""
+            if any(row.centered for row in record.softmax)
+            else "set calibration.softmax_scale: min-error, or "
+        )
         warnings.append(
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
             f"by up to {worst.error:.0%} (at {worst.length} tokens, {worst.zeroed:.0%} of the attention "

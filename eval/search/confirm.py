@@ -259,9 +259,9 @@ def _adapt(recipe: Recipe, base: Recipe) -> Recipe:
 
 def _engine_key(recipe: Recipe, plan: Plan) -> str:
     """Return the same key for recipes that differ in their scales alone: their engine is the same."""
-    smooth = sorted((name, plan.scaling_of(name).smooth != "none") for name in plan.int8)
+    smoothing = sorted((name, plan.scaling_of(name).smoothing != "none") for name in plan.int8)
     export = recipe.export.model_dump() if plan.int8 else None
-    return repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smooth, export])
+    return repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smoothing, export])
 
 
 def _answer_with_engine(work: Workspace, recipe: Recipe, plan: Plan) -> dict[str, Float32]:

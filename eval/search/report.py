@@ -44,7 +44,7 @@ ORIGINS: dict[Origin, str] = {
     "ranking": "ranking",
     "tpe": "TPE",
 }
-SETTINGS = {"method": "activations", "smooth": "smooth", "weights_method": "weights"}
+SETTINGS = {"method": "activations", "smoothing": "smoothing", "weights_method": "weights"}
 
 
 def search_report(found: Search) -> Report:

@@ -25,7 +25,7 @@ FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
 SEARCHED_METHODS = ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 SMOOTH = ("none", "gain", "0.3", "0.5", "0.65", "0.8")  # of LayerNorm outputs
 WEIGHT_METHODS = ("max", "mse")
-PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"}
+PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"}
 FLIPS = ("flip_1", "flip_2")
 
 
@@ -65,7 +65,7 @@ class Space:
         if self.attention:
             params["attention_keep"] = trial.suggest_int("attention_keep", 0, len(self.attention))
         params["method"] = trial.suggest_categorical("method", SEARCHED_METHODS)
-        params["smooth"] = trial.suggest_categorical("smooth", SMOOTH)
+        params["smoothing"] = trial.suggest_categorical("smoothing", SMOOTH)
         params["weights_method"] = trial.suggest_categorical("weights_method", WEIGHT_METHODS)
         return params
 
@@ -96,19 +96,23 @@ class Space:
         self, units: set[Unit], attention: set[int], how: Mapping[str, Any], description: str = ""
     ) -> Recipe:
         """A recipe with these units and attentions in INT8, calibrated by `how`."""
-        smooth = how["smooth"] if how["smooth"] in ("none", "gain") else float(how["smooth"])
+        smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
         rules = [*self._linear_rules(units), *self._attention_rules(attention), *self.fixed]
         keep = [name for name in ("layernorm", "softmax") if name == "layernorm" or not attention]
-        calibration = {"method": how["method"], "weights_method": how["weights_method"], "smooth": smooth}
+        calibration = {
+            "method": how["method"],
+            "weights_method": how["weights_method"],
+            "smoothing": smoothing,
+        }
         if not any(kind == "ffn-out" for _, kind in units):
-            calibration["split_outliers"] = 0  # nothing is left to split
+            calibration["outlier_channel_splitting"] = 0  # nothing is left to split
         data = self.base.model_dump(mode="json") | {
             "name": searched_name(self.base.name),
             "description": description,
             "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in rules],
             "attention": "int8" if attention and attention == self._all_layers() else "fp16",
         }
-        data["precision"]["keep"] = keep
+        data["precision"]["never_quantize"] = keep
         data["calibration"] |= calibration
         text = short_yaml(Recipe.model_validate(data))
         recipe = parse_recipe(text, "the trial's recipe")
@@ -199,8 +203,8 @@ class Space:
             )
         section = recipe.calibration
         params["method"] = section.method if section.method in SEARCHED_METHODS else SEARCHED_METHODS[0]
-        smooth = str(section.smooth)
-        params["smooth"] = smooth if smooth in SMOOTH else SMOOTH[0]
+        smoothing = str(section.smoothing)
+        params["smoothing"] = smoothing if smoothing in SMOOTH else SMOOTH[0]
         params["weights_method"] = section.weights_method
         return params
 
@@ -255,7 +259,7 @@ def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Uni
 
 
 def _int8_formats(granularity: str) -> dict[str, Any]:
-    return {"weights": f"int8/{granularity}", "input": "int8/tensor"}
+    return {"weights": f"int8/per-{granularity}", "input": "int8/per-tensor"}
 
 
 def rank_by_cost(space: Space, cost_of: Mapping[str, float], attention_cost: Mapping[int, float]) -> Space:

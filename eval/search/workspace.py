@@ -32,7 +32,7 @@ Measure = Callable[[Recipe, Plan], Speedup | None]  # None where the INT8 share 
 def plan_key(recipe: Recipe, plan: Plan) -> str:
     """Return the same key for recipes that make the same engine with the same scales."""
     scaling = {name: asdict(plan.scaling_of(name)) for name in (*plan.int8, *plan.attention)}
-    calibration = recipe.calibration.model_dump(exclude={"method", "weights_method", "smooth"})
+    calibration = recipe.calibration.model_dump(exclude={"method", "weights_method", "smoothing"})
     parts = [
         dict(sorted(plan.int8.items())),
         sorted(plan.attention),
@@ -168,7 +168,7 @@ class Workspace:
 
     def _everything(self, recipe: Recipe, attention: set[int]) -> Recipe:
         """Return every linear in INT8, and these attentions, calibrated by the section of this recipe."""
-        how = recipe.calibration.model_dump(include={"method", "smooth", "weights_method"})
+        how = recipe.calibration.model_dump(include={"method", "smoothing", "weights_method"})
         return without_corrections(self.space.assemble(set(self.space.units), attention, how))
 
     def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:

@@ -82,8 +82,8 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
 
 def _scaling(recipe: Recipe, linear: str, family: Family) -> Scaling:
     """Calibration of a linear that the recipe has not in INT8: its section, which smooths some only."""
-    smooth = recipe.calibration.smooth if family.kind(linear) in SMOOTHED else "none"
-    return replace(_of_section(recipe), smooth=smooth)
+    smoothing = recipe.calibration.smoothing if family.kind(linear) in SMOOTHED else "none"
+    return replace(_of_section(recipe), smoothing=smoothing)
 
 
 def _of_section(recipe: Recipe) -> Scaling:

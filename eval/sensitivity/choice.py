@@ -71,10 +71,11 @@ def write_up(
     rules = [each for rule in recipe.rules if (each := _not_idle(rule, int8, modules, prefix))]
     for name in found.plan.int8:
         if name in int8 and name not in found.base.int8:
-            own = found.plan.scaling_of(name).smooth
-            smooth = own if own != recipe.calibration.smooth else None
+            own = found.plan.scaling_of(name).smoothing
+            smoothing = own if own != recipe.calibration.smoothing else None
             match = short_name(name, prefix)
-            rules.append(Rule(match=match, weights="int8/channel", input="int8/tensor", smooth=smooth))  # type: ignore[arg-type]
+            int8: Any = {"weights": "int8/per-channel", "input": "int8/per-tensor", "smoothing": smoothing}
+            rules.append(Rule(match=match, **int8))
     for name in point.linears:
         precision = "fp32" if name in found.base.fp32 else recipe.precision.compute
         rules.append(Rule(match=short_name(name, prefix), type="Linear", precision=precision))
@@ -82,7 +83,9 @@ def write_up(
         rules.append(Rule(match=short_name(name, prefix), type="Attention", precision="fp16"))
     calibration = recipe.calibration
     if not found.base.family.splittable(name for name in int8 if name in found.plan.int8):
-        calibration = calibration.model_copy(update={"split_outliers": 0})  # nothing is left to split
+        calibration = calibration.model_copy(
+            update={"outlier_channel_splitting": 0}
+        )  # nothing is left to split
     count = len(point.linears)
     chosen = Recipe.model_validate(
         recipe.model_dump(mode="json")
@@ -112,4 +115,4 @@ def _not_idle(
         return rule
     if rule.weights is None and rule.precision is None:
         return None
-    return rule.model_copy(update={"method": None, "weights_method": None, "smooth": None})
+    return rule.model_copy(update={"method": None, "weights_method": None, "smoothing": None})

@@ -249,7 +249,7 @@ def list_limits(recipe: Recipe, samples: int) -> list[str]:
             "measured without bias correction, which depends on everything that is in INT8; the written "
             "recipe has it"
         )
-    smooths = {recipe.calibration.smooth, *(rule.smooth for rule in recipe.rules)} - {None, "none"}
+    smooths = {recipe.calibration.smoothing, *(rule.smoothing for rule in recipe.rules)} - {None, "none"}
     if smooths:
         notes.append(
             "the factors of smoothing are those of everything in INT8; a recipe that keeps a linear in FP16 "

@@ -23,7 +23,7 @@ from qdqbench.quantize.core.arrays import Array
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values

@@ -8,7 +8,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Floats, Int64
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.inputs import widened
+from qdqbench.quantize.encoders.modules import widened
 
 if TYPE_CHECKING:
     from qdqbench.eval.accuracy.runners import Predict

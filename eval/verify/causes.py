@@ -71,11 +71,11 @@ def _accumulator(evidence: Deviation) -> tuple[str, str] | None:
         return (
             f"FP16 overflow of the raw INT32 accumulator of {gemm.name}: "
             "per-channel weights with FP16 scales",
-            "export with FP32 scales or `export: {weights: factored}`",
+            "export with FP32 scales or `export: {weight_scales: factored}`",
         )
     return (
         f"FP16 overflow behind the INT8 GEMM {gemm.name}",
-        "export with `weights: factored`, or keep the layer in FP32",
+        "export with `weight_scales: factored`, or keep the layer in FP32",
     )
 
 

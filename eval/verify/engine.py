@@ -42,7 +42,7 @@ from qdqbench.quantize.core.results import (
     ShapeCheck,
     Verification,
 )
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar

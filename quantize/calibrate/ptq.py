@@ -1,14 +1,15 @@
 """Post-training quantization: ModelOpt's quantizers where the plan asks for INT8, and their calibration."""
 
 import contextlib
+import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate import given, smoothing, softmax, splitting
+from qdqbench.quantize.calibrate import smoothing, softmax, splitting
 from qdqbench.quantize.calibrate.bias import apply_biases, bias_notes, correct_biases
 from qdqbench.quantize.calibrate.record import (
     CalibrationRecord,
@@ -34,12 +35,95 @@ from qdqbench.quantize.fakequant.quantizers import (
     round_weight_scales,
     seen_by,
 )
-from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.plan import Plan, linears_of, notes_on, shifted, straight, straight_linears
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.recipe.straight import notes_on, straight, straight_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+FAR = 2.0  # times what calibration found, or a part of it, from which on an amax is named
+
+
+def named(given: Mapping[str, float], names: Collection[str], plan: Plan, prefix: str) -> dict[str, float]:
+    """Given amax by the full names of quantizers.
+
+    Args:
+        given: by quantizer, with or without the prefix of the base model.
+        names: of all quantizers.
+        prefix: `bert` in `bert.encoder.layer.0`.
+
+    Raises:
+        UserError: names that no quantizer has, or whose tensor is changed before; lists all of them.
+    """
+    straightened = _straightened(plan)
+    known = {name for name in names if quantizer_kind(name) not in ("weight", "softmax")}
+    found: dict[str, float] = {}
+    wrong = []
+    for name, amax in given.items():
+        full = name if name in known else f"{prefix}.{name}"
+        module = full.rpartition(".")[0]
+        if full not in known:
+            near = difflib.get_close_matches(full, known, 1)
+            wrong.append(
+                f"{name} is no quantizer of an INT8 activation" + (f" (near: {near[0]})" if near else "")
+            )
+        elif plan.scaling_of(module).smoothing != "none":
+            wrong.append(f"{name} is smoothed, which changes its range")
+        elif full in straightened:
+            wrong.append(
+                f"{name} is given another range, so that k, v and q come straight from their GEMMs (weights: "
+                "int8/per-tensor in an INT8 attention)"
+            )
+        else:
+            found[full] = amax
+    if wrong:
+        raise UserError(f"calibration.amax cannot be used: {name_list(wrong)}; change the recipe")
+    return found
+
+
+def _straightened(plan: Plan) -> set[str]:
+    """Quantizers of tensors that `straight.py` changes."""
+    attentions, linears = straight(plan), list[str]()
+    for name in shifted(plan):
+        linears += linears_of(plan, name, "query", "key", "value")
+    for name in attentions:
+        linears += linears_of(plan, name, "output")
+    return {f"{linear}.input_quantizer" for linear in linears} | {
+        f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"
+    }
+
+
+def impose(quantizers: Mapping[str, Any], given: Mapping[str, float]) -> dict[str, float]:
+    """Set the given amax; what calibration found for them, by quantizer."""
+    import torch
+
+    found = {}
+    for name, amax in given.items():
+        quantizer = quantizers[name]
+        found[name] = float(quantizer.amax)
+        quantizer.amax = torch.tensor(amax, dtype=torch.float32, device=quantizer.amax.device)
+    return found
+
+
+def compared(given: Mapping[str, float], found: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """How given amax compare with what calibration found: a note, and a warning of those that are far off."""
+    ratios = {name: given[name] / amax for name, amax in found.items() if amax > 0 and math.isfinite(amax)}
+    if not ratios:
+        return [], []
+    ordered = sorted(ratios.values())
+    far = [name for name, ratio in ratios.items() if not 1 / FAR < ratio < FAR]
+    told = (
+        f"{len(given)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
+        f"calibration found (median {ordered[len(ordered) // 2]:.2f})"
+    )
+    if not far:
+        return [told], []
+    far.sort(key=lambda name: -abs(math.log(ratios[name])))
+    listed = [f"{name} ({given[name]:.3g} for {found[name]:.3g})" for name in far]
+    return [told], [
+        f"{len(far)} of {len(given)} amax that the recipe gives are off by more than a factor {FAR:g}: "
+        f"{name_list(listed)}"
+    ]
 
 
 def modelopt_config(plan: Plan) -> dict[str, Any]:
@@ -128,9 +212,9 @@ def calibrate(
             )
 
     quantizers = insert_quantizers(model, plan)
-    fixed = given.named(settings.amax, quantizers, plan, model.base_model_prefix)
+    fixed = named(settings.amax, quantizers, plan, model.base_model_prefix)
     report_phase("looking at ranges")
-    shifts, moved, splits, warnings = _prepare(model, plan, settings.split_outliers, forward_loop)
+    shifts, moved, splits, warnings = _prepare(model, plan, settings.outlier_channel_splitting, forward_loop)
     without = moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
@@ -152,8 +236,8 @@ def calibrate(
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     share_scales(plan, quantizers)
     round_weight_scales(quantizers)
-    replaced = given.impose(quantizers, fixed)
-    told, far_off = given.compared(fixed, replaced)
+    replaced = impose(quantizers, fixed)
+    told, far_off = compared(fixed, replaced)
     notes, warnings = notes + told, warnings + far_off
     states = {name: quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()}
     require_plausible(states)
@@ -201,8 +285,8 @@ def _prepare(
 
 def _by_error(settings: Calibration, plan: Plan, batches: Iterable[Batch]) -> bool:
     """Whether the form of the INT8 softmax is chosen; `auto` reads the lengths first."""
-    if settings.softmax != "auto" or not plan.attention:
-        return settings.softmax == "error"
+    if settings.softmax_scale != "auto" or not plan.attention:
+        return settings.softmax_scale == "min-error"
     return any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
 
 

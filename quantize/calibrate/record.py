@@ -14,8 +14,7 @@ from qdqbench.quantize.core.limits import FP16_MAX
 from qdqbench.quantize.core.strict import Strict, read
 from qdqbench.quantize.fakequant.quantizers import QuantizerKind, quantizer_kind
 from qdqbench.quantize.fakequant.residual import QUANTIZER
-from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.straight import shifted
+from qdqbench.quantize.recipe.plan import Plan, shifted
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
 # Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.

@@ -18,7 +18,7 @@ two: the model's outputs stay the same bit for bit until something is quantized.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate.ranges import Ranges, largest_of
 from qdqbench.quantize.calibrate.record import Smoothing
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
@@ -40,6 +39,56 @@ from qdqbench.quantize.recipe.plan import Plan
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+
+@dataclass
+class Ranges:
+    """Largest magnitude of each channel, float64 [channels], by module."""
+
+    inputs: dict[str, Float64]
+    outputs: dict[str, Float64]
+
+
+def largest_of(
+    model: "PreTrainedModel",
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    run: Callable[["PreTrainedModel"], None],
+    *,
+    always: bool = False,
+) -> Ranges:
+    """Ranges of what modules read and of what they make, by full name; quantizers are off meanwhile.
+
+    `run` passes the calibration data through the model once; not called where there is nothing to measure,
+    or `always`, where others watch meanwhile.
+    """
+    if not (inputs or outputs or always):
+        return Ranges({}, {})
+    found: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
+
+    def keep(side: str, name: str, value: "torch.Tensor") -> None:
+        largest = value.detach().abs().flatten(0, -2).amax(dim=0)
+        before = found[side].get(name)
+        found[side][name] = largest if before is None else largest.maximum(before)
+
+    def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
+        keep("inputs", name, values[0])
+
+    def after(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
+        keep("outputs", name, output)
+
+    with ExitStack() as hooks, quantizers_off(model):
+        for name in inputs:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(before, name)))
+        for name in outputs:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(after, name)))
+        run(model)
+    sides = {
+        side: {name: value.double().cpu().numpy() for name, value in values.items()}
+        for side, values in found.items()
+    }
+    return Ranges(**sides)
+
 
 LARGEST_FACTOR = 2.0**8  # of one channel against the others; keeps what is divided inside FP16
 
@@ -60,8 +109,8 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collect
     lost = [name for name, how in wanted.items() if how == "gain" and name not in sources.gains]
     if lost:
         raise UserError(
-            f"smooth: gain needs a LayerNorm before the linear, which {name_list(lost)} do not have; give an "
-            "alpha such as 0.5 or none for them"
+            f"smoothing: gain needs a LayerNorm before the linear, which {name_list(lost)} do not have; give "
+            "an alpha such as 0.5 or none for them"
         )
     rows = _move_into_rows(model, plan, wanted, ranges)
     for name in (name for name in heads if name not in left):
@@ -80,7 +129,7 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: "Ranges", left: Collect
 
 def _smoothed(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
     """How each of these is smoothed, of those that are."""
-    found = {name: plan.scaling_of(name).smooth for name in names}
+    found = {name: plan.scaling_of(name).smoothing for name in names}
     return {name: how for name, how in found.items() if how != "none"}
 
 

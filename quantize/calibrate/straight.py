@@ -2,7 +2,7 @@
 
 An engine's INT8 GEMM can scale by one scalar and round; a factor for each channel or a bias behind it is a
 kernel of its own, which reads and writes the tensor once more. Where the recipe gives key and value `weights:
-int8/tensor`, both go where they cost nothing:
+int8/per-tensor`, both go where they cost nothing:
 
 - **The bias of k** adds the same number to all scores of a row, which the softmax takes out: it is dropped.
 - **The bias of v** adds itself to every row of P v, as rows of P sum to 1: it goes, times the weight, into
@@ -17,8 +17,8 @@ Where the recipe gives query the same:
   is that bias. What d does to k and v goes the way of their biases, and the output projection takes it out of
   the residual. W is nearly singular in trained models, so d is chosen by what it costs and brings: it leaves
   out what the keys of the calibration data do not see (ridge regression), and that rest is dropped.
-- **All three may share one scale** of weights and one of results (`export.qkv: merged`): then an engine makes
-  one GEMM of them. Powers of two bring v to the range of q and k.
+- **All three may share one scale** of weights and one of results (`export.qkv_scales: shared`): then an engine
+  makes one GEMM of them. Powers of two bring v to the range of q and k.
 """
 
 from collections.abc import Iterator
@@ -29,15 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibrate.ranges import Ranges
 from qdqbench.quantize.calibrate.record import Shift, Smoothing
-from qdqbench.quantize.calibrate.smoothing import apply
+from qdqbench.quantize.calibrate.smoothing import Ranges, apply
 from qdqbench.quantize.core.arrays import Float64
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
 from qdqbench.quantize.families.family import Role
-from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.straight import linears_of, merged, shifted, straight
+from qdqbench.quantize.recipe.plan import Plan, linears_of, merged, shifted, straight
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +99,7 @@ def _require_same(attention: str, maker: str, made: "torch.Tensor | None", read:
     if made is None or made.shape != read.shape or not made.nan_to_num().equal(read.nan_to_num()):
         raise UserError(
             f"q, k and v of {attention} do not read what {maker} makes, so nothing can do what the bias of q "
-            "does; give their query weights: int8/channel, or mend model.layout of the recipe"
+            "does; give their query weights: int8/per-channel, or mend model.layout of the recipe"
         )
 
 
@@ -148,7 +146,7 @@ def shift(
         return found, []
     return found, [
         f"what the bias of q adds to the scores of {name_list(lost)} is left out in part, up to a root mean "
-        f"square of {max(lost.values()):.2f}; keep it with weights: int8/channel for their query"
+        f"square of {max(lost.values()):.2f}; keep it with weights: int8/per-channel for their query"
     ]
 
 
@@ -161,7 +159,7 @@ def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: st
     if without:
         raise UserError(
             f"the bias of {through[0]} cannot go elsewhere, as {name_list(without)} have none; give their "
-            "query weights: int8/channel"
+            "query weights: int8/per-channel"
         )
     return True
 

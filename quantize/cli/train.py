@@ -29,15 +29,19 @@ class Optimization:
     max_steps: Annotated[int | None, typer.Option(min=1, help="Ends the epochs early.")] = None
     learning_rate: Annotated[float, typer.Option(help="After warm-up, of AdamW.")] = 5e-5
     batch_size: Annotated[int, typer.Option(help="Samples of a step, over all GPUs and parts.")] = 32
-    accumulate: Annotated[int, typer.Option(help="Parts that a GPU's share is split into.")] = 1
-    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.1
-    schedule: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = "linear"
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(help="Parts that a GPU's share is split into.")
+    ] = 1
+    warmup_ratio: Annotated[float, typer.Option(help="Share of the steps.")] = 0.1
+    lr_scheduler_type: Annotated[str, typer.Option(help="linear, cosine or constant, after warm-up.")] = (
+        "linear"
+    )
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.01
     dropout: Annotated[float | None, typer.Option(help="None: the model's own.")] = None
     precision: Annotated[str, typer.Option(help="bf16, tf32, fp32 or auto: bf16 where the GPU has it.")] = (
         "auto"
     )
-    evaluations: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10
+    num_evals: Annotated[int, typer.Option(help="On the held-out rows, each with a checkpoint.")] = 10
     patience: Annotated[int, typer.Option(min=0, help="Evaluations without gain that end it; 0: none.")] = 5
     holdout: Annotated[float, typer.Option(help="Share of the train split to judge on.")] = 0.1
 
@@ -180,7 +184,7 @@ def _claimed(
 ) -> AbstractContextManager[None]:
     """The folder of a training that begins with a base encoder, once that and its data are known to fit."""
     from qdqbench.quantize.rundir.ownership import owned_folder, training_identity
-    from qdqbench.quantize.train.base import require_base
+    from qdqbench.quantize.train.finetune import require_base
 
     def ready() -> None:
         if subject.model is not None:

@@ -195,14 +195,14 @@ class EngineSize(Strict):
 
 GateState = Literal["passed", "failed", "not judged", "cannot tell"]
 # accuracy: a drop of the primary metric. baseline: FP32 against one answer for everything. check: an error of
-# `check`. engine: it did not run. int8_layers: what runs in INT8. min_speedup: a config of the bench.
+# `check`. engine: it did not run. require_int8: what runs in INT8. min_speedup: a config of the bench.
 # parity: ONNX Runtime against fake-quant. recipe: it could not be tried. verification: the engine's outputs.
 GateCode = Literal[
     "accuracy",
     "baseline",
     "check",
     "engine",
-    "int8_layers",
+    "require_int8",
     "min_speedup",
     "parity",
     "recipe",

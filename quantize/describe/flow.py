@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import ATTENTION, _register_attention
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.identity import explained, model_commit, read_config
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.machine.quiet import quiet
 

@@ -82,7 +82,7 @@ def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Fi
             f"{len(facts.raw_outputs)} of {total} INT8 GEMMs store their INT32 sums as FP16 before they are "
             "scaled",
             "sums over 65504 become infinite, and the answers NaN",
-            [FIX, "export.weights: factored in the recipe"],
+            [FIX, "export.weight_scales: factored in the recipe"],
             facts.raw_outputs, evidence.share_of_nodes(facts.raw_outputs),
         )  # fmt: skip
     if facts.fp32_outputs:
@@ -91,7 +91,7 @@ def _gemms(evidence: Evidence, facts: Facts, explained: set[str]) -> Iterator[Fi
             f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32",
             "that is twice the bytes of FP16, in the kernels that move the most",
             [f"{FIX} --weights factored",
-             "export.weights: factored in the recipe"],
+             "export.weight_scales: factored in the recipe"],
             facts.fp32_outputs, evidence.share_of_nodes(facts.fp32_outputs),
         )  # fmt: skip
 
@@ -125,7 +125,7 @@ def _attention(evidence: Evidence, facts: Facts) -> Iterator[Finding]:
             evidence, "qkv-apart", "note",
             f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions",
             "one GEMM is faster for small batches, three for large ones",
-            ["export.qkv: merged in the recipe, with factored weights"],
+            ["export.qkv_scales: shared in the recipe, with factored weights"],
         )  # fmt: skip
 
 

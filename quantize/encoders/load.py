@@ -52,7 +52,7 @@ def load_model(
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
         lost = {*loading["missing_keys"]}
         if folder and folder.dense:
-            from qdqbench.quantize.encoders.embedder import load_dense
+            from qdqbench.quantize.encoders.pooling import load_dense
 
             lost -= load_dense(model, name, folder.dense, commit)
     if lost:
@@ -149,7 +149,7 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
     import transformers
 
     if kind.embeds:
-        from qdqbench.quantize.encoders.embedder import embedder_class
+        from qdqbench.quantize.encoders.pooling import embedder_class
 
         made: Any = embedder_class(config.__class__)
     else:

@@ -137,7 +137,7 @@ def findings(facts: Facts) -> list[str]:
         found.append(
             f"{len(facts.raw_outputs)} INT8 GEMMs store raw INT32 sums as FP16 and scale them in the next "
             f"kernel ({named(facts.raw_outputs)}), so that sums over {FP16_MAX:.0f} become infinite and "
-            "logits NaN: set `export.weights: factored`, or `weights: int8/tensor`"
+            "logits NaN: set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
         )
     if facts.dequantized:
         found.append(_dequantized(facts))
@@ -201,7 +201,7 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
     if epilogues > max(gelus, 0):
         found.append(
             f"{len(ours.separate)} of {len(ours.linears)} linears have their bias or scale applied by "
-            f"another kernel (FP16: {len(twin.separate)}): `weights: int8/tensor` needs no scale there"
+            f"another kernel (FP16: {len(twin.separate)}): `weights: int8/per-tensor` needs no scale there"
         )
     if ours.kernels["layout"] > twin.kernels["layout"]:
         found.append(
@@ -219,7 +219,7 @@ def slow_reasons(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow
     return found
 
 
-_QKV_FIX = "for small batches set `export.qkv: merged` with factored weights, which makes it one"
+_QKV_FIX = "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one"
 
 
 def _dequantized(facts: Facts) -> str:
@@ -254,7 +254,7 @@ def _attention_apart(facts: Facts) -> str:
 def _wide_outputs(facts: Facts) -> str:
     return (
         f"{len(facts.fp32_outputs)} of {len(facts.int8)} INT8 GEMMs write FP32, twice the bytes of FP16 "
-        f"({named(facts.fp32_outputs)}): set `export.weights: factored`"
+        f"({named(facts.fp32_outputs)}): set `export.weight_scales: factored`"
     )
 
 

@@ -60,8 +60,8 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     Against ModelOpt's arithmetic, codes are equal where value / scale is further than 2^-15 from a tie, and
     values of equal codes to 2^-22 of themselves. NaN becomes a code, as in any engine: find it before.
     """
-    if (learnt := quantizer.__dict__.get("learnt")) is not None:
-        return learnt.quantized(inputs)  # type: ignore[no-any-return]
+    if (learned := quantizer.__dict__.get("learned")) is not None:
+        return learned.quantized(inputs)  # type: ignore[no-any-return]
     scale = prepared(quantizer)
     if scale.per_channel is None or scale.zero is None:
         return torch.fake_quantize_per_tensor_affine(inputs, scale.per_tensor, 0, scale.low, INT8_MAX)

@@ -13,33 +13,152 @@ back afterwards. What is replaced, and why:
 `tests/tools/benchmark_qat.py` measures all three together. In which type is rounded, and how: `modelopt.py`.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 from torch import nn
+from torch.nn import functional
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.names import name_list
-from qdqbench.quantize.fakequant.learnt_scales import LOWEST_RATIO, Learnt, Table
-from qdqbench.quantize.fakequant.modelopt import fake_quantize, lowest_code, prepared
-from qdqbench.quantize.fakequant.native_modules import (
-    SharedQuantizer,
-    lengthen,
-    readers_of_one_tensor,
-    shorten,
+from qdqbench.quantize.fakequant import residual
+from qdqbench.quantize.fakequant.learned_scales import LOWEST_RATIO, Learned, Table
+from qdqbench.quantize.fakequant.modelopt import (
+    ShortQuantizer,
+    fake_quantize,
+    forget_scale,
+    lowest_code,
+    prepared,
 )
 from qdqbench.quantize.fakequant.onednn import quick_linears
 from qdqbench.quantize.fakequant.quantizers import (
     enabled_quantizers,
+    import_modelopt,
     quantizer_kind,
     round_weight_scales,
     rounded_weights,
 )
+from qdqbench.quantize.families.known import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+import_modelopt()
+
+
+class Linear(nn.Linear):
+    """A linear whose input and weight are quantized."""
+
+    input_quantizer: TensorQuantizer
+    weight_quantizer: TensorQuantizer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Output of the linear."""
+        return functional.linear(self.input_quantizer(inputs), self.weight_quantizer(self.weight), self.bias)
+
+
+@functools.cache
+def _residual_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A module that adds a residual, and quantizes it before."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> Any:
+        rounded = residual.fake_quantized(self.residual_quantizer, input_tensor)
+        return original.forward(self, hidden_states, rounded)
+
+    return type(f"Native{original.__name__}", (original,), {"forward": forward})
+
+
+class _Last:
+    """The tensor that was quantized last."""
+
+    inputs: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    state: Any = None
+    served: frozenset[int] = frozenset()
+
+    def __deepcopy__(self, _: Any) -> "_Last":
+        """A copy of a model has quantized nothing yet."""
+        return _Last()
+
+
+class SharedQuantizer:
+    """Quantizes a tensor once for several quantizers of equal scale, as an engine does.
+
+    It saves their kernels, and the copies that they would keep for the backward pass.
+    """
+
+    def __init__(self, readers: int) -> None:
+        self.readers = readers
+        self.last = _Last()
+
+    def quantized(self, inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
+        """What `quantizer` makes of `inputs`; for another reader of the tensor, the same tensor again."""
+        if torch.compiler.is_compiling():
+            return quantizer.quantized(inputs)  # type: ignore[no-any-return]
+        learned, last = quantizer.__dict__.get("learned"), self.last
+        scale = prepared(quantizer).version if learned is None else learned.seen
+        version = None if inputs.is_inference() else inputs._version  # which inference tensors do not count
+        state = (version, torch.is_grad_enabled(), scale)
+        if inputs is not last.inputs or state != last.state or id(quantizer) in last.served:
+            last.inputs, last.state, last.served = inputs, state, frozenset()
+            last.output = quantizer.quantized(inputs)
+        output = last.output
+        last.served |= {id(quantizer)}
+        if len(last.served) == self.readers:
+            last.inputs = last.output = None  # not held for longer than needed
+        return output  # type: ignore[return-value]
+
+
+def shorten(module: nn.Module) -> None:
+    """Give a module the shortest class that does what it does now."""
+    short: type[nn.Module] | None = None
+    if type(module) is TensorQuantizer:
+        short = ShortQuantizer
+    elif isinstance(module, QuantModule):
+        quantizers = {n: m for n, m in module.named_children() if isinstance(m, TensorQuantizer)}
+        active = {name for name, quantizer in quantizers.items() if quantizer.is_enabled}
+        original = module.get_original_cls_by_level(level=0)
+        scaled = any(quantizer.pre_quant_scale is not None for quantizer in quantizers.values())
+        if not active and not scaled:
+            short = original
+        elif original is nn.Linear and active <= {"input_quantizer", "weight_quantizer"}:
+            short = Linear
+        elif active == {residual.QUANTIZER}:
+            short = _residual_class(original)
+    if short is not None:
+        module.__dict__["_modelopt_class"] = type(module)
+        module.__class__ = short  # as ModelOpt itself made it what it is
+
+
+def lengthen(module: nn.Module) -> None:
+    """Undo `shorten`."""
+    original = module.__dict__.pop("_modelopt_class", None)
+    if original is not None:
+        module.__class__ = original
+    if isinstance(module, TensorQuantizer):
+        forget_scale(module)
+        module.__dict__.pop("shared", None)
+        module.__dict__.pop("exact", None)
+
+
+def readers_of_one_tensor(model: "PreTrainedModel") -> Iterator[list[Any]]:
+    """Quantizers of one tensor that have equal scales and factors: of q, k, v, and of an INT8 residual."""
+    found, family = enabled_quantizers(model), family_of(model.config)
+    for name, _ in model.named_modules():
+        readers = [f"{linear}.input_quantizer" for linear in family.residual_readers(name)]
+        group = [found[key] for key in (*readers, f"{name}.{residual.QUANTIZER}") if key in found]
+        if len(group) > 1 and set(readers) <= set(found) and all(_equal(group[0], q) for q in group[1:]):
+            yield group
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = [(one.amax, other.amax), (one.pre_quant_scale, other.pre_quant_scale)]
+    return all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
+
 
 BACKEND = "qdqbench_native"
 PARAMETER = "amax_ratio"
@@ -69,8 +188,8 @@ def use_native(model: "PreTrainedModel") -> None:
 
 
 def use_modelopt(model: "PreTrainedModel") -> None:
-    """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; `settle` learnt ones first."""
-    if learnt(model):
+    """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; `settle` learned ones first."""
+    if learned(model):
         raise RuntimeError("ModelOpt's quantizers know no ratios; settle(model) writes them into amax")
     _undo(model)
 
@@ -101,7 +220,7 @@ def frozen(model: "PreTrainedModel") -> Iterator[None]:
 def learn_amax(
     model: "PreTrainedModel", names: Iterable[str] | None = None, together: Iterable[Sequence[str]] = ()
 ) -> list[nn.Parameter]:
-    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (LSQ: `learnt_amax.py`).
+    """Give quantizers a learnable ratio to their calibrated amax, that starts at 1 (LSQ: `learned_amax.py`).
 
     A ratio is the parameter `amax_ratio` of its quantizer, () or [channels], FP32; it should not decay.
     Quantizers of one tensor share one, that of the first of them, if they have equal scales: q, k and v,
@@ -130,25 +249,25 @@ def learn_amax(
     equal = [*readers_of_one_tensor(model), *([possible[name] for name in group] for group in together)]
     groups = {id(quantizer): group for group in equal for quantizer in group}
     chosen = {id(member) for name in wanted for member in groups.get(id(possible[name]), [possible[name]])}
-    items: list[Learnt] = []
+    items: list[Learned] = []
     for name, quantizer in possible.items():
-        if id(quantizer) in chosen and "learnt" not in quantizer.__dict__:
-            items.append(item := _learnt(model, name, quantizer))
+        if id(quantizer) in chosen and "learned" not in quantizer.__dict__:
+            items.append(item := _learned(model, name, quantizer))
             quantizer.register_parameter(PARAMETER, item.ratio)
             for member in groups.get(id(quantizer), [quantizer]):
-                member.learnt = item
+                member.learned = item
     if items:
         model.register_forward_pre_hook(Table(items).expire)
     return [item.ratio for item in items]
 
 
-def learnt(model: "PreTrainedModel") -> list[nn.Parameter]:
+def learned(model: "PreTrainedModel") -> list[nn.Parameter]:
     """The ratios of `learn_amax`, in model order."""
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
 
 def keep_positive(model: "PreTrainedModel") -> None:
-    """Hold learnt ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
+    """Hold learned ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
     ratios: list[torch.Tensor] = [item.ratio for table in _tables(model).values() for item in table.items]
     if ratios:
         with torch.no_grad():
@@ -156,26 +275,26 @@ def keep_positive(model: "PreTrainedModel") -> None:
 
 
 def settle(model: "PreTrainedModel") -> None:
-    """Write learnt ratios into amax and remove them: a plain ModelOpt model with the scales of training.
+    """Write learned ratios into amax and remove them: a plain ModelOpt model with the scales of training.
 
     Bit for bit, as a weight's scale was rounded up to 11 significant bits all along; its amax is 127 times
-    that, as calibration makes it. Without learnt ratios this is `use_modelopt`.
+    that, as calibration makes it. Without learned ratios this is `use_modelopt`.
     """
-    changed = {name: q for name, q in enabled_quantizers(model).items() if "learnt" in q.__dict__}
+    changed = {name: q for name, q in enabled_quantizers(model).items() if "learned" in q.__dict__}
     with torch.no_grad():
-        values = {name: q.learnt.ratio * q.learnt.amax for name, q in changed.items()}
+        values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}
     for name, quantizer in changed.items():
         quantizer.amax = values[name].reshape(quantizer.amax.shape)
     round_weight_scales(changed)
     for quantizer in changed.values():
         quantizer._parameters.pop(PARAMETER, None)
-        del quantizer.__dict__["learnt"]
+        del quantizer.__dict__["learned"]
     for key in _tables(model):
         del model._forward_pre_hooks[key]
     use_modelopt(model)
 
 
-def _learnt(model: "PreTrainedModel", name: str, quantizer: Any) -> Learnt:
+def _learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
     """A ratio of 1 for a quantizer."""
     kind, module = quantizer_kind(name), model.get_submodule(name.rpartition(".")[0])
     per_channel = quantizer.axis is not None
@@ -185,7 +304,7 @@ def _learnt(model: "PreTrainedModel", name: str, quantizer: Any) -> Learnt:
     else:
         count = getattr(module, "in_features", model.config.hidden_size)
     shape = (quantizer.amax.numel(),) if per_channel else ()
-    return Learnt(
+    return Learned(
         nn.Parameter(torch.ones(shape, device=quantizer.amax.device)),
         quantizer,
         rounded=kind == "weight",
@@ -196,7 +315,7 @@ def _learnt(model: "PreTrainedModel", name: str, quantizer: Any) -> Learnt:
 
 
 def _tables(model: "PreTrainedModel") -> dict[int, Table]:
-    """Tables of learnt scales, by the key of their hook on the model."""
+    """Tables of learned scales, by the key of their hook on the model."""
     owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
     return {key: owner for key, owner in owners.items() if isinstance(owner, Table)}
 

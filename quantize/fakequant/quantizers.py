@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qdqbench.quantize.core.arrays import Batch
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import UNROUNDED
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.kinds.kind import LOGITS, joined
 from qdqbench.quantize.machine.quiet import unprinted
 from qdqbench.quantize.tasks.task import kind_of

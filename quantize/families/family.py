@@ -26,7 +26,10 @@ HEADS: dict[str, Role] = {
     "qa_outputs": "classifier",
     "pooling.dense": "pooler",
 }  # over tokens, any family
-SMOOTHED = ("qkv", "ffn-in")  # what `smooth` of the calibration section means: linears that read a LayerNorm
+SMOOTHED = (
+    "qkv",
+    "ffn-in",
+)  # what `smoothing` of the calibration section means: linears that read a LayerNorm
 
 
 class Place(NamedTuple):

@@ -1,14 +1,207 @@
 """The families that are supported, and which of them a model is of."""
 
+from dataclasses import replace
 from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.families.albert import ALBERT
-from qdqbench.quantize.families.bert import BERT, ELECTRA, ROBERTA
-from qdqbench.quantize.families.distilbert import DISTILBERT
-from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.modernbert import MODERNBERT
-from qdqbench.quantize.families.relative import DEBERTA_V2, MPNET
+from qdqbench.quantize.families.family import Family, Residual
+
+ALBERT = Family(
+    name="albert",
+    model_types=("albert",),
+    layers="encoder.albert_layer_groups",
+    linears={
+        "albert_layers.0.attention.query": "query",
+        "albert_layers.0.attention.key": "key",
+        "albert_layers.0.attention.value": "value",
+        "albert_layers.0.attention.dense": "output",
+        "albert_layers.0.ffn": "ffn-in",
+        "albert_layers.0.ffn_output": "ffn-out",
+    },
+    outside={
+        "embedding_hidden_mapping_in": "embeddings",
+        "albert.pooler": "pooler",
+        "classifier": "classifier",
+    },
+    attention="albert_layers.0.attention",
+    residuals=(),  # added inside of the attention, where a quantizer has no place
+    norms={
+        "albert_layers.0.attention.LayerNorm": "attention",
+        "albert_layers.0.full_layer_layer_norm": "ffn",
+    },
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    embeddings_linear="encoder.embedding_hidden_mapping_in",
+    pooler="pooler",
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
+    shared_layers=True,
+)
+
+
+DISTILBERT = Family(
+    name="distilbert",
+    model_types=("distilbert",),
+    layers="transformer.layer",
+    linears={
+        "attention.q_lin": "query",
+        "attention.k_lin": "key",
+        "attention.v_lin": "value",
+        "attention.out_lin": "output",
+        "ffn.lin1": "ffn-in",
+        "ffn.lin2": "ffn-out",
+    },
+    outside={"pre_classifier": "pooler", "classifier": "classifier"},
+    attention="attention",
+    residuals=(
+        Residual("attention_sum", ("query", "key", "value")),
+        Residual("ffn_sum", ("ffn-in",)),
+    ),
+    norms={"sa_layer_norm": "attention", "output_layer_norm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler=None,
+    dropouts=("dropout", "attention_dropout", "seq_classif_dropout", "qa_dropout"),
+    activation="activation",
+    intermediate="hidden_dim",
+    inputs=("input_ids", "attention_mask"),
+    given_sums=True,
+)
+
+
+MODERNBERT = Family(
+    name="modernbert",
+    model_types=("modernbert",),
+    layers="layers",
+    linears={
+        "attn.Wqkv": "query, key, value",
+        "attn.Wo": "output",
+        "mlp.Wi": "ffn-in",
+        "mlp.Wo": "ffn-out",
+    },
+    outside={"head.dense": "pooler", "classifier": "classifier"},
+    attention="attn",
+    residuals=(),  # pre-norm: what a layer adds is read by LayerNorms and by no linear
+    norms={"attn_norm": "attention input", "mlp_norm": "ffn input"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.norm",
+    pooler=None,
+    dropouts=("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout"),
+    activation="hidden_activation",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask"),
+    head_size="head_dim",
+    gated=True,
+    rotary=True,
+    windows=True,
+)
+
+
+BERT = Family(
+    name="bert",
+    model_types=("bert",),
+    layers="encoder.layer",
+    linears={
+        "attention.self.query": "query",
+        "attention.self.key": "key",
+        "attention.self.value": "value",
+        "attention.output.dense": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"pooler.dense": "pooler", "classifier": "classifier"},
+    attention="attention.self",
+    residuals=(
+        Residual("attention.output", ("query", "key", "value")),
+        Residual("output", ("ffn-in",)),
+    ),
+    norms={"attention.output.LayerNorm": "attention", "output.LayerNorm": "ffn"},
+    embeddings="embeddings",
+    embeddings_norm="embeddings.LayerNorm",
+    pooler="pooler",
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    activation="hidden_act",
+    intermediate="intermediate_size",
+    inputs=("input_ids", "attention_mask", "token_type_ids"),
+)
+
+ROBERTA = replace(
+    BERT,
+    name="roberta",
+    model_types=("roberta", "xlm-roberta", "camembert"),
+    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
+    pooler=None,
+    inputs=("input_ids", "attention_mask"),
+    positions_follow_padding=True,
+)
+
+ELECTRA = replace(
+    BERT,
+    name="electra",
+    model_types=("electra",),
+    outside={
+        "embeddings_project": "embeddings",
+        "classifier.dense": "pooler",
+        "classifier.out_proj": "classifier",
+    },
+    embeddings_linear="embeddings_project",  # of models whose embeddings are narrower than their layers
+    pooler=None,
+)
+
+
+MPNET = replace(
+    BERT,
+    name="mpnet",
+    model_types=("mpnet",),
+    linears={
+        "attention.attn.q": "query",
+        "attention.attn.k": "key",
+        "attention.attn.v": "value",
+        "attention.attn.o": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"classifier.dense": "pooler", "classifier.out_proj": "classifier"},
+    attention="attention.attn",
+    residuals=(Residual("attention.sum", ("query", "key", "value")), BERT.residuals[1]),
+    norms={"attention.LayerNorm": "attention", "output.LayerNorm": "ffn"},
+    pooler=None,
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    inputs=("input_ids", "attention_mask"),
+    positions_follow_padding=True,
+    layers_return_tuples=True,
+    rewritten_by="mpnet",
+)
+DEBERTA_V2 = replace(
+    BERT,
+    name="deberta-v2",
+    model_types=("deberta-v2",),
+    linears={
+        "attention.self.query_proj": "query",
+        "attention.self.key_proj": "key",
+        "attention.self.value_proj": "value",
+        "attention.output.dense": "output",
+        "intermediate.dense": "ffn-in",
+        "output.dense": "ffn-out",
+    },
+    outside={"embeddings.embed_proj": "embeddings", "pooler.dense": "pooler", "classifier": "classifier"},
+    pooler=None,
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout"),
+    inputs=("input_ids", "attention_mask"),
+    layers_return_tuples=True,
+    terms=("attention.self.c2p", "attention.self.p2c"),
+    rewritten_by="deberta",
+    # as in every published checkpoint but v2-xlarge and v2-xxlarge, which have a convolution
+    needs={
+        "relative_attention": (True,),
+        "share_att_key": (True,),
+        "type_vocab_size": (0,),
+        "conv_kernel_size": (0, None),
+    },
+)
+
 
 FAMILIES = (  # whose whole path is tested
     BERT,

@@ -34,9 +34,8 @@ from qdqbench.quantize.graph.runs import name_runs
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.kinds.kind import LOGITS
 from qdqbench.quantize.machine.quiet import unprinted
-from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.plan import Plan, straight_linears
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.straight import straight_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,8 +67,8 @@ class ExportSettings:
         return cls(
             export.opset,
             compute or (recipe.precision.compute if form.for_gpu else "fp32"),
-            form.weights if export.weights == "auto" else export.weights,
-            export.qkv == "merged",
+            form.weights if export.weight_scales == "auto" else export.weight_scales,
+            export.qkv_scales == "shared",
             recipe.name,
             form.for_gpu,
         )

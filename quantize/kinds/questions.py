@@ -1,5 +1,9 @@
 """Extractive question answering: the first and the last token of the answer in a context."""
 
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +14,39 @@ from qdqbench.quantize.kinds.classification import TEXTS, kl
 from qdqbench.quantize.kinds.encoded import Layout, Targets, Units
 from qdqbench.quantize.kinds.kind import SAME, Described, TaskKind, mean_over_rows
 from qdqbench.quantize.kinds.scores import of_sums, ratio
-from qdqbench.quantize.kinds.squad import exact_match, f1
 
 if TYPE_CHECKING:
     import datasets
     import torch
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, the articles a, an and the, and doubled spaces."""
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, right: Sequence[str]) -> float:
+    """1 where an answer is one of the right ones, or none where there is none, else 0."""
+    return float(normalized(answer) in _known(right))
+
+
+def f1(answer: str, right: Sequence[str]) -> float:
+    """The largest F1 of an answer's words with a right one's; as `exact_match` where either has none."""
+    return max(_overlap(normalized(answer).split(), known.split()) for known in _known(right))
+
+
+def _known(right: Sequence[str]) -> list[str]:
+    return [text for text in map(normalized, right) if text] or [""]
+
+
+def _overlap(made: list[str], known: list[str]) -> float:
+    if not made or not known:
+        return float(made == known)
+    same = sum((Counter(made) & Counter(known)).values())
+    return 2 * same / (len(made) + len(known))
+
 
 # as transformers' examples/pytorch/question-answering/utils_qa.py has them
 BEST = 20  # starts, and ends, of a window that are combined

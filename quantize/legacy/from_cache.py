@@ -175,7 +175,7 @@ def _usable(cache: CalibrationCache, names: Collection[str]) -> tuple[str, str |
 def _plain(recipe: Recipe) -> Recipe:
     """Without what changes the range of tensors before they are quantized."""
     data = recipe.model_dump(mode="json")
-    data["calibration"] |= {"smooth": "none", "split_outliers": 0}
+    data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
     return validated(data, recipe.name)
 
 

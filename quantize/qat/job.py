@@ -10,12 +10,12 @@ from qdqbench.quantize.calibrate.splitting import keep_equal
 from qdqbench.quantize.calibrate.straight import of_one_scale
 from qdqbench.quantize.core.arrays import Float32, Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import TaskKind, joined
-from qdqbench.quantize.recipe.straight import straight_linears
+from qdqbench.quantize.recipe.plan import straight_linears
 from qdqbench.quantize.recipe.training import Distill, Qat
 from qdqbench.quantize.rundir.session import QAT, Session
 from qdqbench.quantize.tasks import metrics
@@ -23,10 +23,9 @@ from qdqbench.quantize.tasks.losses import hidden_distance
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.train.judge import collapsed, own_batches, predict_rows
-from qdqbench.quantize.train.loop import Job, decayed
+from qdqbench.quantize.train.loop import HeldOut, Job, decayed
 from qdqbench.quantize.train.record import CHECKPOINTS
 from qdqbench.quantize.train.rows import TrainingData, divide
-from qdqbench.quantize.train.state import HeldOut
 
 if TYPE_CHECKING:
     import torch
@@ -97,16 +96,16 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
     layers = len(family_of(model.config).layer_names(model))
     if splits and len(splits) != layers:
         raise UserError(
-            f"qat with split_outliers needs the second feed-forward linear of all {layers} layers in INT8, "
-            f"and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize the "
-            "others, or drop split_outliers"
+            f"qat with outlier_channel_splitting needs the second feed-forward linear of all {layers} layers "
+            f"in INT8, and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize the "
+            "others, or drop outlier_channel_splitting"
         )
     for name in straight_linears(session.plan):  # a bias that comes back is a kernel again
         bias: Any = model.get_submodule(name).bias
         if bias is not None:
             bias.requires_grad_(False)
     native.use_native(model)
-    if settings.amax == "learnt":
+    if settings.amax == "learned":
         native.learn_amax(model, together=of_one_scale(session.plan))
     if settings.dropout is not None:
         for module in model.modules():
@@ -135,8 +134,8 @@ def _own_states(session: Session, accelerator: "Accelerator") -> "Callable[[Stat
 
 
 def parameter_groups(model: "PreTrainedModel", settings: Qat) -> list[dict[str, Any]]:
-    """Weights, biases and LayerNorms, and learnt ratios of amax with a rate of their own."""
-    ratios = native.learnt(model)
+    """Weights, biases and LayerNorms, and learned ratios of amax with a rate of their own."""
+    ratios = native.learned(model)
     known = {id(ratio) for ratio in ratios}
     groups = decayed(model, settings.weight_decay)
     groups = [{**g, "params": [p for p in g["params"] if id(p) not in known]} for g in groups]

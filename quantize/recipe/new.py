@@ -7,14 +7,12 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
 from qdqbench.quantize.core.names import DEFAULT_RECIPE
 from qdqbench.quantize.core.strict import Strict
-from qdqbench.quantize.describe.inventory import ModuleRow, inventory
-from qdqbench.quantize.describe.recognise import Recognised, recognise
+from qdqbench.quantize.describe.recognise import ModuleRow, Recognised, inventory, recognise
 from qdqbench.quantize.describe.untrained import config_of, untrained
-from qdqbench.quantize.families.bert import BERT
 from qdqbench.quantize.families.family import Family
-from qdqbench.quantize.families.known import known_family
-from qdqbench.quantize.recipe.layout import Layout
+from qdqbench.quantize.families.known import BERT, known_family
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, short_yaml
+from qdqbench.quantize.recipe.sections import Layout
 from qdqbench.quantize.recipe.shipped import shipped
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[
     """The recipe with the layout, and what its reader should know."""
     family, notes = found.family, []
     base = _fitted(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
-    int8 = {"weights": "int8/channel", "input": "int8/tensor"}
+    int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
     rules: list[dict[str, Any]] = [{"match": f"{family.layers}.*", "type": "Linear", **int8}]
     others = [path for path, role in family.linears.items() if role == "other"]
     rules += [
@@ -99,14 +97,16 @@ def _described(found: Recognised, config: Any, name: str) -> tuple[Recipe, list[
             "rotates q and k."
         )
     elif found.head_size in limits_of().int8_head_sizes:
-        notes.append("INT8 attention can be tried: attention: int8, with precision.keep: [layernorm].")
+        notes.append(
+            "INT8 attention can be tried: attention: int8, with precision.never_quantize: [layernorm]."
+        )
     else:
         notes.append(
             f"No INT8 attention: it needs a head size of {limits_of().head_sizes_text}, and this one has "
             f"{found.head_size}."
         )
     if found.gated:
-        calibration["split_outliers"] = 0
+        calibration["outlier_channel_splitting"] = 0
         notes.append("No outlier channels are split: the feed-forward is gated.")
     data = base.model_dump(mode="json") | {
         "name": re.sub(r"[^a-z0-9._-]", "-", f"{family.name}-{DEFAULT_RECIPE}".lower()),

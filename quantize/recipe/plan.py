@@ -9,11 +9,10 @@ from typing import Any
 
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import limits_of
-from qdqbench.quantize.core.names import name_list
+from qdqbench.quantize.core.names import count_of, name_list
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.families.bert import BERT
-from qdqbench.quantize.families.family import SMOOTHED, Family
-from qdqbench.quantize.families.known import family_named
+from qdqbench.quantize.families.family import SMOOTHED, Family, Role
+from qdqbench.quantize.families.known import BERT, family_named
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 
@@ -24,7 +23,7 @@ class Scaling:
 
     method: str = "max"  # of activations
     weights: str = "max"
-    smooth: float | str = "none"
+    smoothing: float | str = "none"
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     scaling = _scaling(recipe, modules, prefix, {*int8, *attention})
     readers = {name: family.residual_readers(name) for name in residual}
     _require_int8_readers(readers, int8, scaling)
-    if recipe.calibration.split_outliers:
+    if recipe.calibration.outlier_channel_splitting:
         _require_splittable(family.splittable(int8), scaling)
     plan = Plan(
         int8=int8,
@@ -87,7 +86,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
         residual=residual,
         fp32=tuple(n for n, info in modules.items() if inherited[n] == "fp32" or info.kind == "Pooling"),
         scaling=scaling | {name: scaling[first] for name, (first, *_) in readers.items()},
-        merge_qkv=bool(attention) and recipe.export.qkv == "merged",
+        merge_qkv=bool(attention) and recipe.export.qkv_scales == "shared",
         family=family,
     )
     _require_quantized_outputs(plan)
@@ -103,10 +102,10 @@ def _scaling(
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
     kind = family_named(recipe.model.family).kind
     smoothed = [n for n in found if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
-    found |= {name: replace(found[name], smooth=section.smooth) for name in smoothed}
+    found |= {name: replace(found[name], smoothing=section.smoothing) for name in smoothed}
     idle = []
     for rule in (rule for rule in recipe.rules if rule.refines):
-        changes = {"method": rule.method, "weights": rule.weights_method, "smooth": rule.smooth}
+        changes = {"method": rule.method, "weights": rule.weights_method, "smoothing": rule.smoothing}
         given: Any = {key: value for key, value in changes.items() if value is not None}
         names = [name for name in matched(rule, modules, prefix) if name in found]
         idle += [] if names else [rule.match]
@@ -137,7 +136,7 @@ def short_name(name: str, prefix: str) -> str:
 
 def _target(rule: Rule) -> str | None:
     """Format that a rule gives; None when it only says how to calibrate."""
-    return rule.precision or (rule.weights.removeprefix("int8/") if rule.weights else None)
+    return rule.precision or (rule.weights.removeprefix("int8/per-") if rule.weights else None)
 
 
 def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
@@ -206,7 +205,7 @@ def _require_int8_readers(
     split = []
     for name, linears in readers.items():
         lost |= dict.fromkeys(reader for reader in linears if reader not in int8)
-        ways = {(scaling[n].method, scaling[n].smooth) for n in linears if n in int8}
+        ways = {(scaling[n].method, scaling[n].smoothing) for n in linears if n in int8}
         split += [name] if len(ways) > 1 else []
     problems = []
     if lost:
@@ -214,7 +213,7 @@ def _require_int8_readers(
     if split:
         problems.append(
             f"the linears that read the same tensor as the residual of {name_list(split)} to have one method "
-            "and one smooth"
+            "and one smoothing"
         )
     if problems:
         raise UserError(
@@ -227,13 +226,13 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
     """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
     if not names:
         raise UserError(
-            "calibration.split_outliers is for the second linear of feed-forwards, and none of them is INT8; "
-            "quantize them with a rule, or drop it"
+            "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of them is "
+            "INT8; quantize them with a rule, or drop it"
         )
-    if smoothed := [name for name in names if scaling[name].smooth != "none"]:
+    if smoothed := [name for name in names if scaling[name].smoothing != "none"]:
         raise UserError(
-            f"calibration.split_outliers divides the input of {name_list(smoothed)}, and so would smooth; "
-            "drop one of them"
+            f"calibration.outlier_channel_splitting divides the input of {name_list(smoothed)}, and so would "
+            "smoothing; drop one of them"
         )
 
 
@@ -246,3 +245,61 @@ def _require_quantized_outputs(plan: Plan) -> None:
             f"attention: int8 needs INT8 at the output linear too (else the fusion is lost "
             f"and INT8 is slower than FP16); add a rule for {name_list(lost)} or set attention: fp16"
         )
+
+
+def straight(plan: Plan) -> list[str]:
+    """INT8 attentions whose k and v have linears of their own with one weight scale."""
+    return [] if _why_kept(plan) else _meant(plan)
+
+
+def shifted(plan: Plan) -> dict[str, str]:
+    """Those of them whose q has one weight scale too, with the module whose bias can shift what all read."""
+    linears = {*plan.int8, *plan.high}
+    found = {name: plan.family.read_by(name, linears) for name in straight(plan)}
+    return {name: by for name, by in found.items() if by and _one_scale(plan, name, "query")}
+
+
+def merged(plan: Plan) -> list[str]:
+    """Those of them whose q, k and v share all scales, so that an engine makes one GEMM of the three."""
+    return [*shifted(plan)] if plan.merge_qkv else []
+
+
+def straight_linears(plan: Plan) -> set[str]:
+    """The linears that have neither scales nor a bias behind their GEMM."""
+    found = {linear for name in straight(plan) for linear in linears_of(plan, name, "key", "value")}
+    return found.union(*(linears_of(plan, name, "query") for name in shifted(plan)))
+
+
+def notes_on(plan: Plan) -> list[str]:
+    """Says which of q, k and v have one weight scale and keep their biases all the same, and why."""
+    why, which, whole = _why_kept(plan), "q, k and v", shifted(plan)
+    lost = [name for name in _meant(plan) if why or (_one_scale(plan, name, "query") and name not in whole)]
+    if not why:
+        which, why = "q", "what makes its input is not known"
+        if plan.family.shared_layers:
+            why = "what makes its input serves several runs of a layer"
+    said = f"{which} of {count_of(len(lost), 'INT8 attention')} with weights: int8/per-tensor keep their "
+    said += "biases, "
+    return [f"{said}so that a kernel stands between GEMM and attention: {why}"] if lost else []
+
+
+def linears_of(plan: Plan, attention: str, *roles: Role) -> list[str]:
+    """Linears of an attention by their roles."""
+    return [plan.family.made_by(attention, role).linear for role in roles]
+
+
+def _meant(plan: Plan) -> list[str]:
+    """INT8 attentions whose k and v have linears of their own with one weight scale."""
+    return [name for name in plan.attention if all(_one_scale(plan, name, role) for role in ("key", "value"))]
+
+
+def _why_kept(plan: Plan) -> str:
+    """Why k cannot lose its bias in any model of a family; empty where it can."""
+    if plan.family.rotary:
+        return f"family {plan.family.name} rotates q and k"
+    return f"family {plan.family.name} has other terms of scores that read k" if plan.family.terms else ""
+
+
+def _one_scale(plan: Plan, attention: str, role: Role) -> bool:
+    rows = plan.family.made_by(attention, role)
+    return rows.parts == 1 and plan.int8.get(rows.linear) == "tensor"

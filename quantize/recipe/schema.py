@@ -18,6 +18,8 @@ from qdqbench.quantize.core.strict import Frozen
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.recipe.sections import (
+    AUTO,
+    FORMS,
     Calibration,
     EngineSettings,
     Export,
@@ -26,7 +28,6 @@ from qdqbench.quantize.recipe.sections import (
     Precision,
     Rule,
 )
-from qdqbench.quantize.recipe.shapes import AUTO, FORMS
 from qdqbench.quantize.recipe.training import Qat
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
@@ -75,10 +76,10 @@ class Recipe(Frozen):
                 f"engine.shapes.length goes to {longest}, but export.max_length "
                 f"truncates at {self.export.max_length}; make them agree"
             )
-        if self.int8_attention and "softmax" in self.precision.keep:
+        if self.int8_attention and "softmax" in self.precision.never_quantize:
             raise ValueError(
-                "attention: int8 quantizes the softmax output, but precision.keep protects softmax; "
-                "set keep: [layernorm] or attention: fp16"
+                "attention: int8 quantizes the softmax output, but precision.never_quantize protects softmax; set "
+                " never_quantize: [layernorm] or attention: fp16"
             )
         fused = limits_of(self.engine.backend).int8_attention_length
         if self.int8_attention and self.export.max_length > fused:
@@ -86,10 +87,10 @@ class Recipe(Frozen):
                 f"attention: int8 is fused for lengths up to {fused} only, and export.max_length is "
                 f"{self.export.max_length}; shorten it or set attention: fp16"
             )
-        if "layernorm" not in self.precision.keep:
+        if "layernorm" not in self.precision.never_quantize:
             raise ValueError(
                 "LayerNorm always computes in floating point, also where the residual that it reads is INT8; "
-                "add layernorm to precision.keep"
+                "add layernorm to precision.never_quantize"
             )
         if self.int8_residual and not self.quantizes:
             raise ValueError(

@@ -2,18 +2,94 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from qdqbench.quantize.core.limits import FP16_MAX, BackendChoice
 from qdqbench.quantize.core.strict import Frozen, Positive
+from qdqbench.quantize.families.family import Family, Norm, Residual, Role
 from qdqbench.quantize.families.known import FAMILIES, describe, known_family
-from qdqbench.quantize.recipe.layout import Layout
-from qdqbench.quantize.recipe.shapes import Shapes, ShapesForm
+
+Range = tuple[Positive, Positive, Positive]
+AUTO = "auto"
+# tags keep pydantic from reporting a wrong key once for each form
+FORMS = ("mapping", "list", "word")
+
+
+class Shapes(Frozen):
+    """Minimum, optimum and maximum of the optimization profile."""
+
+    batch: Range = Field(default=(1, 32, 128), description="Samples: [min, opt, max] in rising order.")
+    length: Range = Field(
+        default=(16, 128, 128), description="Tokens of a sample: [min, opt, max] in rising order."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Shapes":
+        for name, values in (("batch", self.batch), ("length", self.length)):
+            if list(values) != sorted(values):
+                raise ValueError(f"{name} must be [min, opt, max] in rising order, not {list(values)}")
+        return self
+
+
+def _form(value: object) -> str:
+    return "list" if isinstance(value, (list, tuple)) else "word" if isinstance(value, str) else "mapping"
+
+
+ShapesForm = Annotated[
+    Annotated[Shapes, Tag("mapping")]
+    | Annotated[tuple[Shapes, ...], Tag("list")]
+    | Annotated[Literal["auto"], Tag("word")],
+    Discriminator(_form),
+]
+
+
+class Layout(Frozen):
+    """Where models of a family have what; `qdqbench recipes new` writes it. Paths are inside a layer."""
+
+    layers: str = Field(description="Path of the layers inside the base model; `*` stands for a number.")
+    linears: dict[str, Role] = Field(
+        description="Role of every linear of a layer; `other` is one that was not recognised."
+    )
+    outside: dict[str, Role] = Field(description="Roles of linears in no layer, by the ends of their names.")
+    attention: str | None = Field(
+        default=None,
+        description="Module that calls transformers' AttentionInterface; null: none that can be in INT8.",
+    )
+    head_size: str = Field(default="head_dim", description="Attribute of the attention.")
+    residuals: dict[str, tuple[Role, ...]] = Field(
+        default={},
+        description="Modules that add a residual, that of the attention first, and the linears that read "
+        "the same tensor.",
+    )
+    norms: dict[str, Norm] = Field(description="What each LayerNorm of a layer normalises.")
+    embeddings: str = Field(description="In the base model.")
+    embeddings_norm: str = Field(default="", description="In the base model; empty: none.")
+    embeddings_linear: str | None = Field(
+        default=None, description="In the base model, where one stands before the layers."
+    )
+    layers_return_tuples: bool = Field(
+        default=False, description="Whether a layer returns more than one tensor."
+    )
+    pooler: str | None = Field(default=None, description="In the base model.")
+    dropouts: tuple[str, ...] = Field(default=(), description="Fields of the configuration.")
+    activation: str = Field(description="Field of the configuration: that of the feed-forward.")
+    intermediate: str = Field(description="Field of the configuration: width of the feed-forward.")
+    inputs: tuple[str, ...] = Field(min_length=1, description="Of the model, in the order of the graph's.")
+    positions_follow_padding: bool = Field(
+        default=False, description="Whether the first token has position `pad_token_id` + 1."
+    )
+
+    def family(self, name: str) -> Family:
+        """The family of the model type `name`."""
+        added = tuple(Residual(*each) for each in self.residuals.items())
+        return Family(name=name, model_types=(name,), **(dict(self) | {"residuals": added}))
+
+    @classmethod
+    def of(cls, family: Family) -> "Layout":
+        """What a description says."""
+        fields = {name: getattr(family, name) for name in cls.model_fields}
+        return cls(**(fields | {"residuals": {each.module: each.readers for each in family.residuals}}))
+
 
 WeightMethod = Literal["max", "mse"]
 METHOD_PATTERN = r"^(max|mse|entropy|percentile/[0-9.]+)$"  # for editors; _method judges
@@ -84,10 +160,10 @@ class Precision(Frozen):
     compute: Literal["fp16", "fp32"] = Field(
         default="fp16", description="Datatype of everything that is not in INT8; Q/DQ scales stay FP32."
     )
-    keep: tuple[Literal["layernorm", "softmax"], ...] = Field(
+    never_quantize: tuple[Literal["layernorm", "softmax"], ...] = Field(
         default=("layernorm", "softmax"),
-        description="What stays without Q/DQ. It changes nothing by itself: a recipe that breaks it is "
-        "refused. `layernorm` always stands here; leave `softmax` out to allow INT8 attention.",
+        description="Operators that must never be quantized: a constraint, not a setting; recipes that "
+        "violate it are rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
     )
 
 
@@ -102,11 +178,11 @@ class Rule(Frozen):
     type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = Field(
         default=None, description="Only modules of this class; null: of any."
     )
-    weights: Literal["int8/channel", "int8/tensor"] | None = Field(
+    weights: Literal["int8/per-channel", "int8/per-tensor"] | None = Field(
         default=None,
         description="INT8 weights with a scale per output channel, or one in all; with `input`.",
     )
-    input: Literal["int8/tensor"] | None = Field(
+    input: Literal["int8/per-tensor"] | None = Field(
         default=None, description="INT8 input with one scale; with `weights`."
     )
     precision: Literal["int8", "fp16", "fp32"] | None = Field(
@@ -120,10 +196,10 @@ class Rule(Frozen):
     weights_method: WeightMethod | None = Field(
         default=None, description="As `calibration.weights_method`, for the matched linears; null: as there."
     )
-    smooth: Smooth | None = Field(
+    smoothing: Smooth | None = Field(
         default=None,
-        description="As `calibration.smooth`, for the matched modules, attention outputs too (the factors go "
-        "into v); null: as there.",
+        description="As `calibration.smoothing`, for the matched modules, attention outputs too (the factors "
+        "go into v); null: as there.",
     )
 
     @model_validator(mode="after")
@@ -135,7 +211,7 @@ class Rule(Frozen):
         if self.weights is None and self.precision is None and not self.refines:
             raise ValueError(
                 "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate: method, "
-                "weights_method, smooth"
+                "weights_method, smoothing"
             )
         if self.weights is not None and self.type not in (None, "Linear"):
             raise ValueError(f"type {self.type} is protected from Q/DQ by class; only Linear becomes INT8")
@@ -144,7 +220,7 @@ class Rule(Frozen):
                 "precision int8 is for type Attention and type Residual; a Linear takes weights and input"
             )
         if self.refines and self.precision in ("fp16", "fp32"):
-            raise ValueError(f"precision {self.precision} needs no calibration; drop method and smooth")
+            raise ValueError(f"precision {self.precision} needs no calibration; drop method and smoothing")
         if self.refines and self.type == "Residual":
             raise ValueError("a Residual is calibrated as the linears that read the same tensor; name those")
         if self.refines and self.type not in (None, "Linear", "Attention"):
@@ -154,7 +230,7 @@ class Rule(Frozen):
     @property
     def refines(self) -> bool:
         """Whether the rule says how to calibrate."""
-        return any(value is not None for value in (self.method, self.weights_method, self.smooth))
+        return any(value is not None for value in (self.method, self.weights_method, self.smoothing))
 
 
 class Calibration(Frozen):
@@ -174,13 +250,13 @@ class Calibration(Frozen):
         default="max",
         description="Amax of weights: max, or mse, which clips where the squared error is least.",
     )
-    smooth: Smooth = Field(
+    smoothing: Smooth = Field(
         default="none",
         description="SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the "
         "linear) or none; of linears that read a LayerNorm, and of q against k in an INT8 attention. Factors "
         "are powers of two.",
     )
-    split_outliers: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = Field(
+    outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = Field(
         default=0,
         description="Channels that each feed-forward gets for copies of its outlier channels; by 32, as INT8 "
         "kernels need alignment.",
@@ -189,11 +265,11 @@ class Calibration(Frozen):
         default=False,
         description="Add the mean error of each INT8 linear of the encoder to its bias, where that helps it.",
     )
-    softmax: Literal["auto", "max", "error"] = Field(
+    softmax_scale: Literal["auto", "fixed", "min-error"] = Field(
         default="auto",
-        description="INT8 softmax: max (scale 1/127), error (values centred, and an amax per layer, as the "
-        "output of each attention is nearest to FP32), or auto (error where calibration saw a sample of more "
-        "than 128 tokens, else max).",
+        description="Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per "
+        "layer with the least error of the attention output), or auto (min-error if calibration saw a sample of "
+        "more than 128 tokens, else fixed).",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = Field(
         default={},
@@ -204,9 +280,10 @@ class Calibration(Frozen):
 
     @model_validator(mode="after")
     def _given_as_it_is(self) -> "Calibration":
-        if self.amax and (self.smooth != "none" or self.split_outliers):
+        if self.amax and (self.smoothing != "none" or self.outlier_channel_splitting):
             raise ValueError(
-                "amax is of tensors that nothing changed; with it set smooth to none and split_outliers to 0"
+                "amax is of tensors that nothing changed; with it set smoothing to none and "
+                "outlier_channel_splitting to 0"
             )
         return self
 
@@ -219,17 +296,17 @@ class Export(Frozen):
         default=128,
         description="Tokens of a sample, special tokens included; longer ones are cut in every stage.",
     )
-    weights: Literal["auto", "channel", "factored"] = Field(
+    weight_scales: Literal["auto", "channel", "factored"] = Field(
         default="auto",
         description="Form of per-channel weights: channel (a DQ with one scale per output channel), factored "
-        "(a DQ with one scale and a Mul behind the MatMul; the codes are the same), or auto (factored for "
+        "(a DQ with one scale and a Mul after the MatMul; the codes are the same), or auto (factored for "
         "TensorRT-RTX, channel for TensorRT).",
     )
-    qkv: Literal["merged", "separate"] = Field(
-        default="merged",
-        description="In the factored form: q, k and v with the same scalar, so that an engine makes one GEMM "
-        "of them, or with three. merged also gives the three one scale where each has one and a straight "
-        "way into an INT8 attention.",
+    qkv_scales: Literal["shared", "separate"] = Field(
+        default="shared",
+        description="Scale factors of q, k and v with factored weights. shared: one factor, so the engine can "
+        "fuse the GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also shares "
+        "weight and output scales.",
     )
     gelu: Literal["exact", "tanh"] = Field(
         default="exact",
@@ -279,9 +356,9 @@ class GateSettings(Frozen):
         description="Largest drop of the primary metric from FP32, absolute (0.01 is one point); fails "
         "beyond two standard errors of it.",
     )
-    int8_layers: Literal["all"] | None = Field(
-        default="all",
-        description="all: the engine must run in INT8 what the recipe asks for; null: not judged.",
+    require_int8: bool = Field(
+        default=True,
+        description="Fail the gate if the engine runs a layer in another precision than the recipe requests.",
     )
     min_speedup: Annotated[float, Field(gt=0)] | None = Field(
         default=None,

@@ -24,14 +24,16 @@ class Training(Frozen):
     batch_size: Positive = Field(
         default=32, description="Samples of one optimizer step, over all GPUs and accumulated parts."
     )
-    accumulate: Positive = Field(
+    gradient_accumulation_steps: Positive = Field(
         default=1, description="Parts that a GPU's share of the batch is split into."
     )
-    warmup: Fraction = Field(default=0.1, description="Share of the steps in which the learning rate rises.")
-    schedule: Literal["linear", "cosine", "constant"] = Field(
+    warmup_ratio: Fraction = Field(
+        default=0.1, description="Share of the steps in which the learning rate rises."
+    )
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
         default="linear", description="Course of the learning rate after warm-up."
     )
-    weight_decay: Weight = Field(default=0.01, description="Of matrices.")
+    weight_decay: Weight = Field(default=0.01, description="AdamW weight decay (weight matrices only).")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(
         default=1.0, description="Gradients are clipped to it."
     )
@@ -43,7 +45,7 @@ class Training(Frozen):
         description="Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto "
         "(bf16 where the GPU has it). bf16 rounds as coarsely as INT8.",
     )
-    evaluations: Positive = Field(
+    num_evals: Positive = Field(
         default=10,
         description="Evaluations on the held-out rows, spread over the run, each with a checkpoint.",
     )
@@ -96,10 +98,10 @@ class Qat(Training):
         description="Of hidden states and attention; null: the model's own. The student starts as a "
         "near copy of its teacher.",
     )
-    amax: Literal["frozen", "learnt"] = Field(
+    amax: Literal["frozen", "learned"] = Field(
         default="frozen",
-        description="frozen: the calibrated scales stay; learnt: the ratio of each amax to its calibrated "
+        description="frozen: the calibrated scales stay; learned: the ratio of each amax to its calibrated "
         "value is trained (LSQ, arXiv 1902.08153).",
     )
-    amax_learning_rate: Rate = Field(default=1e-3, description="Of learnt amax, relative to its value.")
+    amax_learning_rate: Rate = Field(default=1e-3, description="Of learned amax, relative to its value.")
     distill: Distill = Field(default=Distill(), description="Parts of the loss.")

@@ -6,11 +6,10 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.identity import says_pooling
 from qdqbench.quantize.encoders.load import class_names, load_config
 from qdqbench.quantize.encoders.pooling import MODES, Pooling
-from qdqbench.quantize.families.bert import BERT
-from qdqbench.quantize.families.known import family_of
+from qdqbench.quantize.families.known import BERT, family_of
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, validated
-from qdqbench.quantize.recipe.shapes import AUTO
+from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.rundir.session import RunConfig
 from qdqbench.quantize.tasks.labels import with_values_of
 from qdqbench.quantize.tasks.task import EMBEDDED, Task, get_task, of_embeddings, with_classes

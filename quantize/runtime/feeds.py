@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Int64
-from qdqbench.quantize.encoders.inputs import widened
+from qdqbench.quantize.encoders.modules import widened
 from qdqbench.quantize.engine.profiles import Profile, fit
 from qdqbench.quantize.runtime.tensors import Arrays
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Batch, Float32, Int64
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.inputs import widened
+from qdqbench.quantize.encoders.modules import widened
 from qdqbench.quantize.kinds.encoded import pad
 from qdqbench.quantize.serve.metrics import Metrics
 

@@ -271,8 +271,8 @@ def _new_model(entries: int, size: Size) -> "BertForSequenceClassification":
 def _training_batches(encoded: Encoded, pad_id: int, seed: int, size: Size) -> Iterator[IndexedBatch]:
     """Random batches of samples with like lengths; short sentences first, all from half-way on.
 
-    Negation is learnt from single clauses, then put to use in long sentences (Bengio et al. 2009, "Curriculum
-    learning"); with all lengths from the start it takes about twice the steps.
+    Negation is learned from single clauses, then put to use in long sentences (Bengio et al. 2009,
+    "Curriculum learning"); with all lengths from the start it takes about twice the steps.
     """
     generator = np.random.default_rng(seed)
     order = np.argsort(encoded.lengths, kind="stable")

@@ -13,8 +13,8 @@ from qdqbench.quantize.core.arrays import Int64
 from qdqbench.quantize.core.errors import CheckFailed, UserError
 from qdqbench.quantize.core.training_results import Finetuning, LogRow, TrainingRun
 from qdqbench.quantize.encoders.identity import model_commit, model_fingerprint
-from qdqbench.quantize.encoders.inputs import inputs_of
-from qdqbench.quantize.encoders.load import class_names, load_encoder, tokenizer_of
+from qdqbench.quantize.encoders.load import class_names, load_config, load_encoder, tokenizer_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import joined
@@ -24,10 +24,10 @@ from qdqbench.quantize.recipe.training import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.labels import with_values_of
 from qdqbench.quantize.tasks.rows import encode, load_split, with_classes_of
-from qdqbench.quantize.tasks.sources import from_hub
+from qdqbench.quantize.tasks.sources import from_hub, read_split
 from qdqbench.quantize.tasks.task import Task, by_split, with_classes
 from qdqbench.quantize.train.judge import collapsed, predict_rows
-from qdqbench.quantize.train.loop import Job, decayed, train
+from qdqbench.quantize.train.loop import HeldOut, Job, decayed, train
 from qdqbench.quantize.train.record import (
     CHECKPOINTS,
     RECORD,
@@ -39,7 +39,6 @@ from qdqbench.quantize.train.record import (
     write_finished,
 )
 from qdqbench.quantize.train.rows import TrainingData, divide
-from qdqbench.quantize.train.state import HeldOut
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -297,3 +296,15 @@ def _result(request: Request, data: _Data, runs: list[TrainingRun]) -> Finetunin
         notes=list(dict.fromkeys(data.notes)),
         environment=environment(),
     )
+
+
+def require_base(base: str, revision: str | None, task: Task, data: str) -> None:
+    """Find out what is wrong with a base or its data before anything is written.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    family_of(load_config(base, revision))
+    tokenizer_of(base, revision, task.kind)
+    for split in (task.train_split, *task.eval_splits):
+        read_split(task, data, split)

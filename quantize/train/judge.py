@@ -7,7 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.core.arrays import Array, Float32, Int64
 from qdqbench.quantize.core.progress import track
-from qdqbench.quantize.encoders.inputs import inputs_of
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.kinds.kind import TaskKind, joined
 from qdqbench.quantize.tasks.task import Task

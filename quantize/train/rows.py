@@ -21,7 +21,7 @@ class TrainingData:
     encoded: Encoded
     pad_id: int
     rows: Int64  # to learn from
-    held_out: Int64  # samples to judge on; never learnt from
+    held_out: Int64  # samples to judge on; never learned from
 
     @cached_property
     def judged(self) -> Encoded:

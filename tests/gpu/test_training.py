@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from qdqbench.quantize.cli.app import app
 from qdqbench.quantize.core.results import Results
-from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_encoder
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
@@ -23,7 +23,7 @@ from qdqbench.quantize.train import processes
 from ..support.families import write_model
 from ..support.tiny_bert import padded_batch
 
-QUICK = ("--epochs", 2, "--evaluations", 2, "--batch-size", 16)
+QUICK = ("--epochs", 2, "--num-evals", 2, "--batch-size", 16)
 
 
 def invoke(*words):
@@ -33,7 +33,7 @@ def invoke(*words):
 def recipe(folder, **qat):
     made = load_recipe("bert-int8-attention-qat").model_dump(mode="json")
     made |= {"name": "trained", "gate": {"max_drop": 0.2}}
-    made["qat"] |= {"epochs": 2, "batch_size": 16, "evaluations": 2} | qat
+    made["qat"] |= {"epochs": 2, "batch_size": 16, "num_evals": 2} | qat
     path = folder / "trained.yaml"
     path.write_text(dump_recipe(Recipe.model_validate(made)))
     return path
@@ -48,7 +48,7 @@ def test_finetune_in_bf16(sst2, tmp_path):
     assert run["metrics"]["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize("amax", ["frozen", "learnt"])
+@pytest.mark.parametrize("amax", ["frozen", "learned"])
 def test_qat_down_to_a_verified_engine(sst2, tmp_path, amax):
     out = tmp_path / "run"
     outcome = invoke("qat", recipe(tmp_path, amax=amax), *sst2.options, "--out", out)

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 
 from ..integration.tiny import results
 

@@ -279,7 +279,9 @@ OPTIONS = {
         lambda g, t: [
             "run",
             broken(
-                t, VALID + "rules: [{match: 'encoder.leyer.*', weights: int8/channel, input: int8/tensor}]"
+                t,
+                VALID
+                + "rules: [{match: 'encoder.leyer.*', weights: int8/per-channel, input: int8/per-tensor}]",
             ),
             *g.options,
         ],

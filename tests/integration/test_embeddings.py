@@ -128,7 +128,7 @@ def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, embe
     recipe = tmp_path / "short.yaml"
     text = qdqbench("recipes", "show", "roberta-int8-attention-qat").out
     text = text.replace("samples: 512", "samples: 64").replace("max_steps: 1000", "max_steps: 6")
-    recipe.write_text(text.replace("evaluations: 10", "evaluations: 2"))
+    recipe.write_text(text.replace("num_evals: 10", "num_evals: 2"))
     given = ("--model", embedder, "--task", "stsb", "--data", tmp_path, "--out", tmp_path / "run")
     done = qdqbench("run", recipe, *given, "--until", "fake_quant")
     assert done.code == 0, done.err

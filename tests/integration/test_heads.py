@@ -110,7 +110,7 @@ def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
     from qdqbench.eval.verify.bisect import run_onnxruntime
     from qdqbench.eval.verify.blocks import reference_blocks, stitch
     from qdqbench.eval.verify.checks import BlockSums
-    from qdqbench.quantize.encoders.inputs import inputs_of
+    from qdqbench.quantize.encoders.modules import inputs_of
     from qdqbench.quantize.rundir.session import Session, read_config
 
     session = Session(read_config(runs[kind]), runs[kind])

@@ -17,7 +17,7 @@ FILES = [
     *("methods.trials.fp32.npz", "methods.trials.jsonl", "recipe.yaml"),
 ]
 ATTENTION = "bert-int8-attention"
-NARROW = ("--method", "max", "--method", "percentile/99.9", "--smooth", "none")
+NARROW = ("--method", "max", "--method", "percentile/99.9", "--smoothing", "none")
 
 
 def read_methods(folder):
@@ -51,10 +51,10 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     found = read_methods(out)
     assert not [row.trial.failure for row in found.rows if row.trial.failure]
     assert [row.is_given for row in found.rows] == [True] + [False] * (len(found.rows) - 1)
-    assert {row.section.smooth for row in found.rows} == {"none", 0.65, "gain"}
+    assert {row.section.smoothing for row in found.rows} == {"none", 0.65, "gain"}
     assert {row.section.weights_method for row in found.rows} == {"max", "mse"}
     assert {row.section.bias_correction for row in found.rows} == {False, True}
-    assert {row.section.split_outliers for row in found.rows} == {0, 64}
+    assert {row.section.outlier_channel_splitting for row in found.rows} == {0, 64}
     least = min(row.trial.divergence for row in found.rows)
     assert found.best.trial.divergence == least > 0
     assert found.best.above_best == 0
@@ -64,7 +64,7 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     assert (found.divergence, found.metric) == ("kl", "accuracy")
     chosen = load_recipe(str(out / "recipe.yaml"))
     assert chosen.name == found.recipe_name == "bert-int8-ffn-calibrated"
-    for key in ("method", "smooth", "weights_method", "bias_correction"):
+    for key in ("method", "smoothing", "weights_method", "bias_correction"):
         assert getattr(chosen.calibration, key) == getattr(found.best.section, key)
     own = load_recipe(str(path))
     assert chosen.model_copy(update={"name": own.name, "calibration": own.calibration}) == own
@@ -74,7 +74,7 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
 
 def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """Killed at its second row, then once more with a torn line, against one that was not."""
-    three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smooth", "none")
+    three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smoothing", "none")
     options = ("methods", recipe(ATTENTION), *sst2.options, "--samples", 32, "--limit", 32, *three)
     assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
     answer, made = Trials.answer, []
@@ -106,7 +106,7 @@ def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypat
 @pytest.mark.long
 def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     """The fake-quant stage of `run` on the same recipe answers as the row, but for rounding flips."""
-    path = recipe(ATTENTION, smooth=0.5, bias_correction=True, method="percentile/99.99")
+    path = recipe(ATTENTION, smoothing=0.5, bias_correction=True, method="percentile/99.99")
     options = (path, *sst2.options, "--out")
     assert qdqbench("methods", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
     for stage in ("baseline", "fake_quant"):
@@ -122,7 +122,7 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     expected = compare(get_task("sst2"), *pair, labels, seed=0)
     given = read_methods(tmp_path / "a").given
     section = given.section
-    assert (section.method, section.smooth, section.bias_correction) == ("percentile/99.99", 0.5, True)
+    assert (section.method, section.smoothing, section.bias_correction) == ("percentile/99.99", 0.5, True)
     found = given.trial.scores["validation"]
     assert found.mean_abs_logit_diff == pytest.approx(expected.mean_abs_logit_diff, rel=0.05)
     assert found.delta["accuracy"] == pytest.approx(expected.delta["accuracy"], abs=2.5 / EVAL_ROWS)
@@ -195,7 +195,9 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     assert [row.trial.failure and row.trial.failure.text for row in found.rows] == ["amax is a joke", None]
     assert found.best.section.method == "percentile/99.9"
     nothing = tmp_path / "nothing"
-    refused(qdqbench("methods", *options, nothing, "--method", "max", "--smooth", "none"), "amax is a joke")
+    refused(
+        qdqbench("methods", *options, nothing, "--method", "max", "--smoothing", "none"), "amax is a joke"
+    )
     assert listing(nothing) == ["methods.trials.fp32.npz", "methods.trials.jsonl"]
 
 
@@ -203,7 +205,7 @@ def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_p
     "case",
     [
         (["--method", "average"], "'average'"),
-        (["--smooth", "2"], "--smooth 2"),
+        (["--smoothing", "2"], "--smoothing 2"),
         (["--samples", "1"], "--samples"),
         (["--data", "nowhere"], "data folder nowhere"),
     ],

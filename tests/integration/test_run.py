@@ -234,7 +234,7 @@ def edited(path, change, name="bert-int8-linears"):
             {"build", "verify", "engine"},
         ),
         (
-            lambda recipe: recipe["export"].update(weights="channel"),
+            lambda recipe: recipe["export"].update(weight_scales="channel"),
             [],
             {"export", "check", "parity", "onnxruntime", "build", "verify", "engine"},
         ),

@@ -22,14 +22,14 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from ..tools.tables import markdown, read_records
 from .tiny import MAIN, call_alone, write_data
 
-QUICK = ("--epochs", "2", "--evaluations", "2", "--batch-size", "16")
+QUICK = ("--epochs", "2", "--num-evals", "2", "--batch-size", "16")
 
 
 def recipe(tmp_path, **qat):
     """An INT8 attention recipe with a short training, in a file."""
     text = yaml.safe_load(json.dumps(load_recipe("bert-int8-attention-qat").model_dump(mode="json")))
-    text["qat"] = {"epochs": 2, "batch_size": 16, "evaluations": 2, "distill": {"hidden": 1.0}} | qat
-    text["calibration"] |= {"samples": 32, "bias_correction": False, "split_outliers": 32}
+    text["qat"] = {"epochs": 2, "batch_size": 16, "num_evals": 2, "distill": {"hidden": 1.0}} | qat
+    text["calibration"] |= {"samples": 32, "bias_correction": False, "outlier_channel_splitting": 32}
     text["name"], text["gate"]["max_drop"] = "trained", 1.0
     text["engine"]["shapes"] = text["engine"]["shapes"][-1]  # one profile builds sooner
     path = tmp_path / "recipe.yaml"
@@ -129,7 +129,7 @@ def test_a_killed_fine_tuning_goes_on_bit_for_bit(tuned, given, tmp_path, qdqben
     [
         (["--epochs", "0"], "--epochs"),
         (["--learning-rate", "2"], "--learning-rate"),
-        (["--schedule", "step"], "--schedule"),
+        (["--lr-scheduler-type", "step"], "--lr-scheduler-type"),
         (["--max-length", "5000"], "positions; lower --max-length"),
         (["--keep-head", "--num-labels", "3"], "no classifier for 3 labels"),
     ],
@@ -284,7 +284,7 @@ def test_what_is_trained_has_a_gradient(trained, tmp_path, logits):
 
     session = again(trained, tmp_path)
     parts = Distill(logits=logits, hidden=1.0)
-    settings = session.recipe.qat.model_copy(update={"amax": "learnt", "distill": parts})
+    settings = session.recipe.qat.model_copy(update={"amax": "learned", "distill": parts})
     data, _ = qat_job.training_data(session, settings)
     model = qat_job.prepare_student(session, settings)
     job = qat_job.new_job(session, settings, new_accelerator("fp32"), model, data)
@@ -369,7 +369,7 @@ def test_a_study_in_several_processes_is_refused(tmp_path):
 
 
 def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
-    wild = recipe(tmp_path, learning_rate=0.9, warmup=0.0, epochs=4, evaluations=8, max_grad_norm=1e9)
+    wild = recipe(tmp_path, learning_rate=0.9, warmup_ratio=0.0, epochs=4, num_evals=8, max_grad_norm=1e9)
     done = qdqbench("qat", wild, *sst2.options, "--out", str(tmp_path / "run"))
     assert done.code == 2
     assert "lower learning_rate" in done.err
@@ -379,10 +379,12 @@ def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
 def test_two_processes_train_one_run(given, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    path = recipe(tmp_path, amax="learnt")
+    path = recipe(tmp_path, amax="learned")
     unbuilt = yaml.safe_load(Path(path).read_text())  # engines are built in other tests
-    unbuilt["engine"]["backend"], unbuilt["gate"]["int8_layers"] = "tensorrt", None
-    unbuilt["calibration"]["split_outliers"] = 0  # with copies PTQ is so near that no step is better
+    unbuilt["engine"]["backend"], unbuilt["gate"]["require_int8"] = "tensorrt", False
+    unbuilt["calibration"]["outlier_channel_splitting"] = (
+        0  # with copies PTQ is so near that no step is better
+    )
     Path(path).write_text(yaml.safe_dump(unbuilt))
     command += ["-m", "qdqbench", "qat", path, *given("sst2").options]
     done = subprocess.run(

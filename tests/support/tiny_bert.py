@@ -33,7 +33,7 @@ OF_A_LAYER = (
 )
 LINEARS = [f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in OF_A_LAYER]
 ATTENTIONS = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(LAYERS)]
-INT8 = {"weights": "int8/channel", "input": "int8/tensor"}
+INT8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
 Batch = dict[str, npt.NDArray[np.int64]]
 
 
@@ -101,7 +101,7 @@ def recipe_with(name: str = "bert-int8-linears", **changes: Any) -> Recipe:
 
 def one_scale(*parts: str) -> list[dict[str, Any]]:
     """Rules that give linears of the attention, such as "query", one weight scale."""
-    one = {"type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"}
+    one = {"type": "Linear", "weights": "int8/per-tensor", "input": "int8/per-tensor"}
     return [{"match": f"*.self.{part}"} | one for part in parts]
 
 

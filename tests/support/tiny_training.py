@@ -7,9 +7,8 @@ import torch
 
 from qdqbench.quantize.kinds.encoded import Encoded
 from qdqbench.quantize.recipe.training import Training
-from qdqbench.quantize.train.loop import Job, decayed
+from qdqbench.quantize.train.loop import HeldOut, Job, decayed
 from qdqbench.quantize.train.rows import divide
-from qdqbench.quantize.train.state import HeldOut
 
 WORDS, ROWS = 20, 90
 
@@ -41,7 +40,7 @@ def sentences() -> Encoded:
 
 def job(folder: Path, *, dropout: float = 0.0, loss=None, collapsed=lambda step: False, **settings) -> Job:
     """Classification by cross entropy; `collapsed` is asked with the number of the evaluation."""
-    given = {"epochs": 3, "batch_size": 16, "evaluations": 4, "learning_rate": 0.05, "warmup": 0.0}
+    given = {"epochs": 3, "batch_size": 16, "num_evals": 4, "learning_rate": 0.05, "warmup_ratio": 0.0}
     training = Training(**(given | settings))
     data = divide(sentences(), 0, training.holdout, training.seed)
     model, labels, judged = Bag(dropout), torch.from_numpy(data.encoded.labels), []

@@ -3,8 +3,8 @@
     python tests/tools/benchmark_qat.py --batch 32 --length 128 --model minilm
 
 Variants: `plain`, the model before quantization; `sdpa`, the same with PyTorch's fused attention;
-`modelopt`, with ModelOpt's quantizers; `native`, with `quantize/fakequant/native.py`; `learnt`, native with
-learnt scales. Weights are random, scales come from one random batch. All live in one process and take
+`modelopt`, with ModelOpt's quantizers; `native`, with `quantize/fakequant/native.py`; `learned`, native with
+learned scales. Weights are random, scales come from one random batch. All live in one process and take
 turns, a block of steps each, so that every ratio is of neighbours in time. Prints a table for each
 precision: the median of the blocks' step times, the median and quartiles of the ratios to `plain`, kernels
 of one step (on a CPU: innermost operations, which are more), and peak memory of a GPU.
@@ -35,7 +35,7 @@ from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.train.processes import matrix_products
 
-VARIANTS = ("plain", "sdpa", "modelopt", "native", "learnt")
+VARIANTS = ("plain", "sdpa", "modelopt", "native", "learned")
 SHAPES = {  # layers, hidden size, heads, feed-forward size
     "tiny": (2, 64, 2, 128),
     "minilm": (6, 384, 12, 1536),
@@ -127,12 +127,12 @@ def _models(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     plan = resolve(recipe, module_table(quantized), quantized.base_model_prefix)
     ptq.calibrate(quantized, plan, [_batch(4, options.length)], recipe.calibration)
     models = {"plain": plain, "sdpa": sdpa}
-    models |= {name: copy.deepcopy(quantized) for name in ("modelopt", "native", "learnt")}
+    models |= {name: copy.deepcopy(quantized) for name in ("modelopt", "native", "learned")}
     models = {name: models[name].to(device).train() for name in options.variants}
     if "native" in models:
         native.use_native(models["native"])
-    if "learnt" in models:
-        native.learn_amax(models["learnt"])
+    if "learned" in models:
+        native.learn_amax(models["learned"])
     return models
 
 

@@ -137,7 +137,7 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
 def write_unsplit(path: Path) -> Path:
     """The recipe `bert-int8-attention` without splitting of outlier channels."""
     recipe = load_recipe("bert-int8-attention").model_dump(mode="json")
-    recipe["name"], recipe["calibration"]["split_outliers"] = UNSPLIT, 0
+    recipe["name"], recipe["calibration"]["outlier_channel_splitting"] = UNSPLIT, 0
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path

@@ -54,7 +54,7 @@ from qdqbench.quantize.core.limits import CPU_BACKENDS
 from qdqbench.quantize.core.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 from qdqbench.quantize.engine.hazards import hazards
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.recipe.shapes import AUTO
+from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
 from qdqbench.quantize.rundir.config import adapted
 from qdqbench.quantize.tasks.task import GLUE

@@ -100,7 +100,7 @@ def methods(  # noqa: PLR0913  (a command's options)
     out: Annotated[Path | None, typer.Option(help="Folder; none: runs/methods-MODEL-RECIPE-TASK.")] = None,
     replace: options.Replace = False,
     method: MethodOption = None,
-    smooth: SmoothOption = None,
+    smoothing: SmoothOption = None,
     samples: Annotated[int, typer.Option(min=2, help="Training samples to compare on.")] = 1024,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Validate on this many samples; the report warns.")
@@ -123,10 +123,10 @@ def methods(  # noqa: PLR0913  (a command's options)
     )
     folder = run_folder("methods", config, out)
     # a wrong name fails before anything is loaded
-    list_sections(config.recipe.calibration, method or (), smooth or ())
+    list_sections(config.recipe.calibration, method or (), smoothing or ())
     require_quantized(config.recipe)
     with _open_session("methods", config, folder, replace) as (session, show_progress):
-        comparison = MethodComparison(session, samples, method or (), smooth or (), show_progress)
+        comparison = MethodComparison(session, samples, method or (), smoothing or (), show_progress)
         _note_resume(comparison.trials.store)
         found = comparison.run()
         write_methods(found, folder)

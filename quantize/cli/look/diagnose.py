@@ -94,7 +94,8 @@ def fix(  # noqa: PLR0913
         str, typer.Option(help="Of what is not INT8, in a file that is all FP32: fp16, or keep.")
     ] = "fp16",
     weights: Annotated[
-        str, typer.Option(help="Scales of weights: channel, or factored, which TensorRT-RTX runs faster.")
+        str,
+        typer.Option(help="Scales of weight_scales: channel, or factored, which TensorRT-RTX runs faster."),
     ] = "channel",
     inputs: Annotated[
         Path | None,

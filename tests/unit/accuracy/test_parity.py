@@ -238,11 +238,11 @@ def uneven_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def smoothed(folder: Path) -> Quantized:
     """Everything at once: smoothing of every kind, an INT8 attention, and corrected biases."""
-    rules = [{"match": "encoder.layer.*"} | INT8, {"match": "*.attention.output.dense", "smooth": 0.5}]
+    rules = [{"match": "encoder.layer.*"} | INT8, {"match": "*.attention.output.dense", "smoothing": 0.5}]
     return calibrate(
         folder,
         recipe_with(
-            "bert-int8-attention", rules=rules, calibration={"smooth": 0.65, "bias_correction": True}
+            "bert-int8-attention", rules=rules, calibration={"smoothing": 0.65, "bias_correction": True}
         ),
     )
 

@@ -37,7 +37,7 @@ def test_scales_are_those_of_a_run(made, tiny_bert):
 
 def test_the_model_that_was_given_is_not_changed(model):
     before = copy.deepcopy(model.state_dict())
-    qdqbench.quantize(model, calibration_batches()[:1], recipe_with(calibration={"smooth": 0.5}))
+    qdqbench.quantize(model, calibration_batches()[:1], recipe_with(calibration={"smoothing": 0.5}))
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

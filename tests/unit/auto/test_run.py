@@ -144,7 +144,7 @@ def test_where_only_speed_is_unmet_search_alone_can_help(tmp_path):
 
 
 def test_nothing_is_tried_where_no_step_can_help(tmp_path):
-    planned = Planned(tmp_path, {name: run_of("int8_layers") for name in NAMES})
+    planned = Planned(tmp_path, {name: run_of("require_int8") for name in NAMES})
     assert planned.take()[-1].skipped == "no remedy"
     assert planned.taken == ["attention", "linears"]
 

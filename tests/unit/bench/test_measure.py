@@ -24,7 +24,7 @@ from ...support import fake_engines
 from ...support.tiny_bert import calibration_batches, write_tiny_bert
 
 TASK = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
-HOW = {"method": "max", "smooth": "none", "weights_method": "max"}
+HOW = {"method": "max", "smoothing": "none", "weights_method": "max"}
 OPTIONS = SearchOptions(batch=8, length=32, speed="latency")
 
 

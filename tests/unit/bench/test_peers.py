@@ -8,7 +8,7 @@ from qdqbench.eval.bench.peers import TorchRun, compiled_forward, eager_forward,
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.quantizers import forward
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 
 from ...support.tiny_bert import padded_batch
 

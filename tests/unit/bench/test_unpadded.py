@@ -20,8 +20,7 @@ from qdqbench.eval.bench.unpadded import (
     unpadded_rows,
 )
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.embedder import embedder_class
-from qdqbench.quantize.encoders.pooling import FIELD
+from qdqbench.quantize.encoders.pooling import FIELD, embedder_class
 from qdqbench.quantize.families.known import family_of
 
 from ...support.families import SIZES, new_model

@@ -105,7 +105,7 @@ def test_it_helps_where_clipping_moved_the_means(tiny_bert: Path) -> None:
 
 def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
     """On a GPU they stand in for ModelOpt's arithmetic."""
-    model, plan = coarse(tiny_bert, attention="int8", precision={"keep": ["layernorm"]})
+    model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
     expected = correct_biases(copy.deepcopy(model), plan.int8, calibration_batches())
     quantizers = {
         name: (type(q), q.amax.clone()) for name, q in quantizers_module.enabled_quantizers(model).items()
@@ -214,7 +214,7 @@ def test_only_int8_linears_of_the_encoder_change(tiny_bert: Path) -> None:
 
 
 def test_quantizers_are_left_as_they_were(tiny_bert: Path) -> None:
-    model, plan = coarse(tiny_bert, attention="int8", precision={"keep": ["layernorm"]})
+    model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
     off = [
         f"{LINEARS[1]}.input_quantizer",
         f"{LINEARS[4]}.weight_quantizer",

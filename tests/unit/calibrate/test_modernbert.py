@@ -8,10 +8,10 @@ import torch
 
 from qdqbench.quantize.calibrate import bias, ptq, splitting
 from qdqbench.quantize.calibrate.narrow import narrowed
-from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import prepare_model
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.families.modernbert import MODERNBERT
+from qdqbench.quantize.families.known import MODERNBERT
 
 from ...support.tiny_bert import (
     calibration_batches,
@@ -48,7 +48,7 @@ def test_factors_change_no_answer_and_follow_the_heads() -> None:
     with torch.no_grad():
         model.get_submodule(WQKV).weight[3] *= 16
     before = answers(prepare_model(model))
-    model, _, record = quantized(model, attention=True, smooth=0.5)
+    model, _, record = quantized(model, attention=True, smoothing=0.5)
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-5)
     smoothing = record.smoothing
@@ -64,8 +64,8 @@ def test_factors_change_no_answer_and_follow_the_heads() -> None:
 def test_an_output_projection_is_smoothed_by_the_rows_of_v() -> None:
     before = answers(prepare_model(new_modernbert()))
     model = prepare_model(new_modernbert())
-    every = {"match": "layers.*", "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}
-    recipe = recipe_with("modernbert-int8-linears", rules=[every, {"match": "*.attn.Wo", "smooth": 0.5}])
+    every = {"match": "layers.*", "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}
+    recipe = recipe_with("modernbert-int8-linears", rules=[every, {"match": "*.attn.Wo", "smoothing": 0.5}])
     record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ def test_an_output_projection_is_smoothed_by_the_rows_of_v() -> None:
 
 def test_a_split_copies_a_channel_with_its_gate() -> None:
     before = answers(prepare_model(outlying()))
-    model, plan, record = quantized(outlying(), split_outliers=EXTRA)
+    model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
     assert CHANNEL in record.splits[SECOND].outliers
     assert model.get_submodule(FIRST).out_features == 2 * (WIDTH + EXTRA)
     assert model.config.intermediate_size == model.get_submodule(SECOND).in_features == WIDTH + EXTRA
@@ -93,7 +93,7 @@ def test_a_split_copies_a_channel_with_its_gate() -> None:
 
 
 def test_copies_follow_their_original_in_training_and_merge_again() -> None:
-    model, plan, record = quantized(outlying(), split_outliers=EXTRA)
+    model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
     tie = splitting.keep_equal(model, record.splits)
     with torch.no_grad():
         for name in (FIRST, SECOND):
@@ -112,8 +112,8 @@ def test_copies_follow_their_original_in_training_and_merge_again() -> None:
 
 
 def test_a_record_is_narrowed_to_rows_without_copies() -> None:
-    plain = quantized(outlying(), split_outliers=EXTRA)
-    fused = quantized(outlying(), attention=True, split_outliers=EXTRA)
+    plain = quantized(outlying(), outlier_channel_splitting=EXTRA)
+    fused = quantized(outlying(), attention=True, outlier_channel_splitting=EXTRA)
     int8 = {name: how for name, how in plain.plan.int8.items() if name != SECOND}
     part = replace(plain.plan, int8=int8)
     record = narrowed(part, plain.record, fused.record)
@@ -144,7 +144,7 @@ def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
 
 def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
     before = answers(prepare_model(new_modernbert(biases=True)))
-    model, _, record = quantized(new_modernbert(biases=True), attention=True, softmax="error")
+    model, _, record = quantized(new_modernbert(biases=True), attention=True, softmax_scale="min-error")
     assert WQKV in record.centers
     query, key, value = np.reshape(record.centers[WQKV], (3, 32))
     assert (query == 0).all()
@@ -152,7 +152,7 @@ def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
     assert (value != 0).any()
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-4)
-    left = quantized(new_modernbert(), attention=True, softmax="error").record
+    left = quantized(new_modernbert(), attention=True, softmax_scale="min-error").record
     assert left.centers == {}
     assert left.notes[0].startswith(
         "values of INT8 attentions were not centred where model.layers.0.attn.Wqkv"

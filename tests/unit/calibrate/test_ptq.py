@@ -167,23 +167,23 @@ def test_restored_from_the_file_bit_for_bit(tiny_bert: Path, tmp_path: Path, nam
     )
 
 
-ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"keep": ["layernorm"]}}
+ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 EVERY = {"match": "encoder.layer.*"} | INT8
 WAYS: dict[str, dict[str, Any]] = {
     "percentile": {"calibration": {"method": "percentile/99.9"}} | ATTENTION,
     "mse": {"calibration": {"method": "mse", "weights_method": "mse"}} | ATTENTION,
     "entropy": {"rules": [EVERY, {"match": "encoder.layer.0.output.dense", "method": "entropy"}]},
-    "smooth": {"calibration": {"smooth": 0.65}} | ATTENTION,
-    "softmax": {"calibration": {"softmax": "error", "bias_correction": True}} | ATTENTION,
-    "gain": {"calibration": {"smooth": "gain"}},
-    "value": {"rules": [EVERY, {"match": "*.attention.output.dense", "smooth": 0.5}]},
+    "smoothing": {"calibration": {"smoothing": 0.65}} | ATTENTION,
+    "softmax": {"calibration": {"softmax_scale": "min-error", "bias_correction": True}} | ATTENTION,
+    "gain": {"calibration": {"smoothing": "gain"}},
+    "value": {"rules": [EVERY, {"match": "*.attention.output.dense", "smoothing": 0.5}]},
     "biases": {"calibration": {"bias_correction": True}},
     "everything": {
-        "calibration": {"method": "percentile/99", "smooth": 0.5, "bias_correction": True},
+        "calibration": {"method": "percentile/99", "smoothing": 0.5, "bias_correction": True},
         "rules": [
             EVERY,
             {"match": "encoder.layer.1.*", "method": "mse", "weights_method": "mse"},
-            {"match": "*.output.dense", "smooth": 0.6},
+            {"match": "*.output.dense", "smoothing": 0.6},
         ],
     }
     | ATTENTION,
@@ -230,7 +230,7 @@ def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> No
             return super().__iter__()
 
     passes = []
-    for way in ("entropy", "gain", "smooth", "everything"):
+    for way in ("entropy", "gain", "smoothing", "everything"):
         model, batches, seen = load_model(str(tiny_bert)), Counted(calibration_batches()), []
         recipe = recipe_with(**WAYS[way])
         record = ptq.calibrate(model, plan_of(recipe, model), batches, recipe.calibration, seen.append)
@@ -242,7 +242,7 @@ def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> No
 
 def test_amax_and_rms_are_of_what_is_rounded(tiny_bert: Path) -> None:
     """Behind the factors of smoothing."""
-    record = calibrate(tiny_bert, recipe_with(calibration={"smooth": 0.65})).record
+    record = calibrate(tiny_bert, recipe_with(calibration={"smoothing": 0.65})).record
     model, values = load_model(str(tiny_bert)), []
     factors = np.array(record.smoothing.inputs[LINEARS[0]], dtype=np.float32)
     model.get_submodule(LINEARS[0]).register_forward_pre_hook(

@@ -43,7 +43,7 @@ def batches() -> list[Batch]:
 
 def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", **changes: Any) -> Smoothing:
     """Insert quantizers and smooth; `model` is changed."""
-    recipe = recipe_with(rules=[EVERY, *rules], calibration={"smooth": smooth}, **changes)
+    recipe = recipe_with(rules=[EVERY, *rules], calibration={"smoothing": smooth}, **changes)
     plan = plan_of(recipe, model)
     ptq.insert_quantizers(model, plan)
 
@@ -66,16 +66,16 @@ def with_outlier(folder: Path) -> Any:
     return model
 
 
-ALL_INT8: dict[str, Any] = {"attention": "int8", "precision": {"keep": ["layernorm"]}}
+ALL_INT8: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 
 
-@pytest.mark.parametrize("smooth", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
 @pytest.mark.parametrize(
     ("rules", "changes"),
     [
         ([], {}),
-        ([OUTPUTS | {"smooth": 0.5}], {}),
-        ([OUTPUTS | {"smooth": 0.8}, {"match": "*.output.dense", "smooth": 0.6}], ALL_INT8),
+        ([OUTPUTS | {"smoothing": 0.5}], {}),
+        ([OUTPUTS | {"smoothing": 0.8}, {"match": "*.output.dense", "smoothing": 0.6}], ALL_INT8),
     ],
     ids=["norms", "value", "all"],
 )
@@ -83,7 +83,7 @@ def test_no_output_changes_by_a_bit(
     tiny_bert: Path, smooth: float | str, rules: list[dict[str, Any]], changes: dict[str, Any]
 ) -> None:
     model, untouched = with_outlier(tiny_bert), with_outlier(tiny_bert)
-    found = smoothed(model, *rules, smooth=smooth, **changes)
+    found = smoothed(model, *rules, smoothing=smooth, **changes)
     assert set(found.inputs) >= {*QKV, FFN_IN}
     assert (OUTPUT in found.columns) == bool(rules)
     assert (QKV[0] in found.rows) == bool(changes)
@@ -95,10 +95,10 @@ def test_no_output_changes_by_a_bit(
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("smooth", [0.3, 0.8, "gain"])
+@pytest.mark.parametrize("smoothing", [0.3, 0.8, "gain"])
 def test_factors(tiny_bert: Path, smooth: float | str) -> None:
     model = with_outlier(tiny_bert)
-    found = smoothed(model, OUTPUTS | {"smooth": 0.5}, smooth=smooth, **ALL_INT8)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smoothing=smooth, **ALL_INT8)
     for group in (found.inputs, found.columns, found.rows):
         for factors in group.values():
             exponents = np.log2(factors)
@@ -130,13 +130,13 @@ def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
     ranges, weights = torch.stack(seen).amax(dim=0), torch.stack(columns).amax(dim=0)
     exponents = torch.log2(ranges.double() ** 0.7 / weights.double() ** 0.3)
     wanted = torch.exp2(torch.round(exponents - exponents.mean()))
-    assert smoothed(model, smooth=0.7).columns[QKV[0]] == wanted.tolist()
+    assert smoothed(model, smoothing=0.7).columns[QKV[0]] == wanted.tolist()
 
 
 def test_the_gain_is_that_of_the_layernorm_before(tiny_bert: Path) -> None:
     model = with_outlier(tiny_bert)
     norm = model.bert.encoder.layer[0].attention.output.LayerNorm.weight.detach().abs().log2()
-    found = smoothed(model, smooth="gain").columns[FFN_IN]
+    found = smoothed(model, smoothing="gain").columns[FFN_IN]
     assert np.log2(found).tolist() == torch.round(norm - norm.mean()).tolist()
     assert np.argmax(found) == CHANNEL
 
@@ -163,7 +163,7 @@ def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
         return (largest["query"] / largest["key"]).log2()
 
     ratios["before"] = measure()
-    found = smoothed(model, smooth=0.5, **ALL_INT8)
+    found = smoothed(model, smoothing=0.5, **ALL_INT8)
     ratios["after"] = measure()
     assert found.rows[f"{ATTENTIONS[0]}.query"][3] <= 0.5
     assert ratios["after"].std() < 0.6 * ratios["before"].std()
@@ -180,13 +180,13 @@ def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
     model.get_submodule(f"{ATTENTIONS[1]}.query").bias.data[6] = 0
     for name in LINEARS[6:9]:
         model.get_submodule(name).weight.data[:, 9] = 0
-    found = smoothed(model, OUTPUTS | {"smooth": 0.5}, smooth=0.5, **ALL_INT8)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smoothing=0.5, **ALL_INT8)
     assert [found.inputs[FFN_IN][channel] for channel in (2, 7)] == [1.0, 1.0]
     assert found.rows[f"{ATTENTIONS[0]}.value"][4] == 1.0
     assert found.columns[OUTPUT][4] == 1.0
     assert found.rows[f"{ATTENTIONS[1]}.query"][6] == 1.0
     assert found.inputs[LINEARS[6]][9] == 1.0
-    gain = smoothed(load_dead_norm(tiny_bert), smooth="gain")
+    gain = smoothed(load_dead_norm(tiny_bert), smoothing="gain")
     assert gain.columns[FFN_IN][2] == 1.0
     assert all(np.isfinite(factors).all() for factors in gain.columns.values())
 
@@ -219,9 +219,10 @@ def test_powers_of_two(raw: Any) -> None:
 def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[str, Any]) -> None:
     model = load_model(str(tiny_bert))
     with pytest.raises(
-        UserError, match=r"^smooth: gain needs a LayerNorm before the linear, which .* do not have; give an"
+        UserError,
+        match=r"^smoothing: gain needs a LayerNorm before the linear, which .* do not have; give an",
     ) as error:
-        smoothed(model, rule | {"smooth": "gain"})
+        smoothed(model, rule | {"smoothing": "gain"})
     for layer in range(2):
         assert f"bert.encoder.layer.{layer}.output.dense" in str(error.value)
         assert f"bert.encoder.layer.{layer}.attention.output.dense" in str(error.value)
@@ -230,14 +231,14 @@ def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[st
 
 
 def test_linears_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
-    found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smooth": 0.9}, smooth=0.4)
+    found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smoothing": 0.9}, smoothing=0.4)
     query, key, value = (found.inputs[name] for name in QKV)
     assert key == value != query
 
 
 def test_one_linear_alone(tiny_bert: Path) -> None:
     found = smoothed(
-        load_model(str(tiny_bert)), {"match": "encoder.layer.0.intermediate.dense", "smooth": 0.5}
+        load_model(str(tiny_bert)), {"match": "encoder.layer.0.intermediate.dense", "smoothing": 0.5}
     )
     assert [*found.inputs] == [*found.columns] == [FFN_IN]
     assert found.rows == {}
@@ -246,7 +247,7 @@ def test_one_linear_alone(tiny_bert: Path) -> None:
 def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) -> tuple[float, float]:
     """Relative logit error of the fake-quant model, and the largest amax over rms before the feed-forward."""
     model, exact = make(folder), make(folder)
-    recipe = recipe_with(rules=[EVERY], calibration={"smooth": smooth})
+    recipe = recipe_with(rules=[EVERY], calibration={"smoothing": smooth})
     record = ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
     states = [state for name, state in record.quantizers.items() if "intermediate.dense.input" in name]
     ratios = [state.amax / state.rms for state in states if isinstance(state.amax, float) and state.rms]
@@ -259,7 +260,7 @@ def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) 
     return error / sum(float(theirs.square().sum()) for _, theirs in pairs), max(ratios)
 
 
-@pytest.mark.parametrize("smooth", [0.5, 0.65, "gain"])
+@pytest.mark.parametrize("smoothing", [0.5, 0.65, "gain"])
 def test_an_outlier_channel_no_longer_hurts(tiny_bert: Path, smooth: float | str) -> None:
     plain, spread = logit_error(tiny_bert, with_outlier, "none")
     better, narrow = logit_error(tiny_bert, with_outlier, smooth)
@@ -299,9 +300,9 @@ def test_factors_come_out_of_trained_weights_bit_for_bit(
 
 def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
     model = with_outlier(tiny_bert)
-    rules = [EVERY, OUTPUTS | {"smooth": 0.5}]
+    rules = [EVERY, OUTPUTS | {"smoothing": 0.5}]
     recipe = recipe_with(
-        rules=rules, calibration={"smooth": 0.5, "bias_correction": True}, residual="int8", **ALL_INT8
+        rules=rules, calibration={"smoothing": 0.5, "bias_correction": True}, residual="int8", **ALL_INT8
     )
     plan = plan_of(recipe, model)
     record = ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)

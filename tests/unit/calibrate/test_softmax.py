@@ -22,14 +22,14 @@ from qdqbench.quantize.recipe.sections import Calibration
 from ...support.families import write_model
 from ...support.tiny_bert import ATTENTIONS, INT8, LINEARS, padded_batch, plan_of, recipe_with
 
-RECIPE = {"attention": "int8", "precision": {"keep": ["layernorm"]}}
+RECIPE = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 RULES = [{"match": "encoder.layer.*"} | INT8]
 LONG_BATCHES = [padded_batch((length,) * 4, seed=length) for length in (12, 120)]
 
 
 def calibrated(folder: Path, how: str, model: Any = None) -> tuple[Any, Plan, CalibrationRecord]:
     model = model or load_model(str(folder))
-    recipe = recipe_with(rules=RULES, calibration={"softmax": how}, **RECIPE)
+    recipe = recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
     plan = plan_of(recipe, model)
     return model, plan, ptq.calibrate(model, plan, LONG_BATCHES, recipe.calibration)
 
@@ -97,7 +97,7 @@ def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> Non
 @pytest.mark.parametrize("model_type", ["distilbert", "albert", "mpnet", "deberta-v2", "modernbert"])
 def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path) -> None:
     recipe = load_recipe(f"{model_type}-int8-attention")
-    recipe = recipe.model_copy(update={"calibration": Calibration(softmax="error")})
+    recipe = recipe.model_copy(update={"calibration": Calibration(softmax_scale="min-error")})
     folder, batch = str(write_model(tmp_path, model_type)), padded_batch((40, 12))
     plain, model = quantizers.forward(load_model(folder), batch), load_model(folder)
     plan = plan_of(recipe, model)

@@ -16,7 +16,7 @@ from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import quantizers
 from qdqbench.quantize.fakequant import quantizers as quantizers_module
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 
 from ...support.tiny_bert import (
     INT8,
@@ -53,8 +53,10 @@ def outlying(folder: Path) -> Any:
 
 def calibrated(folder: Path, *rules: dict[str, Any], per: str = "channel", **calibration: Any) -> Found:
     model = outlying(folder)
-    every = EVERY | {"weights": f"int8/{per}"}
-    recipe = recipe_with(rules=[every, *rules], calibration={"split_outliers": EXTRA} | calibration)
+    every = EVERY | {"weights": f"int8/per-{per}"}
+    recipe = recipe_with(
+        rules=[every, *rules], calibration={"outlier_channel_splitting": EXTRA} | calibration
+    )
     plan = plan_of(recipe, model)
     return model, plan, ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
 
@@ -91,9 +93,9 @@ def test_an_activation_and_its_weight_share_the_copies() -> None:
     assert found.outliers == {CHANNEL: (4, 4)}  # 15 of 32 copies; the others are filling
 
 
-@pytest.mark.parametrize("smooth", ["none", 0.5])
-def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smooth: Any) -> None:
-    model, _, record = calibrated(tiny_bert, smooth=smooth)
+@pytest.mark.parametrize("smoothing", ["none", 0.5])
+def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smoothing: Any) -> None:
+    model, _, record = calibrated(tiny_bert, smoothing=smoothing)
     assert list(record.splits) == SECONDS
     assert all(CHANNEL in each.outliers for each in record.splits.values())
     for name in SECONDS:
@@ -106,14 +108,16 @@ def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smooth: Any)
 def test_int8_loses_far_less(tiny_bert: Path, per: str) -> None:
     exact = answers(outlying(tiny_bert))
     error = {
-        extra: float((answers(calibrated(tiny_bert, per=per, split_outliers=extra)[0]) - exact).norm())
+        extra: float(
+            (answers(calibrated(tiny_bert, per=per, outlier_channel_splitting=extra)[0]) - exact).norm()
+        )
         for extra in (0, EXTRA)
     }
     assert error[EXTRA] < 0.5 * error[0]
 
 
 def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
-    plain, split = (calibrated(tiny_bert, split_outliers=extra)[2] for extra in (0, EXTRA))
+    plain, split = (calibrated(tiny_bert, outlier_channel_splitting=extra)[2] for extra in (0, EXTRA))
     for name in SECONDS:
         before, after = (r.quantizers[f"{name}.input_quantizer"].amax for r in (plain, split))
         assert isinstance(after, float)
@@ -133,7 +137,9 @@ def test_copies_differ_and_fit_fp16() -> None:
     assert (layout.columns == 0).sum() == len(layout.channels) - 40 - 31 - 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"bias_correction": True, "smooth": 0.5, "weights_method": "mse"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"bias_correction": True, "smoothing": 0.5, "weights_method": "mse"}]
+)
 def test_the_record_rebuilds_every_bit(tiny_bert: Path, changes: dict[str, Any]) -> None:
     model, plan, record = calibrated(tiny_bert, **changes)
     again = outlying(tiny_bert)
@@ -161,7 +167,7 @@ def test_the_graph_computes_what_the_model_does(tiny_bert: Path, form: str) -> N
 
 
 def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> None:
-    model, plan, record = calibrated(tiny_bert, smooth=0.5)
+    model, plan, record = calibrated(tiny_bert, smoothing=0.5)
     tie = splitting.keep_equal(model, record.splits)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -186,14 +192,14 @@ def test_there_must_be_something_to_split(tiny_bert: Path) -> None:
 
 
 def test_one_way_at_a_time(tiny_bert: Path) -> None:
-    with pytest.raises(UserError, match=r"layer\.1\.output\.dense, and so would smooth; drop one"):
-        calibrated(tiny_bert, {"match": "encoder.layer.1.output.dense", "smooth": 0.5})
+    with pytest.raises(UserError, match=r"layer\.1\.output\.dense, and so would smoothing; drop one"):
+        calibrated(tiny_bert, {"match": "encoder.layer.1.output.dense", "smoothing": 0.5})
 
 
 @pytest.mark.parametrize("count", [-32, 8, 2048])
 def test_kernels_need_aligned_sizes(count: int) -> None:
-    with pytest.raises(ValueError, match="split_outliers"):
-        recipe_with(calibration={"split_outliers": count})
+    with pytest.raises(ValueError, match="outlier_channel_splitting"):
+        recipe_with(calibration={"outlier_channel_splitting": count})
 
 
 def test_layers_are_counted(tiny_bert: Path) -> None:

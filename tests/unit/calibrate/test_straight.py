@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.calibrate.bias import apply_biases
-from qdqbench.quantize.calibrate.ranges import Ranges
 from qdqbench.quantize.calibrate.record import CalibrationRecord, Smoothing
+from qdqbench.quantize.calibrate.smoothing import Ranges
 from qdqbench.quantize.calibrate.straight import (
     LARGEST_REST,
     RIDGE,
@@ -26,7 +26,7 @@ from qdqbench.quantize.calibrate.straight import (
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.recipe.straight import merged, shifted, straight, straight_linears
+from qdqbench.quantize.recipe.plan import merged, shifted, straight, straight_linears
 
 from ...support.tiny_bert import (
     ATTENTIONS,
@@ -49,7 +49,7 @@ KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
 
 
 def recipe(*rules: dict[str, Any], qkv: str = "separate", **calibration: Any) -> Any:
-    export = {"opset": 20, "max_length": 128, "qkv": qkv}
+    export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
     return recipe_with("bert-int8-attention", rules=[EVERY, *rules], calibration=calibration, export=export)
 
 
@@ -79,9 +79,9 @@ def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
     assert shifted(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
     assert straight_linears(plan) == KEYS_AND_VALUES | QUERIES
     assert merged(plan) == []
-    assert merged(plan_of(recipe(*STRAIGHT, QUERY, qkv="merged"), model)) == ATTENTIONS
+    assert merged(plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)) == ATTENTIONS
     for rules in (STRAIGHT, [QUERY], [QUERY, STRAIGHT[0]]):
-        plan = plan_of(recipe(*rules, qkv="merged"), model)
+        plan = plan_of(recipe(*rules, qkv_scales="shared"), model)
         assert (shifted(plan), merged(plan)) == ({}, [])
 
 
@@ -137,7 +137,7 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
             forward(model, each)
     shifts, (warning,) = shift(model, plan, seen, Ranges({}, {}))
     assert all(name in warning for name in ATTENTIONS)
-    assert "int8/channel for their query" in warning
+    assert "int8/per-channel for their query" in warning
     assert not any(any(shifts[name].added[norm]) for name, norm in shifted(plan).items())
 
 
@@ -168,7 +168,7 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
 
 def test_values_of_a_straight_attention_are_not_centred(tiny_bert: Path) -> None:
     """Its amax is the best of what is there, without a centre that nothing could take out again."""
-    made = calibrate(tiny_bert, recipe(*STRAIGHT, softmax="error"))
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, softmax_scale="min-error"))
     assert {(row.module, row.centered) for row in made.record.softmax} == {(n, False) for n in ATTENTIONS}
     outputs = {name for name in LINEARS if name.endswith("attention.output.dense")}
     assert set(made.record.centers) == KEYS_AND_VALUES | outputs
@@ -185,7 +185,7 @@ def test_given_ranges_of_what_is_moved_are_refused(tiny_bert: Path) -> None:
 
 
 def test_merged_ones_share_their_scales(tiny_bert: Path) -> None:
-    made = calibrate(tiny_bert, recipe(*STRAIGHT, QUERY, qkv="merged"))
+    made = calibrate(tiny_bert, recipe(*STRAIGHT, QUERY, qkv_scales="shared"))
     states = made.record.quantizers
     for name in ATTENTIONS:
         assert len({states[f"{name}.{x}_bmm_quantizer"].amax for x in "qkv"}) == 1  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_the_model_stays_the_same(model: Any) -> None:
 
 def test_rows_of_q_and_k_become_alike(model: Any) -> None:
     """Where q has one scale too; the value of a merged one gets the range of both."""
-    equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv="merged"), model), Smoothing())
+    equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model), Smoothing())
     for layer in model.bert.encoder.layer:
         attention = layer.attention.self
         query, key, value = (
@@ -243,7 +243,7 @@ def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
 def test_calibration_keeps_the_biases_out_and_restores_bit_for_bit(
     tiny_bert: Path, also: list[dict[str, Any]]
 ) -> None:
-    asked = recipe(*STRAIGHT, *also, smooth=0.65, bias_correction=True, softmax="error")
+    asked = recipe(*STRAIGHT, *also, smoothing=0.65, bias_correction=True, softmax_scale="min-error")
     made = calibrate(tiny_bert, asked)
     assert straight(made.plan) == ATTENTIONS
     assert list(made.record.shifts) == (ATTENTIONS if also else [])

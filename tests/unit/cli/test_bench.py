@@ -240,7 +240,7 @@ def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
         {"match": "encoder.layer.*", "type": "Linear", **INT8},
         {"match": "*", "type": "Attention", "precision": "int8"},
     ]
-    recipe = recipe_with(rules=rules, precision={"keep": ["layernorm"]})
+    recipe = recipe_with(rules=rules, precision={"never_quantize": ["layernorm"]})
     assert recipe.attention == "fp16"
     target = some_target(tmp_path, recipe)
     target.about.shape["positions"] = 2048

@@ -7,11 +7,9 @@ import pytest
 from transformers import AutoConfig
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.describe.inventory import inventory
-from qdqbench.quantize.describe.recognise import Recognised, recognise
+from qdqbench.quantize.describe.recognise import Recognised, inventory, recognise
 from qdqbench.quantize.describe.untrained import untrained
-from qdqbench.quantize.families.bert import BERT
-from qdqbench.quantize.families.known import FAMILIES
+from qdqbench.quantize.families.known import BERT, FAMILIES
 
 from ...support.families import SIZES
 from ...support.unknown import config_for

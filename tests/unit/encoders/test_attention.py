@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_model, prepare_model
+from qdqbench.quantize.encoders.modules import inputs_of
 from qdqbench.quantize.families.known import FAMILIES
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.precision import to_fp16

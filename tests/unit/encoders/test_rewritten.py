@@ -140,7 +140,7 @@ def test_smoothing_moves_no_score_and_heads_are_joined(recipe: str) -> None:
     model, notes = prepare_model(new_model(name)), list[str]()
     batch = batch_of(model, (9, 16))
     exact = forward(model, batch).numpy()
-    asked = recipe_with(recipe, calibration={"smooth": 0.65})
+    asked = recipe_with(recipe, calibration={"smoothing": 0.65})
     plan = plan_of(asked, model)
     record = calibrate(model, plan, [batch_of(model, (length,) * 4) for length in (5, 16)], asked.calibration)
     assert record.smoothing.inputs

@@ -35,11 +35,11 @@ def test_answers_and_hidden_states_are_those_of_transformers() -> None:
     assert list(summed.state_dict()) == list(plain.state_dict())
 
 
-@pytest.mark.parametrize("smooth", ["none", 0.5])
-def test_int8_residuals_round_as_the_linears_that_read_them(tmp_path: Path, smooth: float | str) -> None:
+@pytest.mark.parametrize("smoothing", ["none", 0.5])
+def test_int8_residuals_round_as_the_linears_that_read_them(tmp_path: Path, smoothing: float | str) -> None:
     model = load_model(str(write_model(tmp_path / "model", "distilbert")))
     recipe = load_recipe("distilbert-int8-residual-qat")
-    settings = recipe.calibration.model_copy(update={"split_outliers": 8, "smooth": smooth})
+    settings = recipe.calibration.model_copy(update={"outlier_channel_splitting": 8, "smoothing": smoothing})
     recipe = recipe.model_copy(update={"calibration": settings})
     plan = resolve(recipe, module_table(model), "distilbert")
     assert list(plan.residual) == SUMS

@@ -18,7 +18,7 @@ from qdqbench.eval.accuracy import runners
 from qdqbench.quantize.calibrate import ptq
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.fakequant import learnt_scales, native, quantizers
+from qdqbench.quantize.fakequant import learned_scales, native, quantizers
 from qdqbench.quantize.fakequant import modelopt as private
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -35,9 +35,9 @@ from ...support.tiny_bert import (
 RECIPES: dict[str, dict[str, Any]] = {
     "linears": {},
     "per-tensor": {"name": "bert-int8-linears-per-tensor"},
-    "smooth": {"calibration": {"smooth": 0.5}},
+    "smoothing": {"calibration": {"smoothing": 0.5}},
     "attention": {"name": "bert-int8-attention"},
-    "residual": {"name": "bert-int8-attention", "residual": "int8", "calibration": {"smooth": 0.5}},
+    "residual": {"name": "bert-int8-attention", "residual": "int8", "calibration": {"smoothing": 0.5}},
 }
 TIE = 2.0**-15  # of a quotient from a tie, where codes may differ by one
 ROUNDING = 2.0**-22
@@ -147,7 +147,7 @@ def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -
 @given(st.lists(st.floats(2.0**-30, 2.0**17, width=32), min_size=1, max_size=20))
 def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> None:
     quantizer = quantizer_of(torch.tensor(scales)[:, None] * 127, 0)
-    ours = learnt_scales.rounded_up((quantizer.amax / 127).flatten())
+    ours = learned_scales.rounded_up((quantizer.amax / 127).flatten())
     quantizers.round_weight_scales({"x.weight_quantizer": quantizer})
     assert torch.equal(ours * 127, quantizer.amax.flatten())
     assert torch.equal(quantizer.amax.flatten() / 127, ours)
@@ -158,14 +158,14 @@ def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> N
 @settings(deadline=None)
 @given(x=values, amax=st.floats(2.0**-7, 2.0**7, width=32), ratio=st.floats(0.25, 1.5, width=32))
 @example(x=SMALLEST, amax=0.125, ratio=1.0)
-def test_learnt_gradient_is_that_of_lsq(
+def test_learned_gradient_is_that_of_lsq(
     x: Any, amax: float, ratio: float, axis: int | None, rounded: bool
 ) -> None:
     x, bound = case(x, amax, axis)
     quantizer = quantizer_of(bound, axis)
     parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
-    item = learnt_scales.Learnt(parameter, quantizer, rounded, -128, axis, x.shape[1])
-    scale, _ = learnt_scales.Table([item]).current(item)
+    item = learned_scales.Learned(parameter, quantizer, rounded, -128, axis, x.shape[1])
+    scale, _ = learned_scales.Table([item]).current(item)
     incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
     leaf = x.clone().requires_grad_()
     item.quantized(leaf).backward(incoming)
@@ -187,12 +187,12 @@ def test_learnt_gradient_is_that_of_lsq(
     assert unsure or torch.equal(leaf.grad, incoming * inside)
 
 
-def test_learnt_gradient_is_that_of_torch() -> None:
+def test_learned_gradient_is_that_of_torch() -> None:
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     quantizer = quantizer_of(1.7, None)
     ratio = torch.nn.Parameter(torch.tensor(0.8))
-    item = learnt_scales.Learnt(ratio, quantizer, False, -128, None, 32)
-    scale, _ = learnt_scales.Table([item]).current(item)
+    item = learned_scales.Learned(ratio, quantizer, False, -128, None, 32)
+    scale, _ = learned_scales.Table([item]).current(item)
     item.quantized(x).square().sum().backward()
     leaf, other = scale.clone().reshape(1).requires_grad_(), x.detach().clone().requires_grad_()
     theirs = torch._fake_quantize_learnable_per_tensor_affine(
@@ -311,7 +311,7 @@ def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Pat
     assert query(x) is not first
     with torch.no_grad():
         assert key(x).requires_grad is False
-        native.learnt(model)[0].mul_(0.5)
+        native.learned(model)[0].mul_(0.5)
     narrower = key(x)
     assert narrower.abs().max() < 0.6 * first.abs().max()
     x.mul_(0.01)
@@ -349,7 +349,7 @@ def test_learning_starts_where_calibration_ended(fake_quant: Quantized) -> None:
     expected = logits(model)
     ratios = native.learn_amax(model)
     assert torch.equal(logits(model), expected)
-    assert [id(p) for p in native.learnt(model)] == [id(p) for p in ratios]
+    assert [id(p) for p in native.learned(model)] == [id(p) for p in ratios]
     assert {id(p) for p in ratios} <= {id(p) for p in model.parameters()}
     softmax = sum("p_bmm" in name for name in fake_quant.record.quantizers)
     saved = (2 + bool(fake_quant.plan.residual)) * 2 + 2 * bool(fake_quant.plan.residual)
@@ -452,7 +452,7 @@ def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
         ratios[0].fill_(-3.0)
         ratios[1][0] = 0.0
     native.keep_positive(model)
-    assert ratios[0] == ratios[1][0] == learnt_scales.LOWEST_RATIO
+    assert ratios[0] == ratios[1][0] == learned_scales.LOWEST_RATIO
     assert (ratios[1][1:] == 1).all()
     with pytest.raises(RuntimeError, match="settle"):
         native.use_modelopt(model)

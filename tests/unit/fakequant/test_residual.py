@@ -58,7 +58,7 @@ NORMS = [name.replace("layer/", "layer.") for name in NORMS]
 BATCHES = [padded_batch((9, 4, 16)), padded_batch((12, 12, 3, 7), seed=1)]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "smoothed": {"calibration": {"smooth": 1.0, "bias_correction": True}},
+    "smoothed": {"calibration": {"smoothing": 1.0, "bias_correction": True}},
     "attention": {"base": "bert-int8-attention", "calibration": {"method": "percentile/99.9"}},
 }
 
@@ -129,18 +129,28 @@ def _of(node: onnx.NodeProto, module: str) -> bool:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("residual: int8, precision: {keep: [softmax]}", "add layernorm to precision.keep"),
+        (
+            "residual: int8, precision: {never_quantize: [softmax]}",
+            "add layernorm to precision.never_quantize",
+        ),
         ("residual: int8, rules: []", "needs INT8 linears that read the same tensors"),
         ("residual: yes", "residual: Input should be 'fp16' or 'int8'"),
         (
             "rules: [{match: '*', type: Residual, method: mse}]",
             "calibrated as the linears that read the same",
         ),
-        ("rules: [{match: '*', type: Residual, weights: int8/tensor, input: int8/tensor}]", "only Linear"),
+        (
+            "rules: [{match: '*', type: Residual, weights: int8/per-tensor, input: int8/per-tensor}]",
+            "only Linear",
+        ),
     ],
 )
 def test_recipes_that_make_no_sense(text: str, why: str) -> None:
-    rules = "" if "rules" in text else "rules: [{match: '*', weights: int8/channel, input: int8/tensor}], "
+    rules = (
+        ""
+        if "rules" in text
+        else "rules: [{match: '*', weights: int8/per-channel, input: int8/per-tensor}], "
+    )
     with pytest.raises(UserError, match=why):
         parse_recipe(f"{{version: 1, name: x, {rules}{text}}}", "x")
 
@@ -179,7 +189,7 @@ def _readers(name: str) -> list[str]:
         ({"match": "*.1.intermediate.dense", "precision": "fp16"}, "layer.1.intermediate.dense to be INT8"),
         ({"match": "*.value", "method": "mse"}, "layer.0.attention.output, .*1.attention.output to have one"),
         (
-            {"match": "*.0.*.query", "smooth": 0.5},
+            {"match": "*.0.*.query", "smoothing": 0.5},
             "residual of bert.encoder.layer.0.attention.output to have",
         ),
     ],

@@ -15,16 +15,21 @@ from qdqbench.quantize.calibrate.ptq import calibrate
 from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.attention import MASK_FILL
-from qdqbench.quantize.encoders.inputs import inputs_of, widened
 from qdqbench.quantize.encoders.load import load_encoder, load_model, prepare_model
-from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.encoders.modules import inputs_of, module_table, widened
 from qdqbench.quantize.families import known as family_module
-from qdqbench.quantize.families.albert import ALBERT
-from qdqbench.quantize.families.bert import BERT, ELECTRA, ROBERTA
-from qdqbench.quantize.families.distilbert import DISTILBERT
 from qdqbench.quantize.families.family import ENCODER_KINDS, Family
-from qdqbench.quantize.families.known import FAMILIES, family_of, require_family
-from qdqbench.quantize.families.relative import MPNET
+from qdqbench.quantize.families.known import (
+    ALBERT,
+    BERT,
+    DISTILBERT,
+    ELECTRA,
+    FAMILIES,
+    MPNET,
+    ROBERTA,
+    family_of,
+    require_family,
+)
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.machine.quiet import quiet
@@ -268,7 +273,10 @@ class TestOtherNamesAreLoud:
 
 def distilbert_recipe(rules: list[Any]) -> Any:
     made = recipe_with(
-        rules=rules, attention="int8", precision={"keep": ["layernorm"]}, calibration={"smooth": 0.5}
+        rules=rules,
+        attention="int8",
+        precision={"never_quantize": ["layernorm"]},
+        calibration={"smoothing": 0.5},
     )
     return made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
 
@@ -280,7 +288,7 @@ def test_a_plan_of_another_family() -> None:
     assert {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name} == {
         *DISTILBERT.linears
     }
-    smoothed = {name.rpartition(".")[2] for name in plan.int8 if plan.scaling_of(name).smooth == 0.5}
+    smoothed = {name.rpartition(".")[2] for name in plan.int8 if plan.scaling_of(name).smoothing == 0.5}
     assert smoothed == {"q_lin", "k_lin", "v_lin", "lin1"}
     rules = [every, {"match": "*.1.attention.out_lin", "precision": "fp16"}]
     with pytest.raises(UserError, match=r"the output linear too .*layer\.1\.attention\.out_lin or set"):

@@ -20,8 +20,8 @@ from qdqbench.quantize.encoders.modules import module_table
 from qdqbench.quantize.engine.build import attention_count
 from qdqbench.quantize.engine.kernels import block_of_node, kernel_operator, short
 from qdqbench.quantize.fakequant.quantizers import forward
-from qdqbench.quantize.families.albert import ALBERT
 from qdqbench.quantize.families.any_family import part_of
+from qdqbench.quantize.families.known import ALBERT
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.graph.runs import run_of
@@ -50,7 +50,7 @@ class Made(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = str(write_model(tmp_path_factory.mktemp("albert") / "model", "albert"))
     recipe, model = load_recipe("albert-int8-attention"), load_model(folder)
-    settings = recipe.calibration.model_copy(update={"split_outliers": 8})
+    settings = recipe.calibration.model_copy(update={"outlier_channel_splitting": 8})
     plan = resolve(recipe, module_table(model), "albert")
     record = ptq.calibrate(model, plan, calibration_batches(), settings)
     graph = export.finish_graph(export.trace(model, 20), plan, export.ExportSettings(20, "fp16", "factored"))
@@ -92,7 +92,7 @@ def test_one_amax_is_that_of_all_runs(made: Made) -> None:
     plain = load_model(made.folder)
     plan = resolve(made.recipe, module_table(plain), "albert")
     settings = made.recipe.calibration.model_copy(
-        update={"smooth": "none", "split_outliers": 0, "bias_correction": False}
+        update={"smoothing": "none", "outlier_channel_splitting": 0, "bias_correction": False}
     )
     for name in plan.scaling:
         plan.scaling[name] = type(plan.scaling[name])()
@@ -180,7 +180,7 @@ def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> No
     space = make_space(load_recipe("albert-int8-linears"), module_table(model), "albert")
     # group 0 makes the first two of four runs: an attention output has a twelfth of a layer's linears
     found = space.assemble(
-        {(0, "output")}, set(), {"smooth": "none", "method": "max", "weights_method": "max"}
+        {(0, "output")}, set(), {"smoothing": "none", "method": "max", "weights_method": "max"}
     )
     plan = resolve(found, space.modules, "albert")  # `assemble` holds the plan to these units
     counts = {

@@ -11,13 +11,12 @@ import torch
 from qdqbench.eval.accuracy.parity import compare_layers
 from qdqbench.quantize.calibrate.bias import apply_biases
 from qdqbench.quantize.calibrate.ptq import calibrate
-from qdqbench.quantize.calibrate.ranges import Ranges
+from qdqbench.quantize.calibrate.smoothing import Ranges
 from qdqbench.quantize.calibrate.straight import moved_biases, shift, watched
 from qdqbench.quantize.check.check import check_model
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_model
-from qdqbench.quantize.encoders.modules import module_table
+from qdqbench.quantize.encoders.modules import inputs_of, module_table
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, one_gemm
 from qdqbench.quantize.engine.kernels import kernel_kind
@@ -27,15 +26,14 @@ from qdqbench.quantize.fakequant.quantizers import forward
 from qdqbench.quantize.families.known import family_of
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.residuals import int8_norms
-from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.plan import Plan, linears_of, merged, notes_on, resolve, shifted, straight
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Rule
-from qdqbench.quantize.recipe.straight import linears_of, merged, notes_on, shifted, straight
 
 from ...support.families import LAYERS, write_model
 from ...support.tiny_bert import calibration_batches, padded_batch
 
-ONE = {"weights": "int8/tensor", "input": "int8/tensor"}
+ONE = {"weights": "int8/per-tensor", "input": "int8/per-tensor"}
 FAMILIES = ("roberta", "electra", "distilbert", "mpnet")
 
 
@@ -115,7 +113,7 @@ def test_a_family_that_cannot_have_it_says_so(tmp_path: Path) -> None:
     parts = ("query_proj", "key_proj", "value_proj")
     _, plan = bent("deberta-v2", *parts, attention="self", folder=tmp_path / "deberta")
     (note,) = notes_on(plan)
-    assert note.startswith("q, k and v of 2 INT8 attentions with weights: int8/tensor")
+    assert note.startswith("q, k and v of 2 INT8 attentions with weights: int8/per-tensor")
     assert note.endswith("family deberta-v2 has other terms of scores that read k")
     assert straight(plan) == []
     _, plan = bent("albert", "query", "key", "value", attention="attention", folder=tmp_path / "albert")
@@ -140,9 +138,7 @@ def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path: Path) -> Non
     model = load_model(str(write_model(tmp_path, "roberta")))
     plan = planned(model)
     wrong = replace(plan, family=replace(plan.family, embeddings_norm="encoder.layer.0.output.LayerNorm"))
-    said = (
-        r"do not read what roberta\.encoder\.layer\.0\.output\.LayerNorm makes.*query weights: int8/channel"
-    )
+    said = r"do not read what roberta\.encoder\.layer\.0\.output\.LayerNorm makes.*weights: int8/per-channel"
     with pytest.raises(UserError, match=said), watched(model, wrong):
         forward(model, inputs_of(model, calibration_batches()[0]))
 

@@ -31,7 +31,7 @@ def comparison(**drops: tuple[float, float]) -> Comparison:
 
 def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
     """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
-    recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, int8_layers=None), quantizes=True)
+    recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, require_int8=False), quantizes=True)
     session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
     nothing: dict[str, Any] = {
         "findings": [],
@@ -187,5 +187,5 @@ def test_a_gate_that_cannot_hold_is_known_before_anything_is_computed(backend: B
     if backend in CPU_BACKENDS:
         assert f"no kernel of {backend} reads" in cannot_hold(there)
     assert cannot_hold(there.model_copy(update={"residual": "fp16"})) == ""
-    accuracy_alone = there.gate.model_copy(update={"int8_layers": None})
+    accuracy_alone = there.gate.model_copy(update={"require_int8": False})
     assert cannot_hold(there.model_copy(update={"gate": accuracy_alone})) == ""

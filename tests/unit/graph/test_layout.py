@@ -17,7 +17,7 @@ from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.kernels import kernel_kind
 from qdqbench.quantize.engine.layers import parse_log
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.layout import tokens_first, turned
 from qdqbench.quantize.graph.weights import fold_weights
@@ -37,7 +37,12 @@ from ...support.tiny_bert import (
 
 BATCHES = [padded_batch(), padded_batch((7, 7, 7)), padded_batch((5, 1, 2, 3))]
 STRAIGHT = one_scale("key", "value")
-EVERY = {"match": "encoder.layer.*", "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}
+EVERY = {
+    "match": "encoder.layer.*",
+    "type": "Linear",
+    "weights": "int8/per-channel",
+    "input": "int8/per-tensor",
+}
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +195,12 @@ def test_biases_that_are_zero_in_the_model_itself_stay(
     assert adds[0] == adds[1]
 
 
-@pytest.mark.parametrize(("qkv", "gemms", "copies"), [("separate", 6, 0), ("merged", 4, 1)])
+@pytest.mark.parametrize(("qkv", "gemms", "copies"), [("separate", 6, 0), ("shared", 4, 1)])
 def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
     tiny_bert: Path, tmp_path: Path, qkv: str, gemms: int, copies: int
 ) -> None:
     rules = [EVERY, *STRAIGHT, *one_scale("query")]
-    export = {"opset": 20, "max_length": 128, "qkv": qkv}
+    export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
     settings = ExportSettings(20, "fp16", "factored", qkv == "merged")
     graph = finish_graph(trace(made.model, 20), made.plan, settings)

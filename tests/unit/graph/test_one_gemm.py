@@ -32,7 +32,7 @@ PARTS = ("query", "key", "value")
 def graph(tiny_bert: Path) -> onnx.ModelProto:
     """q, k and v with shared scales, before INT8 attention; shared, so never changed."""
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale(*PARTS)]
-    export = {"opset": 20, "max_length": 128, "qkv": "merged"}
+    export = {"opset": 20, "max_length": 128, "qkv_scales": "shared"}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
     return finish_graph(trace(made.model, 20), made.plan, ExportSettings(20, "fp16", "factored", True))
 

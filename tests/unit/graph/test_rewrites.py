@@ -21,7 +21,7 @@ from qdqbench.quantize.encoders.load import load_model, use_tanh_gelu
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.layers import is_int8, name_parts, parse_log
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex, module_of

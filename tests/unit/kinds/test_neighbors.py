@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from qdqbench.quantize.kinds import neighbors
-from qdqbench.quantize.kinds.neighbors import cosines, overlap, unit, weighted_percentile
+from qdqbench.quantize.kinds import embedding
+from qdqbench.quantize.kinds.embedding import cosines, overlap, unit, weighted_percentile
 
 
 def nearest(vectors, count):
@@ -36,7 +36,7 @@ def test_blocks_change_nothing(monkeypatch, block):
     b = a + 0.4 * rng.normal(size=a.shape).astype(np.float32)
     whole = overlap(a, b)
     assert 0.3 < whole.mean() < 0.9
-    monkeypatch.setattr(neighbors, "BLOCK", block)
+    monkeypatch.setattr(embedding, "BLOCK", block)
     np.testing.assert_array_equal(overlap(a, b), whole)
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.core.errors import UserError
-from qdqbench.quantize.kinds.questions import LONGEST, QUESTIONS, Questions
-from qdqbench.quantize.kinds.squad import exact_match, f1, normalized
+from qdqbench.quantize.kinds.questions import LONGEST, QUESTIONS, Questions, exact_match, f1, normalized
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode, load_split
 from qdqbench.quantize.tasks.task import get_task
@@ -108,7 +107,7 @@ def test_none_is_an_answer_only_where_questions_may_have_none():
     assert QUESTIONS.predict(logits, one_window(4, unanswerable=True)).tolist() == ["x"]
 
 
-def test_a_question_without_answer_is_learnt_at_the_first_token(tmp_path):
+def test_a_question_without_answer_is_learned_at_the_first_token(tmp_path):
     table = heads.asked(4, 1, longest=8)
     table["answers"][2] = {"text": [], "answer_start": []}
     encoded = encoded_of(tmp_path, table)

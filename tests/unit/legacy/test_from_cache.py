@@ -145,7 +145,7 @@ def test_a_cache_of_another_network_is_refused(folder, tmp_path):
         ({"encoder.layer.0.output.dense.weight_quantizer": 1.0}, {}, "no quantizer of an INT8 activation"),
         (
             {"encoder.layer.0.attention.self.query.input_quantizer": 1.0},
-            {"match": "encoder.layer.0.attention.self.query", "smooth": 0.5},
+            {"match": "encoder.layer.0.attention.self.query", "smoothing": 0.5},
             "is smoothed",
         ),
     ],
@@ -160,9 +160,9 @@ def test_given_amax_that_cannot_be_used_are_refused(folder, amax, changes, said)
         ptq.calibrate(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
 
 
-@pytest.mark.parametrize("changes", [{"smooth": 0.5}, {"split_outliers": 32}])
+@pytest.mark.parametrize("changes", [{"smoothing": 0.5}, {"outlier_channel_splitting": 32}])
 def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
-    with pytest.raises(ValueError, match="set smooth to none and split_outliers to 0"):
+    with pytest.raises(ValueError, match="set smoothing to none and outlier_channel_splitting to 0"):
         recipe_with(calibration={"amax": {"x.input_quantizer": 1.0}, **changes})
 
 

@@ -36,9 +36,9 @@ def differing(section: Calibration, own: Calibration) -> set[str]:
     "own",
     [
         OWN,
-        Calibration(method="percentile/99.95", weights_method="mse", smooth=0.5, bias_correction=True),
-        Calibration(smooth="gain", method="entropy"),
-        Calibration(smooth=0.65),
+        Calibration(method="percentile/99.95", weights_method="mse", smoothing=0.5, bias_correction=True),
+        Calibration(smoothing="gain", method="entropy"),
+        Calibration(smoothing=0.65),
     ],
 )
 def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None:
@@ -47,19 +47,25 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
     assert len(found) == len({section.model_dump_json() for section in found})
     single = [section for section in found if len(differing(section, own)) == 1]
     changed = {next(iter(differing(section, own))) for section in single}
-    assert changed == {"method", "smooth", "weights_method", "bias_correction", "split_outliers"}
+    assert changed == {
+        "method",
+        "smoothing",
+        "weights_method",
+        "bias_correction",
+        "outlier_channel_splitting",
+    }
     assert {section.method for section in found} == {*METHODS, own.method}
-    assert {"none", own.smooth, "gain"} <= {section.smooth for section in found}
-    assert all(differing(section, own) <= {"method", "smooth"} or section in single for section in found)
+    assert {"none", own.smoothing, "gain"} <= {section.smoothing for section in found}
+    assert all(differing(section, own) <= {"method", "smoothing"} or section in single for section in found)
     assert 10 <= len(found) <= 18
 
 
 def test_named_methods_and_smoothings_make_the_grid() -> None:
     found = list_sections(OWN, ("max", "mse"), ("none", "0.4", "gain"))
-    assert {(section.method, section.smooth) for section in found} == {
-        (method, smooth) for method in ("max", "mse") for smooth in ("none", 0.4, "gain")
+    assert {(section.method, section.smoothing) for section in found} == {
+        (method, smoothing) for method in ("max", "mse") for smoothing in ("none", 0.4, "gain")
     }
-    assert all(differing(section, OWN) <= {"method", "smooth"} for section in found)
+    assert all(differing(section, OWN) <= {"method", "smoothing"} for section in found)
 
 
 def test_the_recipe_stays_when_it_is_not_named() -> None:
@@ -84,7 +90,9 @@ def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], name
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
 def test_the_recipe_written_holds_the_section(name: str) -> None:
-    section = Calibration(method="percentile/99.99", smooth=0.5, weights_method="mse", bias_correction=True)
+    section = Calibration(
+        method="percentile/99.99", smoothing=0.5, weights_method="mse", bias_correction=True
+    )
     recipe, text = write_calibrated_recipe(load_recipe(name), section)
     again = parse_recipe(text, "recipe.yaml")
     assert again.calibration == section
@@ -107,11 +115,11 @@ def row(
     best: bool = False,
     given: bool = False,
     failed: bool = False,
-    smooth: float | str = "none",
+    smoothing: float | str = "none",
     splits: tuple[str, ...] = ("validation",),
 ) -> MethodRow:
     recipe = load_recipe("bert-int8-linears")
-    section = recipe.calibration.model_copy(update={"method": method, "smooth": smooth})
+    section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
     trial = Trial(
         recipe=recipe.model_copy(update={"calibration": section}),
         origin="given" if given else "calibration",
@@ -146,7 +154,7 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
         rows=[
             row("max", 0.005, given=True, splits=splits),
             row("mse", 0.0013, splits=splits),
-            row("entropy", 0.001, best=True, smooth=0.65, splits=splits),
+            row("entropy", 0.001, best=True, smoothing=0.65, splits=splits),
             row("percentile/99.9", 0.0, failed=True),
         ],
         recipe_name="bert-int8-linears-calibrated",
@@ -198,9 +206,9 @@ def test_files_hold_hostile_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])
 def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, match: str) -> None:
-    rules = [{"match": match, "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"}]
+    rules = [{"match": match, "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}]
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
     cases = list_cases(Session(config, tiny_bert), (), ())
-    split = {case.section.split_outliers for case in cases}
+    split = {case.section.outlier_channel_splitting for case in cases}
     assert split == ({0, 64} if match == "encoder.layer.*" else {0})

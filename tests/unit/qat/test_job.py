@@ -12,7 +12,7 @@ from qdqbench.quantize.encoders.load import load_model
 from qdqbench.quantize.fakequant import native
 from qdqbench.quantize.fakequant.quantizers import enabled_quantizers, quantizers_off
 from qdqbench.quantize.qat.job import _own_states, prepare_student
-from qdqbench.quantize.recipe.straight import straight_linears
+from qdqbench.quantize.recipe.plan import straight_linears
 from qdqbench.quantize.recipe.training import Qat
 
 from ...support.tiny_bert import INT8, LAYERS, calibrate, one_scale, padded_batch, recipe_with
@@ -38,16 +38,16 @@ def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path
     assert still == {f"{name}.bias" for name in straight_linears(made.plan)}
 
 
-def test_scales_of_merged_ones_are_learnt_as_one(tiny_bert: Path) -> None:
+def test_scales_of_merged_ones_are_learned_as_one(tiny_bert: Path) -> None:
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
-    export = {"opset": 20, "max_length": 128, "qkv": "merged"}
+    export = {"opset": 20, "max_length": 128, "qkv_scales": "shared"}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
     session: Any = SimpleNamespace(
         plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
     )
-    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5, amax="learnt"))
+    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5, amax="learned"))
     with torch.no_grad():
-        for number, ratio in enumerate(native.learnt(student)):
+        for number, ratio in enumerate(native.learned(student)):
             ratio.mul_(1 + 0.01 * number)
     native.settle(student)
     native.use_modelopt(student)

@@ -18,10 +18,10 @@ from qdqbench.quantize.train.checkpoints import WEIGHTS
 
 from ...support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
 
-SMOOTH: dict[str, Any] = {"calibration": {"smooth": 0.5}}
+SMOOTH: dict[str, Any] = {"calibration": {"smoothing": 0.5}}
 RECIPES: dict[str, dict[str, Any]] = {
     "linears": {"name": "bert-int8-linears"},
-    "smooth": {"name": "bert-int8-linears-per-tensor", **SMOOTH},
+    "smoothing": {"name": "bert-int8-linears-per-tensor", **SMOOTH},
     "attention": {"name": "bert-int8-attention", **SMOOTH},
     "residual": {"name": "bert-int8-attention", "residual": "int8", **SMOOTH},
 }
@@ -94,7 +94,7 @@ def patched() -> Iterator[None]:
 def test_modelopt_itself_reads_it(tiny_bert: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    model = calibrate(tiny_bert, recipe_with(**RECIPES["smooth"])).model
+    model = calibrate(tiny_bert, recipe_with(**RECIPES["smoothing"])).model
     save_modelopt(model, tmp_path)
     with quiet("transformers"):
         theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()

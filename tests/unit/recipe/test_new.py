@@ -15,9 +15,9 @@ from qdqbench.quantize.describe.untrained import untrained
 from qdqbench.quantize.families import known
 from qdqbench.quantize.families.family import Family
 from qdqbench.quantize.families.known import family_of
-from qdqbench.quantize.recipe.layout import Layout
 from qdqbench.quantize.recipe.new import NewRecipe, new_recipe
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.sections import Layout
 
 from ...support.tiny_bert import new_bert
 from ...support.unknown import config_for, write_config
@@ -55,7 +55,9 @@ def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path: Path) -> None:
     assert (recipe.name, recipe.model.family, made.shipped) == ("ernie-int8-linears", "ernie", [])
     assert recipe.export.gelu == "tanh"
     assert recipe.calibration == load_recipe("bert-int8-linears").calibration
-    assert made.notes == ["INT8 attention can be tried: attention: int8, with precision.keep: [layernorm]."]
+    assert made.notes == [
+        "INT8 attention can be tried: attention: int8, with precision.never_quantize: [layernorm]."
+    ]
     assert f"# {made.notes[0]}" in made.text.splitlines()
 
 
@@ -87,7 +89,7 @@ def test_an_attention_that_cannot_be_int8_and_a_gated_feed_forward(tmp_path: Pat
     recipe = parse_recipe(made.text, "mine")
     assert recipe.model.layout is not None
     assert recipe.model.layout.attention is None
-    assert recipe.calibration.split_outliers == 0
+    assert recipe.calibration.outlier_channel_splitting == 0
     assert [note.partition(":")[0] for note in made.notes] == [
         "The attention stays in FP16",
         "No outlier channels are split",

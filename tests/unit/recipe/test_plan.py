@@ -44,7 +44,7 @@ def in_encoder(layers: int = 2) -> list[str]:
 def test_the_later_rule_wins() -> None:
     plan = plan_for(
         {"match": "encoder.layer.*"} | INT8,
-        {"match": "*.query", "weights": "int8/tensor", "input": "int8/tensor"},
+        {"match": "*.query", "weights": "int8/per-tensor", "input": "int8/per-tensor"},
         {"match": "encoder.layer.1.*", "type": "Linear", "precision": "fp16"},
         {"match": "encoder.layer.1.output.dense"} | INT8,
     )
@@ -209,7 +209,11 @@ class TestAttention:
 
     def by_rule(self, *rules: dict[str, object], attention: str = "fp16") -> Plan:
         every = [{"match": "encoder.layer.*"} | INT8]
-        changes = {"rules": [*every, *rules], "attention": attention, "precision": {"keep": ["layernorm"]}}
+        changes = {
+            "rules": [*every, *rules],
+            "attention": attention,
+            "precision": {"never_quantize": ["layernorm"]},
+        }
         return resolve(recipe_with(**changes), modules(), "bert")
 
     def test_in_by_rule(self) -> None:
@@ -250,7 +254,7 @@ class TestAttention:
         table["bert.encoder.layer.0.attention.self"] = ModuleInfo("Attention", 32)
         inside = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "int8"}
         rules = [{"match": "encoder.layer.*"} | INT8, inside]
-        recipe = recipe_with(rules=rules, precision={"keep": ["layernorm"]})
+        recipe = recipe_with(rules=rules, precision={"never_quantize": ["layernorm"]})
         assert resolve(recipe, table, "bert").attention == ("bert.encoder.layer.0.attention.self",)
 
 
@@ -269,21 +273,23 @@ class TestScaling:
         assert {*found.values()} == {Scaling("percentile/99.9", "mse", "none")}
 
     def test_the_section_smooths_what_reads_a_layernorm_and_attentions(self) -> None:
-        found = self.of(calibration={"smooth": 0.65}, attention="int8", precision={"keep": ["layernorm"]})
+        found = self.of(
+            calibration={"smoothing": 0.65}, attention="int8", precision={"never_quantize": ["layernorm"]}
+        )
         names = ("self", "query", "key", "value", "intermediate.dense")
         smoothed = [name for name in found if name.endswith(names)]
         assert len(smoothed) == 10
-        assert {name: scaling.smooth for name, scaling in found.items()} == (
+        assert {name: scaling.smoothing for name, scaling in found.items()} == (
             dict.fromkeys(found, "none") | dict.fromkeys(smoothed, 0.65)
         )
 
     def test_rules_refine_field_by_field_and_the_later_wins(self) -> None:
         found = self.of(
-            {"match": "encoder.layer.0.*", "method": "mse", "smooth": 0.3},
-            {"match": "*.output.dense", "smooth": 0.8},
+            {"match": "encoder.layer.0.*", "method": "mse", "smoothing": 0.3},
+            {"match": "*.output.dense", "smoothing": 0.8},
             {"match": "*.0.attention.output.dense", "type": "Linear", "weights_method": "mse"},
-            {"match": "encoder.layer.0.output.dense", "method": "entropy", "smooth": "none"},
-            calibration={"method": "percentile/99", "smooth": 0.5},
+            {"match": "encoder.layer.0.output.dense", "method": "entropy", "smoothing": "none"},
+            calibration={"method": "percentile/99", "smoothing": 0.5},
         )
         layer = "bert.encoder.layer."
         assert found[f"{layer}0.attention.self.query"] == Scaling("mse", "max", 0.3)
@@ -294,14 +300,14 @@ class TestScaling:
         assert found["classifier"] == Scaling("percentile/99", "max", "none")
 
     def test_a_rule_can_quantize_and_refine_at_once(self) -> None:
-        both = {"match": "*.query", "method": "mse"} | INT8 | {"weights": "int8/tensor"}
+        both = {"match": "*.query", "method": "mse"} | INT8 | {"weights": "int8/per-tensor"}
         plan = resolve(recipe_with(rules=[both]), modules(), "bert")
         assert set(plan.int8.values()) == {"tensor"}
         assert plan.scaling == dict.fromkeys(plan.int8, Scaling("mse"))
 
     def test_refining_changes_no_placement(self) -> None:
         plain = resolve(recipe_with(), modules(), "bert")
-        rules = [*recipe_with().model_dump(mode="json")["rules"], {"match": "*", "smooth": 0.5}]
+        rules = [*recipe_with().model_dump(mode="json")["rules"], {"match": "*", "smoothing": 0.5}]
         refined = resolve(recipe_with(rules=rules), modules(), "bert")
         assert (refined.int8, refined.high, refined.attention, refined.fp32) == (
             plain.int8,
@@ -315,8 +321,8 @@ class TestScaling:
             plan_for(
                 {"match": "encoder.layer.0.*"} | INT8,
                 {"match": "classifier", "method": "mse"},
-                {"match": "encoder.layer.1.*", "smooth": 0.5},
-                {"match": "encoder.layer.0.*", "smooth": 0.5},
+                {"match": "encoder.layer.1.*", "smoothing": 0.5},
+                {"match": "encoder.layer.0.*", "smoothing": 0.5},
                 {"match": "*", "type": "Attention", "method": "mse"},
             )
         message = str(error.value)

@@ -24,7 +24,7 @@ from qdqbench.quantize.recipe.schema import (
 GOLDEN = Path(__file__).parents[2] / "golden" / "recipe_bert_int8_linears.yaml"
 SHIPPED = list(shipped_recipes())
 HEAD = "version: 1\nname: a\n"
-INT8 = "weights: int8/channel, input: int8/tensor"
+INT8 = "weights: int8/per-channel, input: int8/per-tensor"
 
 
 def refusal(text: str) -> str:
@@ -125,7 +125,9 @@ def test_a_long_key_makes_no_long_sentence() -> None:
 
 
 def test_an_unknown_key_near_nothing_lists_the_keys() -> None:
-    assert "unknown key 'gate.xyzzy', known keys: max_drop, int8_layers" in refusal(HEAD + "gate: {xyzzy: 1}")
+    assert "unknown key 'gate.xyzzy', known keys: max_drop, require_int8" in refusal(
+        HEAD + "gate: {xyzzy: 1}"
+    )
 
 
 def test_every_mistake_is_named_at_once() -> None:
@@ -171,32 +173,35 @@ def test_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("weights: int8/channel", "give both weights and input"),
-        ("input: int8/tensor", "give both weights and input"),
+        ("weights: int8/per-channel", "give both weights and input"),
+        ("input: int8/per-tensor", "give both weights and input"),
         (f"{INT8}, precision: fp16", "give either weights and input (INT8) or precision"),
         ("type: Linear", "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate"),
         (f"type: LayerNorm, {INT8}", "type LayerNorm is protected from Q/DQ by class"),
         (f"type: Softmax, {INT8}", "type Softmax is protected from Q/DQ by class"),
-        ("weights: int8/channel, input: int8/channel", "rules.0.input"),
+        ("weights: int8/per-channel, input: int8/per-channel", "rules.0.input"),
         ("precision: int8", "precision int8 is for type Attention"),
-        ("precision: fp16, method: mse", "precision fp16 needs no calibration; drop method and smooth"),
-        ("type: LayerNorm, smooth: 0.5", "type LayerNorm is never quantized"),
+        ("precision: fp16, method: mse", "precision fp16 needs no calibration; drop method and smoothing"),
+        ("type: LayerNorm, smoothing: 0.5", "type LayerNorm is never quantized"),
         (f"{INT8}, method: percentile/30", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, method: percentile/nan", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, method: median", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, smooth: 1.5", "rules.0.smooth"),
-        (f"{INT8}, smooth: -0.5", "rules.0.smooth"),
-        (f"{INT8}, smooth: .nan", "rules.0.smooth"),
-        (f"{INT8}, smooth: no", "rules.0.smooth"),  # YAML reads false, which is not alpha 0
-        (f"{INT8}, smooth: some", "rules.0.smooth"),
+        (f"{INT8}, smoothing: 1.5", "rules.0.smoothing"),
+        (f"{INT8}, smoothing: -0.5", "rules.0.smoothing"),
+        (f"{INT8}, smoothing: .nan", "rules.0.smoothing"),
+        (f"{INT8}, smoothing: no", "rules.0.smoothing"),  # YAML reads false, which is not alpha 0
+        (f"{INT8}, smoothing: some", "rules.0.smoothing"),
         (f"{INT8}, method: percentile", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, method: percentile/50", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, method: percentile/100.1", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, method: percentile/inf", "none of max, mse, entropy and percentile/P"),
         (f"{INT8}, weights_method: entropy", "rules.0.weights_method: Input should be 'max' or 'mse'"),
-        ("type: Attention, precision: int8, weights: int8/tensor, input: int8/tensor", "give either weights"),
+        (
+            "type: Attention, precision: int8, weights: int8/per-tensor, input: int8/per-tensor",
+            "give either weights",
+        ),
         ("type: Linear, precision: int8", "precision int8 is for type Attention"),
-        ("precision: fp32, smooth: 0.5", "precision fp32 needs no calibration"),
+        ("precision: fp32, smoothing: 0.5", "precision fp32 needs no calibration"),
         ("type: Embedding, method: max", "type Embedding is never quantized"),
     ],
 )
@@ -207,11 +212,11 @@ def test_a_half_given_rule(rule: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("attention: int8", "precision.keep protects softmax"),
-        ("precision: {keep: []}", "add layernorm to precision.keep"),
-        ("precision: {keep: [softmax]}", "add layernorm to precision.keep"),
+        ("attention: int8", "precision.never_quantize protects softmax"),
+        ("precision: {never_quantize: []}", "add layernorm to precision.never_quantize"),
+        ("precision: {never_quantize: [softmax]}", "add layernorm to precision.never_quantize"),
         (
-            "attention: int8\nprecision: {keep: [layernorm]}\nexport: {max_length: 513}",
+            "attention: int8\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 513}",
             "lengths up to 512 only, and export.max_length is 513",
         ),
         (
@@ -234,14 +239,14 @@ def test_parts_that_do_not_fit_together(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     "method", ["max", "mse", "entropy", "percentile/99.99", "percentile/100", "percentile/50.5"]
 )
-@pytest.mark.parametrize("smooth", [0, 0.5, 1, "gain", "none"])
-def test_calibration_of_a_recipe_and_of_its_rules(method: str, smooth: float | str) -> None:
-    how = f"method: {method}, weights_method: mse, smooth: {smooth}"
+@pytest.mark.parametrize("smoothing", [0, 0.5, 1, "gain", "none"])
+def test_calibration_of_a_recipe_and_of_its_rules(method: str, smoothing: float | str) -> None:
+    how = f"method: {method}, weights_method: mse, smoothing: {smoothing}"
     recipe = parse_recipe(
         HEAD + f"calibration: {{{how}, bias_correction: true}}\nrules: [{{match: '*', {how}}}]", "a"
     )
     for section in (recipe.calibration, recipe.rules[0]):
-        assert (section.method, section.weights_method, section.smooth) == (method, "mse", smooth)
+        assert (section.method, section.weights_method, section.smoothing) == (method, "mse", smoothing)
     assert recipe.rules[0].refines
     assert recipe.calibration.bias_correction
     assert not recipe.quantizes  # a rule that only refines asks for nothing in INT8
@@ -250,7 +255,7 @@ def test_calibration_of_a_recipe_and_of_its_rules(method: str, smooth: float | s
 
 def test_a_calibration_section_is_plain_unless_it_says_more() -> None:
     section = parse_recipe(HEAD, "a").calibration
-    assert (section.method, section.weights_method, section.smooth, section.bias_correction) == (
+    assert (section.method, section.weights_method, section.smoothing, section.bias_correction) == (
         "max",
         "max",
         "none",
@@ -264,22 +269,22 @@ ATTENTION_RULE = "rules: [{match: '*', type: Attention, precision: int8}]"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (ATTENTION_RULE, "precision.keep protects softmax"),
+        (ATTENTION_RULE, "precision.never_quantize protects softmax"),
         (
-            f"{ATTENTION_RULE}\nprecision: {{keep: [layernorm]}}\nexport: {{max_length: 513}}",
+            f"{ATTENTION_RULE}\nprecision: {{never_quantize: [layernorm]}}\nexport: {{max_length: 513}}",
             "lengths up to 512 only, and export.max_length is 513",
         ),
     ],
 )
 def test_an_int8_attention_by_rule_is_held_to_the_same(text: str, words: str) -> None:
     assert words in refusal(HEAD + text)
-    allowed = parse_recipe(HEAD + f"{ATTENTION_RULE}\nprecision: {{keep: [layernorm]}}", "a")
+    allowed = parse_recipe(HEAD + f"{ATTENTION_RULE}\nprecision: {{never_quantize: [layernorm]}}", "a")
     assert allowed.int8_attention
     assert allowed.attention == "fp16"
 
 
 def test_int8_attention_up_to_512() -> None:
-    text = "attention: int8\nprecision: {keep: [layernorm]}\nexport: {max_length: 512}"
+    text = "attention: int8\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 512}"
     assert parse_recipe(HEAD + text, "a").attention == "int8"
 
 

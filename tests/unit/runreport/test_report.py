@@ -145,8 +145,8 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "recipe": {
             "version": 1,
             "name": "bert-int8-linears",
-            "precision": {"compute": "fp16", "keep": ["layernorm", "softmax"]},
-            "rules": [{"match": "encoder.layer.*", "type": "Linear", "weights": "int8/channel"}],
+            "precision": {"compute": "fp16", "never_quantize": ["layernorm", "softmax"]},
+            "rules": [{"match": "encoder.layer.*", "type": "Linear", "weights": "int8/per-channel"}],
             "attention": "fp16",
         },
         "model": {"name": "minilm-l6-sst2", "sha256": "9f" * 32, "parameters": 22_713_986},
@@ -238,7 +238,7 @@ def failed() -> Results:
         stderr=0.01,
         limit=0.01,
     )
-    lost = GateIssue(code="int8_layers", state="failed", names=[node], detail=f"not in INT8: {node}")
+    lost = GateIssue(code="require_int8", state="failed", names=[node], detail=f"not in INT8: {node}")
     stages = sample().stages | {"onnxruntime": measured({"accuracy": 0.8658}, -0.031, within_noise=False)}
     return sample(stages=stages, engine=built, gate=Gate(passed=False, max_drop=0.01, issues=[drop, lost]))
 

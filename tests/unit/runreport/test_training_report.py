@@ -27,7 +27,7 @@ from .test_report import sample as sample_run
 DISTANCE = "held-out distance from FP32's answers"
 REASON = (
     "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
-    "in a row; lower learning_rate (now 0.0005) or raise warmup"
+    "in a row; lower learning_rate (now 0.0005) or raise warmup_ratio"
 )
 
 
@@ -126,7 +126,7 @@ def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **c
     settings = {
         "epochs": 3,
         "learning_rate": 2e-5,
-        "amax": "learnt",
+        "amax": "learned",
         "distill": {"logits": 1.0, "hidden": 0.0},
     }
     training = run_of(0, log=log_of(3, first=True), metrics={}, stderr={}, n=0, settings=settings)

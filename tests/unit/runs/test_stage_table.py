@@ -185,8 +185,8 @@ def test_what_does_not_hold_is_named():
     assert len(failures_of(partial_results("verify", **lost), None)) == 1
 
 
-def failures_of(results: Results, int8_layers: str | None = "all") -> list[str]:
-    gate = SimpleNamespace(int8_layers=int8_layers, max_drop=0.01)
+def failures_of(results: Results, require_int8: str | None = "all") -> list[str]:
+    gate = SimpleNamespace(require_int8=require_int8, max_drop=0.01)
     judged = judge_stages(SimpleNamespace(recipe=SimpleNamespace(gate=gate)), results)
     assert judged.passed == (not judged.issues)
     return [*map(issue_sentence, judged.failures)]

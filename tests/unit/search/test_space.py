@@ -20,7 +20,7 @@ from qdqbench.eval.search.space import (
 )
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.encoders.modules import ModuleInfo
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, parse_recipe, shipped_recipes, short_yaml
 from qdqbench.quantize.tasks.task import Task
@@ -63,11 +63,11 @@ PARAMS = st.fixed_dictionaries(
         **{name: st.integers(0, len(SPACE.units)) for name in FLIPS},
         "attention_keep": st.integers(0, LAYERS),
         "method": st.sampled_from(SEARCHED_METHODS),
-        "smooth": st.sampled_from(SMOOTH),
+        "smoothing": st.sampled_from(SMOOTH),
         "weights_method": st.sampled_from(WEIGHT_METHODS),
     }
 )
-PLAIN = {"method": "max", "smooth": "none", "weights_method": "max"} | dict.fromkeys(FLIPS, 0)
+PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"} | dict.fromkeys(FLIPS, 0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,7 +87,7 @@ def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
         scaling = plan.scaling_of(name)
         assert (scaling.method, scaling.weights) == (params["method"], params["weights_method"])
         of_norm = BERT.kind(name) in ("qkv", "ffn-in")
-        assert str(scaling.smooth) == (params["smooth"] if of_norm else "none")
+        assert str(scaling.smoothing) == (params["smoothing"] if of_norm else "none")
     assert recipe.gate == space.base.gate
     assert recipe.engine == space.base.engine
 
@@ -127,8 +127,13 @@ def test_a_projection_takes_up_exceptions_from_the_ranking():
 
 def test_fp32_islands_and_other_linears_stay():
     rules = [
-        {"match": "encoder.layer.*", "type": "Linear", "weights": "int8/tensor", "input": "int8/tensor"},
-        {"match": "pooler.dense", "weights": "int8/channel", "input": "int8/tensor"},
+        {
+            "match": "encoder.layer.*",
+            "type": "Linear",
+            "weights": "int8/per-tensor",
+            "input": "int8/per-tensor",
+        },
+        {"match": "pooler.dense", "weights": "int8/per-channel", "input": "int8/per-tensor"},
         {"match": "encoder.layer.3.output.dense", "precision": "fp32"},
         {"match": "encoder.layer.*", "type": "LayerNorm", "precision": "fp32"},
     ]
@@ -151,7 +156,12 @@ def test_attention_that_cannot_be_fused_is_not_searched():
 
 def test_nothing_left_to_search_is_an_error():
     rules = [
-        {"match": "encoder.layer.*", "type": "Linear", "weights": "int8/channel", "input": "int8/tensor"},
+        {
+            "match": "encoder.layer.*",
+            "type": "Linear",
+            "weights": "int8/per-channel",
+            "input": "int8/per-tensor",
+        },
         {"match": "encoder.layer.*", "type": "Linear", "precision": "fp32"},
     ]
     with pytest.raises(UserError, match="nothing to search"):

@@ -15,7 +15,7 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 
 from ...support.tiny_bert import calibration_batches, padded_batch, write_tiny_bert
 
-HOW = {"method": "max", "smooth": "0.5", "weights_method": "max"}
+HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +91,4 @@ def test_keys_tell_apart_what_makes_another_model(space):
     assert len({key(some), *others}) == 5
     assert key([], method="mse") == key([], method="max")  # nothing to calibrate
     # smoothing is of LayerNorm outputs: with other linears alone it changes nothing
-    assert key(some[:1], smooth="0.8") == key(some[:1], smooth="none")
+    assert key(some[:1], smoothing="0.8") == key(some[:1], smoothing="none")

@@ -124,22 +124,23 @@ def test_everything_follows_the_recipe() -> None:
 
 
 def test_linears_without_a_rule_are_per_channel() -> None:
-    recipe = tiny_bert.recipe_with("bert-int8-ffn", calibration={"smooth": "gain", "method": "mse"}, rules=[
-        {"match": "*.intermediate.dense", "weights": "int8/tensor", "input": "int8/tensor"}
+    recipe = tiny_bert.recipe_with("bert-int8-ffn", calibration={"smoothing": "gain", "method": "mse"},
+                                   rules=[
+        {"match": "*.intermediate.dense", "weights": "int8/per-tensor", "input": "int8/per-tensor"}
     ])  # fmt: skip
     found = found_for(recipe)
     assert found.plan.int8["bert.encoder.layer.0.intermediate.dense"] == "tensor"
     assert found.plan.int8[OUTPUTS[0]] == "channel"
     assert found.plan.scaling_of(OUTPUTS[0]).method == "mse"
-    assert found.plan.scaling_of(OUTPUTS[0]).smooth == "none"  # no LayerNorm before it
-    assert found.plan.scaling_of("bert.encoder.layer.0.attention.self.key").smooth == "gain"
-    assert found.plan.scaling_of("classifier").smooth == "none"
+    assert found.plan.scaling_of(OUTPUTS[0]).smoothing == "none"  # no LayerNorm before it
+    assert found.plan.scaling_of("bert.encoder.layer.0.attention.self.key").smoothing == "gain"
+    assert found.plan.scaling_of("classifier").smoothing == "none"
     assert any(f"{5 * LAYERS} linears of the encoder are not INT8" in note for note in found.notes)
 
 
 def test_candidates_are_calibrated_as_the_recipe_that_has_them_would() -> None:
     rules = [{"match": "encoder.layer.0.*", "type": "Linear", **tiny_bert.INT8}]
-    calibration = {"smooth": 0.65, "split_outliers": 32}
+    calibration = {"smoothing": 0.65, "outlier_channel_splitting": 32}
     part = tiny_bert.recipe_with(rules=rules, calibration=calibration)
     whole = tiny_bert.recipe_with(calibration=calibration)
     found, wanted = found_for(part), resolve(whole, modules(), "bert")
@@ -219,13 +220,13 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
 
 
 def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
-    recipe = tiny_bert.recipe_with(calibration={"split_outliers": 32})
+    recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
     found = found_for(recipe)
     point = kept_point(FFN, found)
     written, _ = write_up(recipe, point, found, modules(), "bert")
-    assert written.calibration.split_outliers == 0
+    assert written.calibration.outlier_channel_splitting == 0
     point = kept_point(FFN[:1], found)
-    assert write_up(recipe, point, found, modules(), "bert")[0].calibration.split_outliers == 32
+    assert write_up(recipe, point, found, modules(), "bert")[0].calibration.outlier_channel_splitting == 32
 
 
 def test_attention_leaves_int8_with_its_output() -> None:
@@ -239,12 +240,12 @@ def test_calibration_of_kept_linears_is_dropped() -> None:
     rules = [
         {"match": "*", "type": "Linear", **tiny_bert.INT8},
         {"match": "encoder.layer.0.output.dense", **tiny_bert.INT8, "method": "mse"},
-        {"match": "encoder.layer.1.output.dense", "smooth": 0.5},
+        {"match": "encoder.layer.1.output.dense", "smoothing": 0.5},
         {"match": "encoder.layer.*.output.dense", "weights_method": "mse"},
     ]
     recipe = tiny_bert.recipe_with(rules=rules)
     found = found_for(recipe)
     written, _ = write_up(recipe, kept_point(FFN[:2], found), found, modules(), "bert")
     assert [rule.method for rule in written.rules].count("mse") == 0
-    assert [rule.smooth for rule in written.rules].count(0.5) == 0
+    assert [rule.smoothing for rule in written.rules].count(0.5) == 0
     assert [rule.weights_method for rule in written.rules].count("mse") == 1

@@ -22,7 +22,7 @@ from qdqbench.quantize.recipe.sections import Calibration
 from ...support import tiny_bert
 
 LAYERS = 3  # a first, a middle and a last one
-SMOOTHED = Calibration(method="percentile/99.9", smooth=0.5)
+SMOOTHED = Calibration(method="percentile/99.9", smoothing=0.5)
 BATCHES = [
     (np.array([2, 0, 5]), tiny_bert.padded_batch((16, 14, 9))),
     (np.array([4, 1, 3]), tiny_bert.padded_batch((8, 8, 3), seed=1)),

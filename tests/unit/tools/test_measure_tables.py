@@ -56,8 +56,8 @@ def test_folders_are_named_once(known):
 def test_the_recipe_without_splitting_differs_in_that_alone(tmp_path):
     made = load_recipe(str(write_unsplit(tmp_path / "x.yaml")))
     shipped = load_recipe("bert-int8-attention")
-    assert (made.name, made.calibration.split_outliers) == (UNSPLIT, 0)
-    same = shipped.calibration.model_copy(update={"split_outliers": 0})
+    assert (made.name, made.calibration.outlier_channel_splitting) == (UNSPLIT, 0)
+    same = shipped.calibration.model_copy(update={"outlier_channel_splitting": 0})
     assert made == shipped.model_copy(update={"name": UNSPLIT, "calibration": same})
 
 

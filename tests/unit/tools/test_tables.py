@@ -83,13 +83,13 @@ def test_results_of_a_recipe_that_changed_since_are_marked():
     bench, _, run, _ = golden()
     bench.recipe, run["recipe"] = shipped(), shipped()
     assert "†" not in markdown([run, bench])
-    run["recipe"]["calibration"]["smooth"] = 0.25
+    run["recipe"]["calibration"]["smoothing"] = 0.25
     run["recipe"]["gate"]["max_drop"] = 0.9  # decides nothing that a table shows
     made = markdown([run, bench])
     assert made.count("| `bert-int8-linears` † |") == 1
-    assert "- `bert-int8-linears`: calibration.smooth 0.25 (now 0.65)" in made
-    del bench.recipe["calibration"]["split_outliers"]  # of a version that did not have it
-    assert "calibration.split_outliers 0 (now 64)" in markdown([run, bench])
+    assert "- `bert-int8-linears`: calibration.smoothing 0.25 (now 0.65)" in made
+    del bench.recipe["calibration"]["outlier_channel_splitting"]  # of a version that did not have it
+    assert "calibration.outlier_channel_splitting 0 (now 64)" in markdown([run, bench])
 
 
 def test_what_a_run_was_given_is_told_and_is_no_change():
@@ -98,7 +98,7 @@ def test_what_a_run_was_given_is_told_and_is_no_change():
         run["recipe"] = adapted(load_recipe("bert-int8-linears"), **given).model_dump(mode="json")
         assert differences(run.recipe) == []
         assert f"| `bert-int8-linears`, {said} |" in markdown([run])
-    run["recipe"]["calibration"]["smooth"] = 0.25
+    run["recipe"]["calibration"]["smoothing"] = 0.25
     assert "| `bert-int8-linears`, shapes: auto † |" in markdown([run])
 
 
@@ -201,12 +201,12 @@ def test_no_mean_is_taken_over_results_of_different_settings():
     for run in both:
         run["recipe"] = shipped()
     assert "### Mean over" in markdown(both)
-    both[0]["recipe"]["calibration"]["split_outliers"] = 0
+    both[0]["recipe"]["calibration"]["outlier_channel_splitting"] = 0
     assert "### Mean over" not in markdown(both)
     studies = of("study")
     mean = "| mean of 5 |  | `bert-int8-linears-per-tensor-qat` |"
     assert mean in markdown(studies)
-    studies[0].recipes["bert-int8-linears-per-tensor-qat"]["calibration"]["smooth"] = 0.25
+    studies[0].recipes["bert-int8-linears-per-tensor-qat"]["calibration"]["smoothing"] = 0.25
     assert mean not in markdown(studies)
 
 
@@ -364,7 +364,7 @@ def test_figures_of_a_recipe_that_changed_since_count_no_more():
         round(100 * versus.delta["accuracy"], 4),
         round(100 * versus.delta_stderr["accuracy"], 4),
     )
-    run["recipe"]["calibration"]["smooth"] = 0.25
+    run["recipe"]["calibration"]["smoothing"] = 0.25
     assert figures_of([run]) == []
 
 
@@ -395,9 +395,11 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
         least = {each.recipe: each for each in figures_of(both)}["bert-int8-linears"].speed
         assert [row.value for row in least if row.batch == cell.batch] == [round(min(over) / 2, 4)]
         assert len(least) == len(found["bert-int8-linears"].speed)
-    alone = bench.model_copy(update={"settings": bench.settings.model_copy(update={"engine_shapes": "exact"})})
+    alone = bench.model_copy(
+        update={"settings": bench.settings.model_copy(update={"engine_shapes": "exact"})}
+    )
     assert figures_of([alone]) == []
-    bench.recipe["calibration"]["smooth"] = 0.25
+    bench.recipe["calibration"]["smoothing"] = 0.25
     assert "bert-int8-linears" not in {each.recipe for each in figures_of([bench])}
 
 
@@ -411,12 +413,10 @@ def test_recipes_beside_it_that_changed_since_count_no_more_and_are_left_out():
     bench.systems.append(also)
     for cell in bench.configs:
         for rows in (cell.rows, cell.speedups):
-            rows += [
-                row.model_copy(update={"system": also.name}) for row in rows if row.system == "int8"
-            ]
+            rows += [row.model_copy(update={"system": also.name}) for row in rows if row.system == "int8"]
     assert "bert-int8-ffn" in {each.recipe for each in figures_of([bench])}
     assert "| beside |" in markdown([bench])
-    other["calibration"]["smooth"] = 0.25
+    other["calibration"]["smoothing"] = 0.25
     assert "bert-int8-ffn" not in {each.recipe for each in figures_of([bench])}
     made = markdown([bench])
     assert "| beside" not in made

@@ -185,7 +185,7 @@ def test_a_checkpoint_of_other_hardware_is_refused(tmp_path, accelerator, key, t
 def test_accumulation_changes_rounding_only(tmp_path, accelerator):
     results = []
     for parts in (1, 3):
-        job = tiny.job(tmp_path / str(parts), accumulate=parts)
+        job = tiny.job(tmp_path / str(parts), gradient_accumulation_steps=parts)
         train(job, accelerator)
         results.append(tiny.weights(job))
     assert torch.allclose(*results, atol=2e-5)
@@ -287,7 +287,7 @@ def test_a_new_head_may_answer_the_same_for_half_of_the_steps(tmp_path, accelera
 
 
 def test_patience_ends_the_run(tmp_path, accelerator):
-    job = tiny.job(tmp_path, evaluations=6, patience=2)
+    job = tiny.job(tmp_path, num_evals=6, patience=2)
     judge, seen = job.judge, []
 
     def falling(model):
@@ -425,7 +425,8 @@ def test_the_last_step_is_always_judged(steps, evaluations):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"epochs": 0}, {"learning_rate": 0}, {"holdout": 0}, {"schedule": "step"}, {"epoch": 3}]
+    "wrong",
+    [{"epochs": 0}, {"learning_rate": 0}, {"holdout": 0}, {"lr_scheduler_type": "step"}, {"epoch": 3}],
 )
 def test_settings_out_of_range(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, ("max", "percentile/99.9", "mse"), "bert-int8-attention"),
         ({}, METHODS, "bert-int8-ffn"),
-        ({"smooth": 0.5}, ("max", "mse"), "bert-int8-attention"),
+        ({"smoothing": 0.5}, ("max", "mse"), "bert-int8-attention"),
         ({"weights_method": "mse"}, ("percentile/99.9",), "bert-int8-attention"),
         ({}, ("max", "mse"), "bert-int8-residual-fused"),
     ],

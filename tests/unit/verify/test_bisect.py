@@ -15,7 +15,7 @@ from qdqbench.eval.verify.bisect import BisectResult, bisect, bisect_lines, bise
 from qdqbench.eval.verify.checks import compare_tensors, kept_positions
 from qdqbench.quantize.core.errors import MissingDevice, UserError
 from qdqbench.quantize.core.results import LayerRow
-from qdqbench.quantize.families.bert import BERT
+from qdqbench.quantize.families.known import BERT
 from qdqbench.quantize.graph.index import GraphIndex
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor

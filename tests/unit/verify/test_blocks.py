@@ -13,10 +13,9 @@ from qdqbench.eval.verify.blocks import HEAD, Stitched, computed_floats, extract
 from qdqbench.eval.verify.checks import BlockSums
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.results import BlockCheck
-from qdqbench.quantize.encoders.inputs import inputs_of
 from qdqbench.quantize.encoders.load import load_model, prepare_model
-from qdqbench.quantize.families.bert import BERT
-from qdqbench.quantize.families.modernbert import MODERNBERT
+from qdqbench.quantize.encoders.modules import inputs_of
+from qdqbench.quantize.families.known import BERT, MODERNBERT
 
 from ...support.tiny_bert import (
     HIDDEN,

@@ -1,4 +1,4 @@
-"""Learnt scales: LSQ (Esser et al. 2020, arXiv 1902.08153) on the ratio of a scale to its calibrated one.
+"""Learned scales: LSQ (Esser et al. 2020, arXiv 1902.08153) on the ratio of a scale to its calibrated one.
 
 With v the input, s the scale and [low, high] the codes, equation 3 of the paper gives the gradient of the
 output to s: `round(v / s) - v / s` inside the range, and low or high where v is clipped. Both are (output -
@@ -97,8 +97,8 @@ _quantize: Any = _Quantize.apply
 
 
 @dataclass(eq=False)
-class Learnt:
-    """One learnt ratio, of a quantizer or of several that must stay equal."""
+class Learned:
+    """One learned ratio, of a quantizer or of several that must stay equal."""
 
     ratio: nn.Parameter  # () or [channels]
     quantizer: Any  # that holds the calibrated amax
@@ -132,9 +132,9 @@ class Learnt:
 
 
 class Table:
-    """Scales of every learnt ratio, computed together: a few kernels for each step of the optimizer."""
+    """Scales of every learned ratio, computed together: a few kernels for each step of the optimizer."""
 
-    def __init__(self, items: list[Learnt]) -> None:
+    def __init__(self, items: list[Learned]) -> None:
         self.items = sorted(items, key=lambda item: item.rounded)
         for place, item in enumerate(self.items):
             item.table, item.place = self, place
@@ -150,7 +150,7 @@ class Table:
         """Forward pre-hook of the model: the optimizer may have made a step."""
         self.seen = []
 
-    def current(self, item: Learnt) -> tuple[torch.Tensor, torch.Tensor]:
+    def current(self, item: Learned) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and gain of an item: scalars or [channels]."""
         if torch.compiler.is_compiling():
             scale = item.ratio.detach() * item.amax / INT8_MAX
