@@ -2,13 +2,30 @@
 
 import numpy as np
 
-from qdqbench.eval.accuracy.divergence import divergence
 from qdqbench.eval.accuracy.gate import NOISE
 from qdqbench.quantize.core.arrays import Array, Float64, Floats
 from qdqbench.quantize.core.comparison import COSINE_EDGES, Agreement, Comparison
 from qdqbench.quantize.kinds.embedding import NEIGHBORS
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.metrics import Gold
 from qdqbench.quantize.tasks.task import EMBED, Task
+
+
+def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:
+    """How far answers are from FP32's, by sample, float64 [samples]; 0 where they say the same.
+
+    Classes: KL(FP32 || candidate) of the probabilities, in nat, of a sample with several answers their mean.
+    Regression: squared difference over the variance of FP32's outputs.
+
+    Args:
+        reference: float32 [answers, width] of FP32.
+        answers: the same of the candidate.
+        gold: as `metrics.predictions` takes it.
+
+    Raises:
+        CheckFailed: all FP32 outputs of a regression are equal.
+    """
+    return task.kind.divergence(reference.astype(np.float64), answers.astype(np.float64), gold)
 
 
 def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:

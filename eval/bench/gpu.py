@@ -5,8 +5,10 @@ in that profile. Engines of one profile are built in processes at the same time.
 """
 
 import json
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -26,10 +28,9 @@ from qdqbench.eval.bench.config import (
     prepare_each,
     profiles_of,
 )
-from qdqbench.eval.bench.kernels import kernels_of
 from qdqbench.eval.bench.lanes import CudaTimer, DeviceLane, SplitLane, Step, to_device, to_pinned
 from qdqbench.eval.bench.prebuild import Background
-from qdqbench.eval.bench.results import BenchRow, BenchSystem
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem
 from qdqbench.eval.bench.rounds import Lane, ReadySystem
 from qdqbench.eval.bench.systems import System, systems_of
 from qdqbench.eval.bench.target import Target
@@ -56,6 +57,61 @@ from qdqbench.quantize.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+LONGEST_NAME = 160  # templates of CUTLASS are named at length
+# flash-attention, CUTLASS's memory-efficient one (fmha_cutlassF), cuDNN's (...sdpa_sm90_flash_fprop...), and
+# Inductor's template of flex attention
+ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention", re.I)
+# Inductor names pointwise kernels after the operators beside them, attention too
+POINTWISE = re.compile(r"^triton_(poi|per|red|for)_")
+GEMM = re.compile(r"gemm|nvjet|gemv", re.I)
+HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re.I)
+
+
+def is_fused_attention(name: str) -> bool:
+    """Whether a kernel computes a whole attention."""
+    return bool(ATTENTION.search(name)) and not POINTWISE.match(name)
+
+
+def is_fp32_gemm(name: str) -> bool:
+    """Whether a kernel multiplies matrices in FP32 or TF32: cuBLAS and CUTLASS name their types."""
+    return bool(GEMM.search(name)) and not HALF.search(name) and not is_fused_attention(name)
+
+
+def kernels_in(names: "Counter[str]") -> BenchKernels:
+    """What the kernels of one inference, by name, say."""
+    return BenchKernels(
+        names={name[:LONGEST_NAME]: count for name, count in names.most_common()},
+        fused_attention=sum(count for name, count in names.items() if is_fused_attention(name)),
+        fp32_gemms=sum(count for name, count in names.items() if is_fp32_gemm(name)),
+    )
+
+
+def kernels_of(lane: Lane) -> BenchKernels:
+    """Kernels of one inference, a replayed CUDA graph's too.
+
+    Raises:
+        CheckFailed: the profiler saw none.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        lane.launch()
+        torch.cuda.synchronize()
+    names = Counter(event.name for event in found.events() if _is_kernel(event))
+    if not names:
+        raise CheckFailed("torch.profiler saw no kernel of it")
+    return kernels_in(names)
+
+
+def _is_kernel(event: Any) -> bool:
+    """Not a copy, not a range that an annotation names."""
+    on_gpu = str(event.device_type).endswith("CUDA")
+    marked = getattr(event, "is_user_annotation", False)
+    return on_gpu and not marked and not event.name.startswith(("Memcpy", "Memset"))
+
 
 BUILD_S = 600.0  # of an engine with its kernels
 SHAPES_AT_ONCE = 4  # of a split, that one process compiles

@@ -16,19 +16,31 @@ from qdqbench.eval.report.document import (
     Columns,
     Fold,
     Medium,
+    Page,
     Pairs,
     Prose,
     Report,
     State,
     Table,
     Verdict,
+    page_of,
+    page_of_choice,
 )
-from qdqbench.eval.report.page import contents
 from qdqbench.quantize.core.files import LOOK, write_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from rich.console import Group, RenderableType
+
+__all__ = ["Page", "contents", "page_of", "page_of_choice"]
+_SECTION = re.compile(r'<section\b[^>]*\bid="([^"]+)"[^>]*>\s*<h2>(.*?)</h2>', re.DOTALL)
+_MARKUP = re.compile(r"<[^>]+>|[\u2713\u2717\u26a0]")
+
+
+def contents(body: str) -> list[tuple[str, str]]:
+    """Return anchors and headings of the sections of a page, for its table of contents."""
+    return [(anchor, _MARKUP.sub("", heading).strip()) for anchor, heading in _SECTION.findall(body)]
+
 
 TEMPLATES = Path(__file__).parent / "templates"
 Leaf = Prose | Bullets | Table | Pairs | Chart | Code | Fold  # of which the last has no blocks

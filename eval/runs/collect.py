@@ -10,10 +10,8 @@ import numpy as np
 
 from qdqbench.eval.accuracy.compare import compare
 from qdqbench.eval.accuracy.logits import read_logits, score
-from qdqbench.eval.effects.answers import changed_answers
-from qdqbench.eval.effects.beside import Beside
+from qdqbench.eval.effects.answers import Beside, changed_answers, classes_of
 from qdqbench.eval.effects.changes import Done, model_changes
-from qdqbench.eval.effects.classes import classes_of
 from qdqbench.eval.gate.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runreport.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE

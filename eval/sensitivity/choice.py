@@ -1,6 +1,7 @@
 """The recipe that sensitivity writes: how many of the worst linears stay out of INT8, and its YAML."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import yaml
 

@@ -17,8 +17,8 @@ Where the recipe gives query the same:
   is that bias. What d does to k and v goes the way of their biases, and the output projection takes it out of
   the residual. W is nearly singular in trained models, so d is chosen by what it costs and brings: it leaves
   out what the keys of the calibration data do not see (ridge regression), and that rest is dropped.
-- **All three may share one scale** of weights and one of results (`export.qkv_scales: shared`): then an engine
-  makes one GEMM of them. Powers of two bring v to the range of q and k.
+- **All three may share one scale** of weights and one of results (`export.qkv_scales: shared`): then an
+  engine makes one GEMM of them. Powers of two bring v to the range of q and k.
 """
 
 from collections.abc import Iterator

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from qdqbench.quantize.core.errors import UserError
+from qdqbench.quantize.core.files import read_bounded
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.deploy import folder as place
 from qdqbench.quantize.deploy.asked import Asked, read_asked, stride
-from qdqbench.quantize.deploy.license import find_license
 from qdqbench.quantize.deploy.ways import BUILD_SCRIPT, Way, find_ways, installed
+from qdqbench.quantize.encoders.identity import model_commit
 from qdqbench.quantize.encoders.load import load_config
+from qdqbench.quantize.encoders.pooling import model_file
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.machine.quiet import quiet
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.rundir.artifacts import (
     backend_of,
@@ -32,6 +36,27 @@ from qdqbench.quantize.trtexec.command import build_options
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+MOST = 1 << 20  # bytes of a model card
+# a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
+_LINE = re.compile(
+    r"^(license|license_name):[ \t]+([\"']?)(\w[^\n\"'#]{0,200})\2[ \t]*(?:#.*)?$", re.MULTILINE
+)
+
+
+def find_license(name: str, revision: str | None) -> str | None:
+    """Return the license in the head of a model's card (README.md); None where there is none, or no card."""
+    try:
+        with quiet("transformers"):
+            card = model_file(name, "README.md", model_commit(name, revision))
+        text = read_bounded(Path(card), MOST, "a model card", "another") if card else ""
+    except Exception:
+        return None
+    head, end, _ = text.removeprefix("---\n").partition("\n---")
+    values = {key: value for key, _, value in _LINE.findall(head)} if end and text.startswith("---\n") else {}
+    found = values.get("license_name", values.get("license", ""))
+    return " ".join(found.split())[:100] or None
+
 
 DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL = "model.onnx", "model.gpu.onnx"

@@ -97,8 +97,8 @@ def prepare_student(session: Session, settings: Qat) -> "PreTrainedModel":
     if splits and len(splits) != layers:
         raise UserError(
             f"qat with outlier_channel_splitting needs the second feed-forward linear of all {layers} layers "
-            f"in INT8, and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize the "
-            "others, or drop outlier_channel_splitting"
+            f"in INT8, and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize "
+            "the others, or drop outlier_channel_splitting"
         )
     for name in straight_linears(session.plan):  # a bias that comes back is a kernel again
         bias: Any = model.get_submodule(name).bias

@@ -226,8 +226,8 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
     """Splitting is for second feed-forward linears in INT8, and divides their input itself."""
     if not names:
         raise UserError(
-            "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of them is "
-            "INT8; quantize them with a rule, or drop it"
+            "calibration.outlier_channel_splitting is for the second linear of feed-forwards, and none of them "
+            "is INT8; quantize them with a rule, or drop it"
         )
     if smoothed := [name for name in names if scaling[name].smoothing != "none"]:
         raise UserError(

@@ -78,8 +78,8 @@ class Recipe(Frozen):
             )
         if self.int8_attention and "softmax" in self.precision.never_quantize:
             raise ValueError(
-                "attention: int8 quantizes the softmax output, but precision.never_quantize protects softmax; set "
-                " never_quantize: [layernorm] or attention: fp16"
+                "attention: int8 quantizes the softmax output, but precision.never_quantize protects softmax; "
+                "set never_quantize: [layernorm] or attention: fp16"
             )
         fused = limits_of(self.engine.backend).int8_attention_length
         if self.int8_attention and self.export.max_length > fused:

@@ -268,8 +268,8 @@ class Calibration(Frozen):
     softmax_scale: Literal["auto", "fixed", "min-error"] = Field(
         default="auto",
         description="Scale of the INT8 softmax: fixed (1/127), min-error (mean-centered V, and the amax per "
-        "layer with the least error of the attention output), or auto (min-error if calibration saw a sample of "
-        "more than 128 tokens, else fixed).",
+        "layer with the least error of the attention output), or auto (min-error if calibration saw a sample "
+        "of more than 128 tokens, else fixed).",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = Field(
         default={},
@@ -304,9 +304,9 @@ class Export(Frozen):
     )
     qkv_scales: Literal["shared", "separate"] = Field(
         default="shared",
-        description="Scale factors of q, k and v with factored weights. shared: one factor, so the engine can "
-        "fuse the GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also shares "
-        "weight and output scales.",
+        description="Scale factors of q, k and v with factored weights. shared: one factor, so the engine "
+        "can fuse the GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also "
+        "shares weight and output scales.",
     )
     gelu: Literal["exact", "tanh"] = Field(
         default="exact",

@@ -8,22 +8,60 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.core.arrays import Array
-from qdqbench.quantize.core.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.caches import origin
+from qdqbench.quantize.engine.caches import ignored, keep, origin, read_cache
 from qdqbench.quantize.engine.log import capture
 from qdqbench.quantize.engine.profiles import choose_profile, distance
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_notes
 from qdqbench.quantize.machine.gpu import find_gpu
 from qdqbench.quantize.runtime.bound import BoundRun
-from qdqbench.quantize.runtime.rtx import RuntimeCache, Specialize
 from qdqbench.quantize.runtime.tensors import DEVICE, Arrays, poison, to_numpy, to_torch, torch_dtype
 
 if TYPE_CHECKING:
     import torch
+
+Specialize = Literal["EAGER", "LAZY", "NONE"]  # members of DynamicShapesKernelSpecializationStrategy
+
+
+class RuntimeCache:
+    """Kernels that contexts of one engine compiled, kept in a file where one is given."""
+
+    def __init__(self, engine: Any, path: Path | None, here: dict[str, str]) -> None:
+        self.path, self.here, self.notes = path, here, list[str]()
+        runtime_config = engine.create_runtime_config()
+        runtime_cache = runtime_config.create_runtime_cache()
+        self._found = b""
+        if path is not None:
+            self._found, note = read_cache(path, here)
+            if self._found and not runtime_cache.deserialize(self._found):
+                self._found, note = b"", ignored(path, "the runtime refuses it")
+            self.notes += [note] if note else []
+        self._cache: Any = runtime_cache
+
+    def config(self, trt: Any, engine: Any, specialize: Specialize) -> Any:
+        """Settings of one execution context, which shares this cache.
+
+        LAZY runs fallback kernels until those of a new shape are compiled, so that the first runs of a shape
+        are slower than the rest, and a CUDA graph would keep the fallback; EAGER compiles first.
+        """
+        runtime_config = engine.create_runtime_config()
+        strategies = trt.DynamicShapesKernelSpecializationStrategy.__members__
+        runtime_config.dynamic_shapes_kernel_specialization_strategy = strategies[specialize]
+        runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # graphs are captured by torch
+        if not runtime_config.set_runtime_cache(self._cache):
+            raise UserError("tensorrt_rtx refuses its own runtime cache; reinstall it")
+        return runtime_config
+
+    def save(self) -> None:
+        """Write the cache if it changed; call it before the engine goes."""
+        runtime_cache, self._cache = self._cache, None
+        if self.path is None or runtime_cache is None:
+            return
+        self.notes += keep(self.path, self.here, runtime_cache.serialize(), self._found)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,107 @@
 """Engines by what their sidecars say: on a GPU, or on this CPU."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from qdqbench.quantize.core.arrays import Float32, Int64
+from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.core.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.cpu.runtimes import compiled
+from qdqbench.quantize.engine.profiles import LENGTH_STEP
 from qdqbench.quantize.engine.sidecar import read_sidecar
 from qdqbench.quantize.kinds.kind import LOGITS, joined
+from qdqbench.quantize.runtime.bound import BoundRun
 from qdqbench.quantize.runtime.cpu import CpuEngine, CpuRunner
 from qdqbench.quantize.runtime.engine import Engine
-from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.runtime.feeds import fitted
+from qdqbench.quantize.runtime.tensors import Arrays
+
+MAX_GRAPHS = 16
+
+
+class EngineRunner:
+    """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width].
+
+    Lengths are padded with masked positions to a multiple of 16, so that shapes repeat, and batches with
+    copies of their first row, where the profile's minimum is larger. A shape that comes a second time becomes
+    a CUDA graph; the least recently used graph goes when there are too many, or too little memory.
+
+    Args:
+        path, onnx_path, runtime_cache: as of Engine.
+        pad_id: token id of padding.
+        graphs: most CUDA graphs to keep; 0 for none.
+        outputs: of the graph, as the kind of task says; several are joined into one.
+
+    Raises:
+        UserError, MissingDevice: as of Engine; UserError also where one of them is not there.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        path: Path,
+        onnx_path: Path,
+        *,
+        pad_id: int,
+        runtime_cache: Path | None = None,
+        graphs: int = MAX_GRAPHS,
+        outputs: Iterable[str] = LOGITS,
+    ) -> None:
+        self.pad_id = pad_id
+        self._outputs = list(outputs)
+        self.engine = Engine(path, onnx_path, runtime_cache=runtime_cache)
+        if lost := [name for name in self._outputs if name not in self.engine.outputs]:
+            raise UserError(f"{path} has no output {', '.join(lost)} but {', '.join(self.engine.outputs)}")
+        free = self.engine.torch.cuda.mem_get_info()[0]
+        room = free // 2 // max(1, self.engine.memory.activation_bytes)  # half of what is free
+        self._most = min(graphs, int(room))
+        self._graphs: OrderedDict[tuple[int, int], BoundRun] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
+
+    @property
+    def max_batch(self) -> int:
+        """Largest batch of any profile."""
+        return max(profile.max[0] for profile in self.engine.profiles)
+
+    def __call__(self, batch: Mapping[str, Int64]) -> Float32:
+        """Run one batch.
+
+        Raises:
+            CheckFailed: it is larger than every profile, or the engine fails.
+        """
+        rows = len(next(iter(batch.values())))
+        feeds = fitted(batch, self.engine.profiles, self.engine.inputs, self.pad_id, LENGTH_STEP)
+        answers = joined(self._run(feeds), self._outputs)[:rows]
+        return np.asarray(answers, dtype=np.float32)
+
+    def _run(self, feeds: Arrays) -> Arrays:
+        shape = next(iter(feeds.values())).shape
+        if shape not in self._graphs and (shape not in self._seen or not self._most):
+            self._seen.add(shape)
+            return self.engine.run(feeds)
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+        else:
+            while len(self._graphs) >= self._most:
+                self._graphs.popitem(last=False)[1].close()
+            self._graphs[shape] = self.engine.bind(*shape)
+        bound = self._graphs[shape]
+        bound.load(feeds)
+        bound.launch()
+        return bound.read()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._graphs.clear()
+        self.engine.close()
+
+    def __enter__(self) -> "EngineRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_engine(path: Path, onnx_path: Path) -> Engine | CpuEngine:

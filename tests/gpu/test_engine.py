@@ -56,7 +56,7 @@ def batch(rng, rows, length, padding=0):
 def test_any_shape_of_the_profile(run, rows, length, padding):
     """Shapes at the profile's corners, odd ones, and ones shorter than its minimum, against ONNX Runtime."""
     from qdqbench.eval.accuracy.runners import onnxruntime_runner
-    from qdqbench.quantize.runtime.runner import EngineRunner
+    from qdqbench.quantize.runtime.opened import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -74,7 +74,7 @@ def test_any_shape_of_the_profile(run, rows, length, padding):
 
 def test_padding_changes_nothing(run):
     """A sentence alone, and the same sentence padded to 128 in a batch of others."""
-    from qdqbench.quantize.runtime.runner import EngineRunner
+    from qdqbench.quantize.runtime.opened import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -91,7 +91,7 @@ def test_padding_changes_nothing(run):
 
 def test_shapes_outside_of_the_profile_are_refused(run):
     from qdqbench.quantize.core.errors import CheckFailed
-    from qdqbench.quantize.runtime.runner import EngineRunner
+    from qdqbench.quantize.runtime.opened import EngineRunner
 
     recipe, folder = run
     name = "model.fp16" if recipe == "bert-fp16" else "model.int8"
@@ -194,7 +194,7 @@ def test_several_profiles(linears, tmp_path):
     from qdqbench.quantize.engine.build import build, gemm_names
     from qdqbench.quantize.engine.profiles import Profile
     from qdqbench.quantize.runtime.engine import Engine
-    from qdqbench.quantize.runtime.runner import EngineRunner
+    from qdqbench.quantize.runtime.opened import EngineRunner
 
     onnx = linears / "model.int8.onnx"
     profiles = [Profile((1, 16), (1, 32), (2, 128)), Profile((4, 16), (32, 128), (64, 128))]

@@ -32,7 +32,7 @@ FAULTS = {"offset": lambda bias: bias + 1.0 * np.sign(bias), "nan": lambda bias:
 @pytest.fixture(scope="module", params=FAULTS)
 def faulty(request, linears, tmp_path_factory):
     """A copy of a run whose ONNX file is wrong, with the engine of that file, verified."""
-    from qdqbench.eval.stages import engine as engine_stages
+    from qdqbench.eval.stages import stages as engine_stages
     from qdqbench.quantize.rundir.session import Session, read_config
 
     target = shutil.copytree(linears, tmp_path_factory.mktemp("faulty") / request.param)

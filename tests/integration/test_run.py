@@ -9,7 +9,7 @@ import onnx
 import pytest
 import yaml
 
-from qdqbench.eval.stages import engine as engine_stages
+from qdqbench.eval.stages import stages as engine_stages
 from qdqbench.quantize.core.results import Results
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.rundir.artifacts import engine_profiles

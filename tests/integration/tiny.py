@@ -90,11 +90,11 @@ def _exit_code(arguments) -> int:
 @contextmanager
 def one_profile():
     """Engines for the shape that takes everything."""
-    from qdqbench.eval.stages import engine
+    from qdqbench.eval.stages import stages
 
-    real = engine.engine_profiles
+    real = stages.engine_profiles
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "engine_profiles", lambda session: real(session)[-1:])
+        patch.setattr(stages, "engine_profiles", lambda session: real(session)[-1:])
         yield
 
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.accuracy.compare import compare_with_divergence
-from qdqbench.eval.accuracy.divergence import divergence
+from qdqbench.eval.accuracy.compare import compare_with_divergence, divergence
 from qdqbench.quantize.core.errors import CheckFailed
 from qdqbench.quantize.tasks.task import GLUE
 

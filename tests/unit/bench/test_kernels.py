@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from qdqbench.eval.bench.kernels import is_fp32_gemm, is_fused_attention, kernels_in
+from qdqbench.eval.bench.gpu import is_fp32_gemm, is_fused_attention, kernels_in
 
 FUSED = [
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, false>(Flash_fwd_params)",

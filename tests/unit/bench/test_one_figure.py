@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.eval.bench.charts import speedup_svg
-from qdqbench.eval.bench.report import write_bench_reports
+from qdqbench.eval.bench.report import speedup_svg, write_bench_reports
 from qdqbench.eval.bench.results import Bench, write_bench
 from qdqbench.eval.report.formats import size
 from qdqbench.eval.runreport.report import missing_engines, refresh_reports

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.bench.charts import latency_svg, speedup_svg, throughput_svg
 from qdqbench.eval.bench.report import (
     bench_of,
     bench_report,
@@ -17,10 +16,13 @@ from qdqbench.eval.bench.report import (
     headline_cells,
     headline_title,
     latency_rows,
+    latency_svg,
     milliseconds,
     ratio_cell,
     ratio_rows,
     slow_lines,
+    speedup_svg,
+    throughput_svg,
     write_bench_reports,
 )
 from qdqbench.eval.bench.results import (

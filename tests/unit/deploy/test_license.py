@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.deploy.license import find_license
+from qdqbench.quantize.deploy.write import find_license
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.effects.answers import FILE, changed_answers
-from qdqbench.eval.effects.beside import Beside
-from qdqbench.eval.effects.classes import classes_of
+from qdqbench.eval.effects.answers import FILE, Beside, changed_answers, classes_of
 from qdqbench.quantize.kinds.tokens import Tagged
 from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
 

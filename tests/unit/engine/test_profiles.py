@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.eval.stages import engine
+from qdqbench.eval.stages import stages
 from qdqbench.quantize.core import files
 from qdqbench.quantize.core.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.engine import backend, sidecar
@@ -61,7 +61,7 @@ def test_data_that_no_profile_takes_is_known_before_any_work(lengths, batch_size
     assert "\n" not in str(caught.value)
     longest = max(end[1] for end in ends)
     if max(lengths) > longest:
-        assert f"more than the {longest} tokens that engine.shapes takes, the longest {max(lengths)};" in str(
+        assert f"more than the {longest} tokens that stages.shapes takes, the longest {max(lengths)};" in str(
             caught.value
         )
 
@@ -172,7 +172,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
-    outputs = engine.build_stage(run)
+    outputs = stages.build_stage(run)
     path = run.folder / "engine" / "model.fp16.engine"
     assert check_sidecar(path).profiles == PROFILES
     assert [str(each.relative_to(run.folder)) for each in outputs] == [
@@ -187,7 +187,7 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
     monkeypatch.setattr(build_module, "hazards", lambda *given: [f"careful with {' '.join(given)}"])
-    engine.build_stage(run)
+    stages.build_stage(run)
     assert run.warnings == [f"careful with tensorrt_rtx {rtx.version} 8.9"]
 
 
@@ -208,20 +208,20 @@ def engine_row(**changes):
     ],
 )
 def test_stage_engine_says_why_it_cannot_run_and_warns_of_far_shapes(run, monkeypatch, built, here, reason):
-    monkeypatch.setattr(engine, "find_gpu", lambda: here)
+    monkeypatch.setattr(stages, "find_gpu", lambda: here)
     files.write_json(run.folder / "build.json", built)
-    assert engine.engine_stage(run) == [run.folder / "engine.json"]
+    assert stages.engine_stage(run) == [run.folder / "engine.json"]
     assert reason in files.read_json(run.folder / "engine.json")["skipped"]
     assert len(run.warnings) == 1
     assert "batch 4 where it is tuned for 32" in run.warnings[0]
-    engine.engine_stage(run)
+    stages.engine_stage(run)
     assert len(run.warnings) == 1
 
 
 def test_a_record_of_another_version_is_named(run):
     files.write_json(run.folder / "build.json", {"file": "x.engine"})
     with pytest.raises(UserError, match=r"build\.json is no record of a stage .* run `qdqbench build"):
-        engine.engine_stage(run)
+        stages.engine_stage(run)
 
 
 class Runner:
@@ -245,17 +245,17 @@ class Runner:
 
 def test_stage_engine_records_memory_for_the_report(run, monkeypatch):
     sizes = []
-    monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
-    monkeypatch.setattr(engine, "open_runner", Runner)
+    monkeypatch.setattr(stages, "find_gpu", lambda: HERE)
+    monkeypatch.setattr(stages, "open_runner", Runner)
     monkeypatch.setattr(
-        engine,
+        stages,
         "evaluate_stage",
         lambda session, stage, runner, batch_size, edges: (
             sizes.append(batch_size) or run.folder / "engine.npz"
         ),
     )
     files.write_json(run.folder / "build.json", engine_row())
-    assert engine.engine_stage(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
+    assert stages.engine_stage(run) == [run.folder / "engine.json", run.folder / "engine.npz"]
     record = files.read_json(run.folder / "engine.json")
     assert record["detail"] == (
         "tensorrt_rtx 1.6 on L4; GPU memory 1.5 MB for weights and code, 0.6, 0.7 MB for activations by "
@@ -270,16 +270,16 @@ def test_a_machine_that_cannot_load_it_is_a_reason(run, monkeypatch):
     def fails(*_):
         raise MissingDevice("this torch has no CUDA")
 
-    monkeypatch.setattr(engine, "find_gpu", lambda: HERE)
-    monkeypatch.setattr(engine, "_run_engine", fails)
+    monkeypatch.setattr(stages, "find_gpu", lambda: HERE)
+    monkeypatch.setattr(stages, "_run_engine", fails)
     files.write_json(run.folder / "build.json", engine_row())
-    engine.engine_stage(run)
+    stages.engine_stage(run)
     assert files.read_json(run.folder / "engine.json") == {"skipped": "this torch has no CUDA"}
 
 
 @pytest.fixture
 def built(run, rtx):
-    engine.build_stage(run)
+    stages.build_stage(run)
     (run.folder / session.CONFIG).write_text("{}")
     return run.folder / "engine" / "model.fp16.engine"
 
@@ -293,7 +293,7 @@ def test_how_to_rebuild_an_engine_without_a_sidecar(built, tmp_path):
 def test_how_to_rebuild_what_the_recipe_makes_for_another_gpu(built, tmp_path, monkeypatch):
     monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
     with pytest.raises(
-        UserError, match=rf"qdqbench build {tmp_path}` \(with engine.compute_capability: null"
+        UserError, match=rf"qdqbench build {tmp_path}` \(with stages.compute_capability: null"
     ):
         check_sidecar(built)
 

@@ -17,8 +17,7 @@ from qdqbench.quantize.check.view import PLAIN_FORMS
 from qdqbench.quantize.core.errors import UserError
 from qdqbench.quantize.diagnose.rules_graph import of_group
 from qdqbench.quantize.fix import runs
-from qdqbench.quantize.fix.fix import FixOptions, fix, rewrite
-from qdqbench.quantize.fix.qoperator import _FORMS
+from qdqbench.quantize.fix.fix import _FORMS, FixOptions, fix, rewrite
 from qdqbench.quantize.fix.rebuild import strip
 from qdqbench.quantize.fix.runs import outputs, ranges
 

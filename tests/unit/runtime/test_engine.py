@@ -21,7 +21,7 @@ from qdqbench.quantize.runtime import engine as engine_core
 from qdqbench.quantize.runtime import tensors
 from qdqbench.quantize.runtime.buckets import bucket_profiles
 from qdqbench.quantize.runtime.engine import Engine
-from qdqbench.quantize.runtime.runner import EngineRunner
+from qdqbench.quantize.runtime.opened import EngineRunner
 
 from ...support import fake_gpu
 

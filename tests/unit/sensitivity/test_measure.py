@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import special
 
-from qdqbench.eval.accuracy.compare import compare_with_divergence
-from qdqbench.eval.accuracy.divergence import divergence
+from qdqbench.eval.accuracy.compare import compare_with_divergence, divergence
 from qdqbench.eval.sensitivity.candidates import Choices, choices
 from qdqbench.eval.sensitivity.choice import attention_of, choose_point, kept_counts, measure_curve, write_up
 from qdqbench.eval.sensitivity.results import CurvePoint

@@ -1,4 +1,4 @@
-"""What counts as a wrong engine, on arrays: noise of the size of quantization passes, faults do not."""
+"""What counts as a wrong stages, on arrays: noise of the size of quantization passes, faults do not."""
 
 import json
 from contextlib import contextmanager, nullcontext
@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import array_shapes
 from scipy import stats
 
 from qdqbench.eval.accuracy.runners import onnxruntime_runner
-from qdqbench.eval.stages import engine
+from qdqbench.eval.stages import stages
 from qdqbench.eval.verify.bisect import run_onnxruntime
 from qdqbench.eval.verify.cases import (
     InputCase,
@@ -572,19 +572,19 @@ def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, sp
 
 def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
-        monkeypatch.setattr("qdqbench.eval.stages.engine.find_gpu", lambda gpu=gpu: gpu)
-        (record,) = engine.verify_stage(session)
+        monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda gpu=gpu: gpu)
+        (record,) = stages.verify_stage(session)
         assert why in json.loads(record.read_text())["skipped"]
 
 
 def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqbench.eval.stages.engine.find_gpu", lambda: Gpu("L4", "8.9", None))
+    monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda: Gpu("L4", "8.9", None))
     monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda batch, got: got * np.nan))
-    (record,) = engine.verify_stage(session)
+    (record,) = stages.verify_stage(session)
     assert not Verification.model_validate_json(record.read_text()).passed
-    (skipped,) = engine.engine_stage(session)
+    (skipped,) = stages.engine_stage(session)
     assert "NaN" in json.loads(skipped.read_text())["skipped"]
 
 
